@@ -1,0 +1,52 @@
+"""Every error that the library raises or puts into a result.
+
+::
+
+    VLMBatchError
+    ├── InvalidRequest (ValueError)     what was asked cannot be done; raised at submit where it can be known there
+    │   ├── InvalidParameters           a sampling parameter out of range
+    │   ├── InvalidPrompt               empty, not renderable, or not matching its pictures
+    │   ├── InvalidImage                missing, unreadable, not a picture, or too large
+    │   └── PromptTooLong               longer than the model's context or the batcher's limit
+    ├── UnsupportedModel (ValueError)   a model type that is not known, or is refused with a reason
+    ├── BatcherClosed (RuntimeError)    submitted to a closed batcher
+    └── RequestFailed (RuntimeError)    a request that ended with an error, raised by ``Result.raise_for_error``
+"""
+
+from __future__ import annotations
+
+
+class VLMBatchError(Exception):
+    """The root of every error of this library."""
+
+
+class InvalidRequest(VLMBatchError, ValueError):
+    """What was asked for cannot be done; the message says what was wrong and what would be right."""
+
+
+class InvalidParameters(InvalidRequest):
+    """A sampling parameter is out of range."""
+
+
+class InvalidPrompt(InvalidRequest):
+    """The prompt is empty, cannot be rendered, or does not match its pictures."""
+
+
+class InvalidImage(InvalidRequest):
+    """A picture is missing, unreadable, no picture at all, or larger than the limit."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt is longer than the model's context or the batcher's own limit."""
+
+
+class UnsupportedModel(VLMBatchError, ValueError):
+    """The model type is not known here, or is refused with its reason."""
+
+
+class BatcherClosed(VLMBatchError, RuntimeError):
+    """The batcher was closed before the request could be taken."""
+
+
+class RequestFailed(VLMBatchError, RuntimeError):
+    """A request ended with an error; the message is the result's ``error``."""

@@ -1,0 +1,76 @@
+"""The families that the library knows: one frozen ``ModelSpec`` each, registered by the file that holds its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from vlm_batch.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from vlm_batch.models.base import Adapter
+
+AdapterType = TypeVar("AdapterType", bound="type[Adapter]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The facts about one family.
+
+    ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``known_gaps`` names a parity scenario
+    that fails and why, as data for the tests (strict expected failures). ``notes`` say what the adapter mends, for a reader.
+    """
+
+    family: str
+    model_types: tuple[str, ...]
+    multi_image: bool = True
+    chunked_prefill: bool = True
+    notes: tuple[str, ...] = ()
+    known_gaps: tuple[tuple[str, str], ...] = ()
+    adapter: type[Adapter] | None = None
+
+
+_SPECS: dict[str, ModelSpec] = {}
+
+
+def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
+    """Class decorator: make an adapter known under its spec. A model type can belong to one family only."""
+
+    def add(adapter: AdapterType) -> AdapterType:
+        taken = {t: s.family for s in _SPECS.values() for t in s.model_types}
+        for model_type in spec.model_types:
+            if model_type in taken:
+                raise ValueError(f"model type {model_type!r} of {spec.family!r} is already registered by {taken[model_type]!r}")
+        if spec.family in _SPECS:
+            raise ValueError(f"family {spec.family!r} is registered twice")
+        bound = ModelSpec(**{**spec.__dict__, "adapter": adapter})
+        _SPECS[spec.family] = bound
+        adapter.spec = bound
+        return adapter
+
+    return add
+
+
+def families() -> tuple[ModelSpec, ...]:
+    """Every registered family, by name."""
+    _load()
+    return tuple(_SPECS[name] for name in sorted(_SPECS))
+
+
+def spec_for(model_type: str) -> ModelSpec | None:
+    """The family that serves a model type, or None."""
+    return next((spec for spec in families() if model_type in spec.model_types), None)
+
+
+def adapter_for(model_type: str) -> type[Adapter]:
+    """The adapter class of a model type. Raises UnsupportedModel, naming the known families, if there is none."""
+    spec = spec_for(model_type)
+    if spec is None or spec.adapter is None:
+        known = ", ".join(s.family for s in families())
+        raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {known}")
+    return spec.adapter
+
+
+def _load() -> None:
+    import vlm_batch.models  # noqa: F401  (importing it registers every family file)

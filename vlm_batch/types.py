@@ -1,0 +1,249 @@
+"""The nouns of the library: data only, no behaviour beyond validation and derived values."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, TypeAlias
+
+from vlm_batch.errors import InvalidParameters, RequestFailed
+
+#: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
+LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
+
+#: A path, URL, data URI, ``bytes``, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
+ImageInput: TypeAlias = Any
+
+Message: TypeAlias = Mapping[str, Any]
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` 1 is off; it divides
+    positive and multiplies negative logits of tokens among the last ``repetition_context_size`` (Keskar et al. 2019).
+    ``seed`` makes a sampled request reproducible whatever shares its batch; without one, a fresh seed is drawn.
+    ``stop`` strings end the answer and are not part of it; ``stop_token_ids`` end it beside the model's own end tokens,
+    which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k most likely tokens'
+    log-probabilities, taken after the processors and before the temperature. ``logits_processors`` follow mlx-lm:
+    ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer, shape (T,)) and logits of shape (1, V).
+
+    Raises InvalidParameters for a value out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "logits_processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        whole = lambda value: isinstance(value, int) and not isinstance(value, bool)  # noqa: E731
+        real = lambda value: isinstance(value, (int, float)) and math.isfinite(value)  # noqa: E731
+        rules: list[tuple[str, bool, str]] = [
+            ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
+            ("temperature", real(self.temperature) and self.temperature >= 0, "a finite number of at least 0 (0 is greedy)"),
+            ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1 (1 is off)"),
+            ("top_k", whole(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)"),
+            ("min_p", real(self.min_p) and 0 <= self.min_p < 1, "a number of at least 0 and below 1 (0 is off)"),
+            ("repetition_penalty", real(self.repetition_penalty) and self.repetition_penalty > 0, "a number above 0 (1 is off)"),
+            ("repetition_context_size", whole(self.repetition_context_size) and self.repetition_context_size >= 1, "an integer of at least 1"),
+            ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64), "None or an integer in 0..2**64-1"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
+            ("logprobs", self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 100), "None or an integer in 0..100"),
+            ("logits_processors", all(callable(p) for p in self.logits_processors), "callables (tokens, logits) -> logits"),
+        ]
+        for name, valid, right in rules:
+            if not valid:
+                raise InvalidParameters(f"{name} is {getattr(self, name)!r}; it must be {right}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken (no randomness)."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures.
+
+    ``prompt`` is put through the model's chat template as a single user turn unless ``rendered`` says that it already is the
+    final text. ``messages`` are a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``); pictures may stand in the
+    content parts or in ``images``, in order. ``token_ids`` are final; their pictures must already have their placeholder
+    tokens. ``inputs`` is what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    token_ids: Sequence[int] | None = None
+    inputs: Mapping[str, Any] | None = None
+    images: Sequence[ImageInput] = ()
+    rendered: bool = False
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probabilities of one step: the chosen token's, and the most likely tokens' in falling order."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request; ``image_tokens`` are the prompt positions that hold picture features."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    image_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds that a request spent in each stage; ``ttft`` is from submit to its first token."""
+
+    queue: float = 0.0
+    encode: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    ttft: float = math.nan
+    total: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a request ended. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
+
+    ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor made of
+    them where it says so (families with a patch grid). ``stop_reason`` is the matched stop string or token id.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason = "stop"
+    stop_reason: str | int | None = None
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    model_image_sizes: tuple[tuple[int, int], ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the answer is complete: ended by a stop or by its length."""
+        return self.finish_reason in ("stop", "length")
+
+    def raise_for_error(self) -> Result:
+        """Return self, or raise RequestFailed with the request's error."""
+        if self.error is not None:
+            raise RequestFailed(f"request {self.request_id}: {self.error}") from self.exception
+        return self
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of one request as the engine saw it: a token with its text, or an end, or both."""
+
+    request_id: str
+    token: int | None = None
+    text: str = ""
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class PositionState:
+    """Where a row stands in position space, owned by the row.
+
+    ``prompt`` holds the prompt's positions, (1, L) or (3, 1, L), or None for 0..L-1.
+    ``delta``: the position of the next token is the number of tokens in the row's cache plus this.
+    """
+
+    prompt: Any | None = None
+    delta: int = 0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row, ready for prefill. ``length`` counts the positions of ``inputs_embeds``: pictures included.
+
+    ``prefill`` holds what the family's forward needs besides, whole; the adapter cuts each chunk's part out of it.
+    ``decode`` holds what every later step of this row needs. ``atomic`` spans [start, end) may not be cut by a chunk.
+    """
+
+    input_ids: Any  # (1, L)
+    inputs_embeds: Any  # (1, L, D)
+    position: PositionState = PositionState()
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    atomic: tuple[tuple[int, int], ...] = ()
+    image_tokens: int = 0
+    model_image_sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def length(self) -> int:
+        return int(self.inputs_embeds.shape[1])
+
+
+class Status(Enum):
+    """The stages of a row's life, in order."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt positions [start, end) of one row, to be prefilled in this step."""
+
+    request_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one engine step does: integers and ids only."""
+
+    prefill: tuple[Chunk, ...] = ()
+    decode: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prefill and not self.decode
+
+
+def fresh_seed() -> int:
+    """A seed of 64 bits from the operating system, for a request that named none."""
+    return int.from_bytes(os.urandom(8), "little")
