@@ -1,0 +1,329 @@
+"""The command ``vlm-batch``: one answer for every picture, the demo, and the list of families.
+
+Exit status: 0 when every request was answered (or no more than ``--max-errors`` failed), 1 when more failed, 2 when the
+command line or the model was wrong, 130 after an interrupt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from vlm_batch import blas
+
+blas.preload_openblas()  # before anything imports mlx.core
+
+from vlm_batch._version import __version__  # noqa: E402
+from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images  # noqa: E402
+from vlm_batch.console import Job, Report, print_families  # noqa: E402
+from vlm_batch.errors import InvalidParameters  # noqa: E402
+from vlm_batch.types import Request, Result, SamplingParams  # noqa: E402
+
+ANSWERED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+DEMO_QUESTIONS = ("describe the picture", "how many shapes are there?")
+DEMO_PAIR_QUESTIONS = ("describe both pictures", "are the pictures the same?")
+DEMO_TEXTS = ("count to 12", "repeat: a a a a", "reverse: m l x", "what is 4 + 7?")
+
+
+class Batcher(Protocol):
+    """What the command line needs of a batcher."""
+
+    def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
+
+
+OpenBatcher = Callable[[argparse.Namespace], AbstractContextManager[Batcher]]
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be done; the message goes to the user as it is."""
+
+
+def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None) -> int:
+    """Run one command and return its exit status. ``open_batcher`` replaces the loading of a model."""
+    args = _parser().parse_args(argv)
+    blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
+    try:
+        return int(args.command(args, open_batcher or _load_model))
+    except (UsageError, InvalidParameters) as error:
+        print(f"vlm-batch: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("vlm-batch: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone; nothing is left to say, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+# ---- commands ----
+
+
+def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch run``: one request per picture."""
+    params = _sampling_params(args)
+    pictures = find_pictures(args.paths, recursive=args.recursive)
+    jobs = [Job(request_id=picture, label=picture, images=(picture,), prompt=args.prompt) for picture in pictures]
+    return _answer(jobs, params, args, open_batcher)
+
+
+def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch demo``: the sample pictures and a few questions, answered by the embedded checkpoint."""
+    return _answer(demo_jobs(sample_images()), _sampling_params(args), args, open_batcher)
+
+
+def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch families``: what is registered."""
+    from vlm_batch.registry import families
+
+    if args.json:
+        facts = [
+            {
+                "family": spec.family,
+                "model_types": spec.model_types,
+                "multi_image": spec.multi_image,
+                "chunked_prefill": spec.chunked_prefill,
+                "notes": spec.notes,
+                "known_gaps": dict(spec.known_gaps),
+            }
+            for spec in families()
+        ]
+        print(json.dumps(facts, indent=2))
+    else:
+        print_families(families(), sys.stdout)
+    return ANSWERED
+
+
+def _answer(jobs: list[Job], params: SamplingParams, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """Put every job to the batcher, show and write the answers as they come, and say how it went."""
+    record = _open_record(args.json)
+    report = Report(jobs, table_to=sys.stderr if record is sys.stdout else sys.stdout, quiet=args.quiet)
+    requests = (_request(job, params) for job in jobs)  # lazily: the batcher takes them as it has room
+    interrupted = False
+    try:
+        with report, open_batcher(args) as batcher:
+            try:
+                report.begin()
+                for result in batcher.as_completed(requests):
+                    if record is not None:
+                        _write(record, report.job(result.request_id), result)
+                    report.add(result)
+            except KeyboardInterrupt:  # leaving the block closes the batcher; what is done is kept
+                interrupted = True
+    finally:
+        if record is not None and record is not sys.stdout:
+            record.close()
+    report.show(interrupted=interrupted)
+    if interrupted:
+        return INTERRUPTED
+    return ANSWERED if report.num_failed <= args.max_errors else FAILED
+
+
+def _request(job: Job, params: SamplingParams) -> Request:
+    return Request(prompt=job.prompt, images=job.images, params=params, request_id=job.request_id)
+
+
+def demo_jobs(pictures: Sequence[Path]) -> list[Job]:
+    """Questions about one picture, about two, and about none."""
+    asked: list[tuple[tuple[Path, ...], str]] = []
+    asked += [((picture,), question) for picture in pictures for question in DEMO_QUESTIONS]
+    asked += [(pair, question) for pair in pairwise(pictures) for question in DEMO_PAIR_QUESTIONS]
+    asked += [((), text) for text in DEMO_TEXTS]
+    return [
+        Job(
+            request_id=f"demo-{number}",
+            label=" + ".join(picture.stem for picture in images) or "(text only)",
+            images=tuple(str(picture) for picture in images),
+            prompt=prompt,
+        )
+        for number, (images, prompt) in enumerate(asked)
+    ]
+
+
+def find_pictures(paths: Sequence[str], *, recursive: bool = True) -> list[str]:
+    """The pictures that the arguments name, each once and in order: files and URLs as they are, folders by suffix.
+
+    A file that does not exist is kept, to be reported as a request that failed. Raises UsageError if nothing is found.
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        folder = Path(path)
+        if not folder.is_dir():
+            found[path] = None
+            continue
+        inside = sorted(folder.rglob("*") if recursive else folder.iterdir())
+        found.update((str(file), None) for file in inside if _is_picture(file.relative_to(folder), file))
+    if not found:
+        suffixes = " ".join(PICTURE_SUFFIXES)
+        raise UsageError(f"no picture in {', '.join(paths)}; looked for files that end in {suffixes}")
+    return list(found)
+
+
+def _is_picture(relative: Path, file: Path) -> bool:
+    hidden = any(part.startswith(".") for part in relative.parts)
+    return not hidden and file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
+
+
+# ---- collaborators ----
+
+
+def _load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
+    """The real batcher. Imported here: ``--version`` and usage errors should not wait for MLX."""
+    model = str(args.model or default_checkpoint())
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        raise UsageError(
+            f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
+        )
+    from vlm_batch.batcher import VLMBatcher
+
+    try:
+        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, trust_remote_code=args.trust_remote_code)
+    except Exception as error:  # whatever the loader raises, the user needs one line of it
+        raise UsageError(f"cannot load the model {model}: {type(error).__name__}: {error}") from error
+
+
+def _open_record(target: str | None) -> TextIO | None:
+    if target is None:
+        return None
+    if target == "-":
+        return sys.stdout
+    try:
+        return open(target, "w", encoding="utf-8")  # closed by _answer
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from error
+
+
+def _write(record: TextIO, job: Job, result: Result) -> None:
+    """One JSON line for one result, flushed: what is done is on disk whatever happens next."""
+    usage, timings = result.usage, result.timings
+    line = {
+        "request_id": result.request_id,
+        "images": job.images,
+        "prompt": job.prompt,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "error": result.error,
+        "image_sizes": result.image_sizes,
+        "model_image_sizes": result.model_image_sizes,
+        "usage": dict(vars(usage)),
+        "timings": {name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(timings).items()},
+    }
+    record.write(json.dumps(line, ensure_ascii=False) + "\n")
+    record.flush()
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+
+
+# ---- the command line ----
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vlm-batch", description="Ask a vision-language model about many pictures at once."
+    )
+    parser.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    asking = commands.add_parser(
+        "run", help="ask one question about every picture", description="Ask one question about every picture."
+    )
+    asking.add_argument("paths", nargs="+", metavar="PATH", help="a picture, a folder of pictures, or a URL")
+    asking.add_argument("--prompt", default="describe the picture", help="the question (default: %(default)s)")
+    asking.add_argument(
+        "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)"
+    )
+    asking.add_argument(
+        "--recursive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look into folders in folders (default: yes)",
+    )
+    asking.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    _add_answering(asking)
+    asking.set_defaults(command=run)
+
+    showing = commands.add_parser(
+        "demo",
+        help="ask the embedded model about the sample pictures",
+        description="Ask the embedded model about the sample pictures: one, two and none to a question.",
+    )
+    _add_answering(showing)
+    showing.set_defaults(command=demo, model=None, trust_remote_code=False)
+
+    listing = commands.add_parser(
+        "families", help="list the model families", description="List the model families that are batched."
+    )
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    listing.set_defaults(command=list_families)
+    return parser
+
+
+def _add_answering(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that asks a model."""
+    defaults = SamplingParams()
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=defaults.temperature,
+        metavar="T",
+        help="0 is greedy (default: %(default)s)",
+    )
+    sampling.add_argument(
+        "--top-p", type=float, default=defaults.top_p, metavar="P", help="1 is off (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=defaults.top_k, metavar="K", help="0 is off (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=defaults.min_p, metavar="P", help="0 is off (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--seed", type=int, default=defaults.seed, help="makes sampled answers reproducible, whatever the batch"
+    )
+    parser.add_argument(
+        "--batch", type=_at_least(1), default=8, metavar="N", help="most rows in the batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one JSON line per answer as it comes; - is standard output"
+    )
+    parser.add_argument(
+        "--max-errors",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="exit with 0 if no more than N fail (default: 0)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the table and the totals")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return value
+
+    return number
