@@ -1,0 +1,116 @@
+"""The live rows and where their KV lies: join and leave, one row at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches import LayerCache, Placement, RowsCache, make_layer_cache
+from vlm_batch.types import Encoded, SamplingParams, Status, TokenLogprobs
+
+
+@dataclass(eq=False)
+class Row:
+    """Everything that belongs to one request inside the engine; the one mutable record."""
+
+    request_id: str
+    params: SamplingParams
+    seed: int
+    priority: int = 0
+    inputs: Mapping[str, Any] | None = None  # a processor's output, until it is encoded
+    status: Status = Status.WAITING
+    encoded: Encoded | None = None  # until its prefill ends
+    prompt_ids: tuple[int, ...] = ()
+    prompt_length: int = 0
+    image_tokens: int = 0
+    model_image_sizes: tuple[tuple[int, int], ...] = ()
+    delta: int = 0
+    decode_extras: Mapping[str, Any] = field(default_factory=dict)
+    cache: list[Any] | None = None  # its single-row cache, until it joins a slab
+    prefilled: int = 0
+    next_token: mx.array | None = None  # (1,) the token that was sampled last, perhaps not yet computed
+    num_sampled: int = 0  # tokens sampled so far, the last of them perhaps not yet read
+    history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    encode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    first_token: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """The position of the token that is decoded next."""
+        return self.prompt_length + self.num_sampled - 1 + self.delta
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the token that was sampled last uses up ``max_tokens``."""
+        return self.num_sampled >= self.params.max_tokens
+
+
+class DecodeBatch:
+    """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
+
+    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it.
+    """
+
+    def __init__(self, placement: Placement, max_rows: int) -> None:
+        self.placement = placement
+        self.max_rows = max_rows
+        self.places: list[Row | None] = []
+        self.layers: list[LayerCache] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for row in self.places if row is not None]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def join(self, row: Row) -> None:
+        """Give a prefilled row a place. Only its own KV is touched; its single-row cache is given up."""
+        assert row.cache is not None
+        if not self.layers:
+            self.layers = [make_layer_cache(single, self.placement, self.max_rows) for single in row.cache]
+        place = self.places.index(None) if None in self.places else len(self.places)
+        if place == len(self.places):
+            self.places.append(None)
+        for layer, single in zip(self.layers, row.cache, strict=True):
+            layer.put(place, single)
+        self.places[place] = row
+        row.cache = None
+        row.status = Status.DECODE
+
+    def leave(self, row: Row) -> None:
+        """Free a row's place; nobody else moves."""
+        place = self.places.index(row)
+        if self.placement is Placement.ROWS:
+            del self.places[place]
+            for layer in self.layers:
+                assert isinstance(layer, RowsCache)
+                layer.remove(place)
+        else:
+            self.places[place] = None
+            for layer in self.layers:
+                layer.clear(place)
+            self._trim()
+        if not self.places:
+            self.layers = []  # the memory of an idle batch goes back
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that the live rows' layers hold."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def _trim(self) -> None:
+        """Places past the last row are given up, so that they cost nothing in a step."""
+        while self.places and self.places[-1] is None:
+            self.places.pop()
+        for layer in self.layers:
+            layer.truncate(len(self.places))

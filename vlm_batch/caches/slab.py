@@ -1,0 +1,196 @@
+"""One layer of a batch as a slab (S, H_kv, C, D): rows lie left-aligned at their own lengths, one attention call for all.
+
+A join writes one row into a free place, a leave frees it; nobody else moves. Writes go through ``put_along_axis``
+(a scatter costs 2 ms a step on CUDA, a ``where`` copies everything; docs/architecture.md has the measurements).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+#: Capacities are multiples of this; doubled when they grow, so that a token is copied O(1) times.
+CAPACITY_STEP = 256
+#: The part of a slab that attention reads is rounded up to this, so that shapes (and compiled kernels) change rarely.
+WIDTH_STEP = 64
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class SlabCache:
+    """A layer of full attention. ``lengths[s]`` tokens of place s are valid; an empty place has length 0."""
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places  # allocated at once: a join never makes room by copying neighbours
+        self.keys: mx.array | None = None  # (S, H, C, D)
+        self.values: mx.array | None = None  # (S, H, C, D_v)
+        self._lengths = [0] * num_places
+        self._live = 0
+        self._offsets: tuple[tuple[int, ...], mx.array] | None = None
+
+    def put(self, place: int, cache: Any) -> None:
+        """Copy one row's keys and values (its own bytes only) from its single-row cache into a place."""
+        keys, values = self._ordered(cache)
+        self._reserve(keys, values, int(cache.offset) + 1)
+        self._write(place, keys, values, int(cache.offset))
+        self._lengths[place] = int(cache.offset)
+        self._live = max(self._live, place + 1)
+
+    def clear(self, place: int) -> None:
+        """Free a place; its bytes stay until another row is written over them."""
+        self._lengths[place] = 0
+
+    def truncate(self, num_places: int) -> None:
+        """Attend over the first places only (the others are empty)."""
+        self._live = num_places
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths[: self._live])
+
+    @property
+    def offset(self) -> mx.array:
+        """``lengths`` as an array (S,), as models want it for RoPE."""
+        lengths = self.lengths
+        if self._offsets is None or self._offsets[0] != lengths:
+            self._offsets = (lengths, mx.array(lengths, dtype=mx.int32))
+        return self._offsets[1]
+
+    @property
+    def _idx(self) -> int:
+        """The longest row; mlx-vlm reads it as the batch's shared column."""
+        return max(self.lengths, default=0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (S, H, 1, D) keys and values at each place's own length; returns the slabs up to the widest row."""
+        self._reserve(keys, values, self._idx + 1)
+        assert self.keys is not None and self.values is not None
+        at = self._pad(self._positions()[:, None, None, None])
+        self.keys = _put(self.keys, at, self._pad(keys))
+        self.values = _put(self.values, at, self._pad(values))
+        self._lengths = [length + (length > 0) for length in self._lengths]
+        return self._fetched()
+
+    @property
+    def state(self) -> tuple[mx.array, mx.array]:
+        """What ``update_and_fetch`` last returned (layers that share another layer's KV read it)."""
+        return self._fetched()
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+        """Which keys each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
+        if length != 1:
+            raise ValueError(f"a batch decodes one token a row, not {length}")
+        lengths = self.lengths
+        width = self._width(self._idx + 1)
+        if window_size is None and all(n + 1 == width for n in lengths):
+            return None
+        columns = mx.arange(width)[None, :]
+        last = self.offset[:, None]
+        mask = columns <= last
+        if window_size is not None:
+            mask = mask & (columns > last - window_size)
+        return mask[:, None, None, :]
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.keys, self.values) if array is not None]
+
+    def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:
+        """A row's keys and values, oldest first."""
+        return cache.state
+
+    def _positions(self) -> mx.array:
+        return self.offset
+
+    def _capacity(self, tokens: int, current: int) -> int:
+        return max(_round_up(tokens, CAPACITY_STEP), 2 * current)
+
+    def _width(self, tokens: int) -> int:
+        return _round_up(tokens, WIDTH_STEP)
+
+    def _pad(self, live: mx.array) -> mx.array:
+        """Zeros for the places past the live ones: what is written there is never read."""
+        missing = self.num_places - self._live
+        return mx.concatenate([live, mx.zeros((missing, *live.shape[1:]), live.dtype)]) if missing else live
+
+    def _fetched(self) -> tuple[mx.array, mx.array]:
+        assert self.keys is not None and self.values is not None
+        width = self._width(self._idx)
+        return self.keys[: self._live, :, :width], self.values[: self._live, :, :width]
+
+    def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
+        assert self.keys is not None and self.values is not None
+        self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
+        self.values[place : place + 1, :, :offset] = values[:, :, :offset]
+
+    def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
+        """Make room for ``tokens`` columns. Growth doubles; it is the only time that a neighbour's bytes are copied."""
+        current = 0 if self.keys is None else int(self.keys.shape[2])
+        if tokens <= current:
+            return
+        capacity = self._capacity(tokens, current)
+        self.keys = _grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = _grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+
+
+class RingSlabCache(SlabCache):
+    """A layer of sliding-window attention: the token at position p lies in column p mod window.
+
+    Keys are rotated before they are stored, so their order in the ring does not matter.
+    """
+
+    def __init__(self, num_places: int, window: int) -> None:
+        super().__init__(num_places)
+        self.window = window
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+        if window_size is not None and window_size < self.window:
+            raise ValueError(f"a window of {window_size} inside a ring of {self.window} is not supported")
+        if all(n + 1 >= self.window for n in self.lengths):
+            return None
+        columns = mx.arange(self._width(self._idx + 1))[None, :]
+        return (columns <= self.offset[:, None])[:, None, None, :]
+
+    def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:
+        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+
+    def _positions(self) -> mx.array:
+        return self.offset % self.window
+
+    def _capacity(self, tokens: int, current: int) -> int:
+        return min(self.window, super()._capacity(tokens, current))
+
+    def _width(self, tokens: int) -> int:
+        return min(self.window, super()._width(tokens))
+
+    def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
+        super()._reserve(keys, values, min(tokens, self.window))
+
+    def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
+        assert self.keys is not None and self.values is not None
+        kept = min(offset, self.window, int(keys.shape[2]))
+        # The single-row cache's last `kept` tokens in temporal order are positions offset - kept .. offset - 1.
+        shift = (offset - kept) % self.window
+        for slab, row in ((self.keys, keys), (self.values, values)):
+            tail = row[:, :, -kept:] if kept else row[:, :, :0]
+            first = min(kept, self.window - shift)
+            slab[place : place + 1, :, shift : shift + first] = tail[:, :, :first]
+            if first < kept:
+                slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
+
+
+def _put(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
+    return mx.put_along_axis(slab, mx.broadcast_to(at, new.shape), new, axis=2)
+
+
+def _grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    grown = mx.zeros(shape, dtype)
+    if slab is not None:
+        grown[:, :, : slab.shape[2]] = slab
+    return grown

@@ -1,0 +1,218 @@
+"""The adapter: the only place that knows a model family. Every adaptation to mlx-vlm's objects in general lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.cache import make_prompt_cache
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.modules import LastPosition, clone_modules, evaluate_arrays, hook_attention
+from vlm_batch.registry import ModelSpec
+from vlm_batch.types import Encoded, PositionState
+
+#: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
+IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token for each place of the batch; an empty place has token 0, position 0 and no extras."""
+
+    tokens: mx.array  # (B, 1)
+    positions: mx.array  # (B,) the position of each row's token: tokens in its cache + its delta
+    caches: Sequence[Any]  # one LayerCache a layer
+    extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
+
+
+class Adapter:
+    """Makes one family's model encode, prefill and decode rows whose state is their own.
+
+    It works on a structural copy of the model (the same weights): the caller's model object is left as it was, and nothing of
+    a request stays on it. A family overrides only what is special to it.
+    """
+
+    spec: ClassVar[ModelSpec]
+    #: Processor outputs that ``get_input_embeddings`` needs; others than these and ``IGNORED_INPUTS`` are refused.
+    input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
+    #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed whole).
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {}
+    #: What it returns that the family does not need, absorbed on purpose.
+    ignored_features: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
+        evaluate_arrays(model)
+        self.config: Any = model.config
+        self.model: Any = clone_modules(model, self.mends())
+        self.language: Any = self.model.language_model
+        hook_attention(self.language)
+        self.language.model = LastPosition(self.language.model)
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        """Module classes of mlx-vlm whose single-row result is wrong or that cannot hold rows apart -> what replaces them."""
+        return {}
+
+    # Encode -------------------------------------------------------------------------------------------------------------
+
+    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
+        """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
+
+        Raises InvalidPrompt for a key that the family does not know.
+        """
+        ids = inputs["input_ids"]
+        extra = self._known_inputs(inputs)
+        features = self.features(ids, extra)
+        embeds = features.pop("inputs_embeds")
+        prefill, decode = self.split(features)
+        encoded = Encoded(
+            input_ids=ids,
+            inputs_embeds=embeds,
+            position=self.positions(ids, extra, features),
+            prefill=prefill,
+            decode=decode,
+            atomic=self.atomic_spans(ids, extra),
+            image_tokens=self.count_image_tokens(ids, extra),
+            model_image_sizes=self.model_image_sizes(extra),
+        )
+        self.forget()
+        return encoded
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model's ``get_input_embeddings`` makes of a request; None values are dropped."""
+        extra = dict(extra)
+        found = self.model.get_input_embeddings(ids, extra.pop("pixel_values", None), **extra)
+        return {name: value for name, value in found.to_dict().items() if value is not None}
+
+    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Features -> (what prefill needs, whole; what every decode step of the row needs)."""
+        self.check_features(features)
+        return {name: features[name] for name in self.prefill_axes if name in features}, {}
+
+    def check_features(self, features: Mapping[str, Any]) -> None:
+        """Refuse what the family does not know: a keyword is absorbed on purpose, or refused."""
+        unknown = set(features) - set(self.prefill_axes) - self.ignored_features - {"position_ids", "rope_deltas"}
+        if unknown:
+            raise TypeError(f"{self.spec.family} does not know the features {sorted(unknown)}")
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        """Where the row stands; the default counts tokens."""
+        return PositionState()
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Spans [start, end) of the prompt that one chunk must hold whole (bidirectional pictures)."""
+        return ()
+
+    def image_token_ids(self) -> frozenset[int]:
+        """The ids whose positions hold picture features."""
+        names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+        return frozenset(token for name in names if isinstance(token := getattr(self.config, name, None), int))
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        """How many prompt positions hold picture features."""
+        tokens = self.image_token_ids()
+        return sum(token in tokens for token in ids[0].tolist())
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """(width, height) in pixels that the processor made of each picture, where it says so."""
+        return ()
+
+    def forget(self) -> None:
+        """Drop what a forward pass left on the working copy."""
+        for name in ("_position_ids", "_rope_deltas"):
+            if hasattr(self.language, name):
+                setattr(self.language, name, None)
+
+    # Prefill and decode -------------------------------------------------------------------------------------------------
+
+    def make_cache(self) -> list[Any]:
+        """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""
+        return make_prompt_cache(self.language)
+
+    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+        """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
+        ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
+        return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+
+    def chunk(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        """The keywords of a chunk's forward."""
+        return {**self.chunk_features(encoded, start, end), **self.chunk_positions(encoded, start, end)}
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        """The part of the prefill features that belongs to a chunk."""
+        return {name: cut(value, self.prefill_axes[name], start, end) for name, value in encoded.prefill.items()}
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        """The positions of a chunk, for families that take them; the others count what is in the cache."""
+        return {}
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        """One token for every place of the batch: logits (B, V)."""
+        return self.forward(step.tokens, None, step.caches, self.decode_extras(step))
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        """Keywords of the decode forward, made of the rows' own state."""
+        return {}
+
+    def forward(self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]) -> mx.array:
+        """The language model over (B, L) ids or (B, L, D) embeddings: logits (B, V) of the last position."""
+        return self.language(ids, inputs_embeds=embeds, cache=cache, **extra).logits[:, -1]
+
+    # Facts --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_context(self) -> int | None:
+        """The most positions that the model was made for, or None if its config does not say."""
+        text = getattr(self.config, "text_config", None) or self.config
+        limit = getattr(text, "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
+        unknown = set(given) - self.input_keys - IGNORED_INPUTS
+        if unknown:
+            raise InvalidPrompt(
+                f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
+            )
+        return {name: value for name, value in given.items() if name in self.input_keys}
+
+
+def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
+    """``value`` between two prompt positions along an axis; None passes it whole."""
+    if axis is None:
+        return value
+    index = [slice(None)] * value.ndim
+    index[axis] = slice(start, end)
+    return value[tuple(index)]
+
+
+class MRoPEAdapter(Adapter):
+    """Families with three-dimensional positions (time, height, width), given to every forward.
+
+    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
+    (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """
+
+    input_keys = Adapter.input_keys | {"image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
+        if found.ndim == 2:
+            found = mx.broadcast_to(found[None], (3, *found.shape))
+        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_thw" not in extra:
+            return ()
+        patch = int(self.config.vision_config.patch_size)
+        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())

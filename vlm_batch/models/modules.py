@@ -1,0 +1,114 @@
+"""Working on mlx-vlm's module trees without touching the caller's: structural copies, and the hook in attention."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models import base as upstream
+
+from vlm_batch.caches.rows import RowStates, attend_rows
+
+
+def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
+    """A structural copy of a module tree: the same weight arrays, own modules and attributes.
+
+    What a forward pass leaves on a module (mlx-vlm keeps positions there) stays on the copy, and so do our changes.
+    ``mends`` maps a module class to the subclass that takes its place.
+    """
+    return _clone(module, mends or {}, {})
+
+
+def _clone(node: Any, mends: Mapping[type, type], seen: dict[int, Any]) -> Any:
+    if isinstance(node, nn.Module):
+        if id(node) not in seen:
+            cls = mends.get(type(node), type(node))
+            seen[id(node)] = copy = cls.__new__(cls)
+            copy.__dict__.update(node.__dict__)
+            for name, child in node.items():
+                dict.__setitem__(copy, name, _clone(child, mends, seen))
+        return seen[id(node)]
+    if type(node) is list:
+        return [_clone(child, mends, seen) for child in node]
+    if type(node) is tuple:
+        return tuple(_clone(child, mends, seen) for child in node)
+    if type(node) is dict:
+        return {name: _clone(child, mends, seen) for name, child in node.items()}
+    return node
+
+
+class LastPosition(nn.Module):
+    """A language model's trunk that answers for its last position only, so that the LM head runs once per prompt.
+
+    Everything else (embedding table, layers, norm) is the trunk's own.
+    """
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        """(B, L, D) of the trunk, cut to (B, 1, D)."""
+        return self.trunk(*args, **kwargs)[:, -1:]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trunk":
+            return super().__getattr__(name)
+        return getattr(super().__getattr__("trunk"), name)
+
+
+def evaluate_arrays(module: nn.Module) -> None:
+    """Evaluate every array that a module tree holds, parameter or not.
+
+    An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
+    """
+    mx.eval(list(_arrays(module, set())))
+
+
+def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
+    if isinstance(node, mx.array):
+        yield node
+        return
+    if id(node) in seen or isinstance(node, (str, bytes, int, float, type)):
+        return
+    seen.add(id(node))
+    if isinstance(node, nn.Module):
+        yield from _arrays(dict(node), seen)
+    if isinstance(node, Mapping):
+        for child in node.values():
+            yield from _arrays(child, seen)
+    elif isinstance(node, (list, tuple)):
+        for child in node:
+            yield from _arrays(child, seen)
+    if type(node).__module__.startswith(("mlx_vlm.", "mlx.nn")):
+        yield from _arrays(getattr(node, "__dict__", {}), seen)
+
+
+def hook_attention(module: nn.Module) -> None:
+    """Let the attention of a model's files understand ``RowStates``; anything else goes to mlx-vlm's function as before.
+
+    About 155 families call a module-level ``scaled_dot_product_attention``; rebinding that one name is what lets attention run
+    a row at a time on unmodified model code.
+    """
+    for name in {type(child).__module__ for _, child in module.named_modules()}:
+        namespace = vars(sys.modules[name])
+        if namespace.get("scaled_dot_product_attention") is upstream.scaled_dot_product_attention:
+            namespace["scaled_dot_product_attention"] = attention
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-vlm's ``scaled_dot_product_attention``, and the same over rows that keep their own caches."""
+    if isinstance(keys, RowStates):
+        return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
+    return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)

@@ -1,0 +1,156 @@
+"""Choosing the next token of every row at once; a row's choice depends on its own logits, parameters and seed only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from vlm_batch.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What sampling needs of a row: its parameters, its seed, how many tokens it drew before, and its history."""
+
+    params: SamplingParams
+    seed: int
+    step: int
+    history: mx.array | None = None  # (T,) int, only for rows with processors or a repetition penalty
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The chosen tokens (B,), and what the rows that asked for log-probabilities get (evaluated with the tokens)."""
+
+    tokens: mx.array  # (B,)
+    logprob_rows: tuple[int, ...] = ()
+    chosen: mx.array | None = None  # (R,) log-probability of the chosen token
+    top_ids: mx.array | None = None  # (R, k)
+    top: mx.array | None = None  # (R, k)
+
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.tokens, self.chosen, self.top_ids, self.top) if a is not None]
+
+    def read_logprobs(self, params: Sequence[SamplingParams], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """Host values of the rows that asked for log-probabilities, by row index."""
+        if self.chosen is None or self.top_ids is None or self.top is None:
+            return {}
+        chosen, ids, top = self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist()
+        return {
+            row: TokenLogprobs(tokens[row], chosen[i], tuple(zip(ids[i], top[i], strict=True))[: params[row].logprobs])
+            for i, row in enumerate(self.logprob_rows)
+        }
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a row's tokens so far have a say in its next one."""
+    return bool(params.logits_processors) or params.repetition_penalty != 1.0
+
+
+def process(logits: mx.array, row: SamplingRow) -> mx.array:
+    """One row's logits (1, V) after its repetition penalty and its own processors, in that order.
+
+    Raises whatever a processor raises, and ValueError if it changes the shape.
+    """
+    shape = logits.shape
+    if row.params.repetition_penalty != 1.0 and row.history is not None:
+        logits = _repetition_penalty(logits, row.history[-row.params.repetition_context_size :], row.params.repetition_penalty)
+    for processor in row.params.logits_processors:
+        logits = processor(row.history, logits)
+        if not isinstance(logits, mx.array) or logits.shape != shape:
+            found = getattr(logits, "shape", type(logits).__name__)
+            raise ValueError(f"a logits processor must return logits of shape {shape}, not {found}")
+    return logits
+
+
+def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
+    """Choose a token for each row of processed logits (B, V), lazily.
+
+    Greedy rows take the most likely token. Others divide by the temperature, keep ``top_k``, then ``top_p`` of what is left,
+    then ``min_p`` (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954) with noise from (seed, step).
+    """
+    tokens = mx.argmax(logits, axis=-1)
+    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn:
+        chosen = _draw(logits[mx.array(drawn)], [rows[i] for i in drawn])
+        if len(drawn) == len(rows):
+            tokens = chosen
+        else:
+            order = mx.array([drawn.index(i) if i in drawn else 0 for i in range(len(rows))])
+            is_drawn = mx.array([i in drawn for i in range(len(rows))])
+            tokens = mx.where(is_drawn, chosen[order], tokens)
+    wanting = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
+    if not wanting:
+        return Sampled(tokens)
+    return _with_logprobs(logits, tokens, wanting, max(rows[i].params.logprobs or 0 for i in wanting))
+
+
+def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...], k: int) -> Sampled:
+    index = mx.array(wanting)
+    picked = logits[index].astype(mx.float32)  # (R, V)
+    logprobs = picked - mx.logsumexp(picked, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
+    if k == 0:
+        empty = mx.zeros((len(wanting), 0))
+        return Sampled(tokens, wanting, chosen, empty.astype(mx.int32), empty)
+    ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[:, :k]
+    order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
+    ids = mx.take_along_axis(ids, order, axis=-1)
+    return Sampled(tokens, wanting, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
+
+
+def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Gumbel-max over the filtered distribution of each row: (R, V) -> (R,)."""
+    column = lambda values: mx.array(values, dtype=mx.float32)[:, None]  # noqa: E731
+    scaled = logits.astype(mx.float32) / column([row.params.temperature for row in rows])
+    noise = mx.stack([_noise(row, scaled.shape[-1]) for row in rows])
+    if any(row.params.top_k or row.params.top_p < 1 for row in rows):
+        return _draw_sorted(scaled, noise, rows)
+    return mx.argmax(_min_p(scaled, column([row.params.min_p for row in rows])) + noise, axis=-1)
+
+
+def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    column = lambda values: mx.array(values, dtype=mx.float32)[:, None]  # noqa: E731
+    size = scaled.shape[-1]
+    order = mx.argsort(-scaled, axis=-1)
+    ranked = mx.take_along_axis(scaled, order, axis=-1)  # falling
+    within_k = mx.arange(size)[None, :] < column([row.params.top_k or size for row in rows])
+    ranked = mx.where(within_k, ranked, -mx.inf)
+    probabilities = mx.softmax(ranked, axis=-1)
+    before = mx.cumsum(probabilities, axis=-1) - probabilities
+    top_p = column([row.params.top_p for row in rows])
+    ranked = mx.where((before < top_p) | (top_p >= 1), ranked, -mx.inf)
+    ranked = _min_p(ranked, column([row.params.min_p for row in rows]))
+    # The noise belongs to token ids, not to ranks: two almost equal logits that swap ranks keep their own draws.
+    best = mx.argmax(ranked + mx.take_along_axis(noise, order, axis=-1), axis=-1, keepdims=True)
+    return mx.take_along_axis(order, best, axis=-1)[:, 0]
+
+
+def _min_p(scaled: mx.array, min_p: mx.array) -> mx.array:
+    """Drop tokens less likely than ``min_p`` times the most likely one (arXiv:2407.01082)."""
+    floor = mx.max(scaled, axis=-1, keepdims=True) + mx.log(min_p)
+    return mx.where(scaled >= floor, scaled, -mx.inf)
+
+
+def _repetition_penalty(logits: mx.array, context: mx.array, penalty: float) -> mx.array:
+    """Divide positive and multiply negative logits of the tokens in ``context`` (T,) (arXiv:1909.05858, section 4.1)."""
+    picked = logits[:, context]
+    logits = mx.array(logits)  # an own array: the assignment below must not reach the caller's
+    logits[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
+    return logits
+
+
+def _noise(row: SamplingRow, size: int) -> mx.array:
+    """Gumbel noise (V,) that depends on the row's seed and step alone."""
+    return mx.random.gumbel((size,), key=mx.random.key(_mix(row.seed, row.step)))
+
+
+def _mix(seed: int, step: int) -> int:
+    """splitmix64 (Steele, Lea, Flood 2014) of a seed advanced by ``step``: distinct keys for neighbouring seeds and steps."""
+    mask = 2**64 - 1
+    value = (seed + (step + 1) * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
