@@ -1,1 +1,75 @@
-"""stub"""
+"""Exact continuous batching of vision-language models on MLX.
+
+::
+
+    from vlm_batch import VLMBatcher
+
+    with VLMBatcher("path or hub id") as batcher:
+        print(batcher.submit("receipt.jpg", "What is the total?").result().text)
+
+Importing this package loads a fast BLAS on Linux CPUs (``vlm_batch.blas``; ``VLM_BATCH_NO_BLAS=1`` turns it off), which
+works only before ``mlx.core`` is imported: import it first. The engine itself is imported with its first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vlm_batch.blas import preload_openblas
+
+preload_openblas()
+
+from vlm_batch._version import __version__  # noqa: E402
+from vlm_batch.errors import (  # noqa: E402
+    BatcherClosed,
+    InvalidImage,
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidRequest,
+    PromptTooLong,
+    RequestFailed,
+    UnsupportedModel,
+    VLMBatchError,
+)
+from vlm_batch.registry import ModelSpec, families  # noqa: E402
+from vlm_batch.types import (  # noqa: E402
+    Request,
+    Result,
+    SamplingParams,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from vlm_batch.batcher import Handle, VLMBatcher
+
+__all__ = [
+    "BatcherClosed",
+    "Handle",
+    "InvalidImage",
+    "InvalidParameters",
+    "InvalidPrompt",
+    "InvalidRequest",
+    "ModelSpec",
+    "PromptTooLong",
+    "Request",
+    "RequestFailed",
+    "Result",
+    "SamplingParams",
+    "Timings",
+    "TokenLogprobs",
+    "UnsupportedModel",
+    "Usage",
+    "VLMBatchError",
+    "VLMBatcher",
+    "__version__",
+    "families",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``VLMBatcher`` and ``Handle`` come with the engine, which takes seconds to import: when they are asked for."""
+    if name in ("Handle", "VLMBatcher"):
+        from vlm_batch import batcher
+
+        return vars(batcher)[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
