@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches import LayerCache, Placement, RowsCache, make_layer_cache
+from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import Encoded, SamplingParams, Status, TokenLogprobs
 
 
@@ -24,8 +25,8 @@ class Row:
     inputs: Mapping[str, Any] | None = None  # a processor's output, until it is encoded
     status: Status = Status.WAITING
     encoded: Encoded | None = None  # until its prefill ends
-    prompt_ids: tuple[int, ...] = ()
     prompt_length: int = 0
+    max_tokens: int = 0  # what it asked for, cut to the model's context
     image_tokens: int = 0
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     delta: int = 0
@@ -36,6 +37,9 @@ class Row:
     num_sampled: int = 0  # tokens sampled so far, the last of them perhaps not yet read
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    detokenizer: Detokenizer | None = None
+    stop_strings: StopStrings | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     submitted: float = field(default_factory=time.perf_counter)
     started: float = 0.0
@@ -50,8 +54,8 @@ class Row:
 
     @property
     def is_last(self) -> bool:
-        """Whether the token that was sampled last uses up ``max_tokens``."""
-        return self.num_sampled >= self.params.max_tokens
+        """Whether the token that was sampled last is its last by count."""
+        return self.num_sampled >= self.max_tokens
 
 
 class DecodeBatch:
@@ -88,7 +92,9 @@ class DecodeBatch:
         row.status = Status.DECODE
 
     def leave(self, row: Row) -> None:
-        """Free a row's place; nobody else moves."""
+        """Free a row's place, if it has one; nobody else moves."""
+        if row not in self.places:
+            return
         place = self.places.index(row)
         if self.placement is Placement.ROWS:
             del self.places[place]

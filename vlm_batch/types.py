@@ -169,15 +169,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of one request as the engine saw it: a token with its text, or an end, or both."""
+    """One step of one request as the engine saw it: a token with the text that it completed, or an end, or both.
+
+    ``result`` is there if and only if the request ended with this event.
+    """
 
     request_id: str
     token: int | None = None
     text: str = ""
     logprobs: TokenLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: BaseException | None = None
+    result: Result | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,16 @@ class Encoded:
     @property
     def length(self) -> int:
         return int(self.inputs_embeds.shape[1])
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token for each place of the batch; an empty place has token 0, position 0 and no extras."""
+
+    tokens: Any  # (B, 1) int32
+    positions: Any  # (B,) int32, the position of each row's token: the tokens in its cache + its delta
+    caches: Sequence[Any]  # one LayerCache a layer
+    extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
 
 
 class Status(Enum):

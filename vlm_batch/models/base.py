@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -13,20 +12,10 @@ from mlx_vlm.models.cache import make_prompt_cache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.modules import LastPosition, clone_modules, evaluate_arrays, hook_attention
 from vlm_batch.registry import ModelSpec
-from vlm_batch.types import Encoded, PositionState
+from vlm_batch.types import DecodeStep, Encoded, PositionState
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
 IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """One token for each place of the batch; an empty place has token 0, position 0 and no extras."""
-
-    tokens: mx.array  # (B, 1)
-    positions: mx.array  # (B,) the position of each row's token: tokens in its cache + its delta
-    caches: Sequence[Any]  # one LayerCache a layer
-    extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
 
 
 class Adapter:
@@ -137,6 +126,9 @@ class Adapter:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
         return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+
+    def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
+        """Called once the whole prompt is in the row's cache, before the row joins the batch."""
 
     def chunk(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """The keywords of a chunk's forward."""

@@ -1,0 +1,371 @@
+"""The engine's loop: plan -> encode -> prefill -> join -> decode -> sample -> events. One thread calls all of it.
+
+Decoding runs one step ahead: a step is launched on the tokens of the step before while those are still being computed, and
+only then are they read. A row that ends at a stop token so costs at most one column of wasted work, which nobody sees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import mlx.core as mx
+
+from vlm_batch.batch import DecodeBatch, Row
+from vlm_batch.caches import Placement
+from vlm_batch.errors import PromptTooLong
+from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample
+from vlm_batch.scheduler import PrefillRow, Scheduler, SchedulerConfig, WaitingRow
+from vlm_batch.text import Detokenizer, StopStrings
+from vlm_batch.types import (
+    Chunk,
+    DecodeStep,
+    Encoded,
+    Event,
+    FinishReason,
+    Result,
+    SamplingParams,
+    Status,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    fresh_seed,
+)
+
+T = TypeVar("T")
+
+
+class ModelAdapter(Protocol):
+    """What the engine asks of a family (``vlm_batch.models.base.Adapter`` says what each call does)."""
+
+    @property
+    def max_context(self) -> int | None: ...
+    def encode(self, inputs: Mapping[str, Any]) -> Encoded: ...
+    def make_cache(self) -> list[Any]: ...
+    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
+    def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
+    def decode(self, step: DecodeStep) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A launched step: the sampled tokens, perhaps not yet computed, and the rows that they belong to."""
+
+    rows: tuple[Row, ...]
+    sampled: Sampled
+
+
+class BatchGenerator:
+    """Continuous batching of one model's rows.
+
+    ``insert`` adds a request at any time; ``step`` advances every row by one token and prefills within its budget; ``cancel``
+    ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
+
+    ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        *,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        config: SchedulerConfig | None = None,
+        placement: Placement | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self.scheduler = Scheduler(config or SchedulerConfig())
+        self.decode_text = decode_text or (lambda ids: "")
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_prompt_tokens = max_prompt_tokens
+        self.batch = DecodeBatch(placement or Placement.for_device(), self.scheduler.config.max_rows)
+        self._waiting: dict[str, Row] = {}
+        self._prefilling: dict[str, Row] = {}
+        self._rows: dict[str, Row] = {}
+        self._flight: _Flight | None = None
+        self._events: list[Event] = []
+
+    # Rows in and out ----------------------------------------------------------------------------------------------------
+
+    def insert(
+        self, request_id: str, inputs: Mapping[str, Any], params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
+        """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...).
+
+        Raises ValueError for an id in use.
+        """
+        if request_id in self._rows:
+            raise ValueError(f"request id {request_id!r} is already in use")
+        params = params or SamplingParams()
+        seed = fresh_seed() if params.seed is None else params.seed
+        row = Row(request_id, params, seed, priority, inputs)
+        row.detokenizer, row.stop_strings = Detokenizer(self.decode_text), StopStrings(params.stop)
+        self._waiting[request_id] = self._rows[request_id] = row
+
+    def cancel(self, request_id: str) -> bool:
+        """End a row at whatever stage it is; False if there is none of that id. Its end comes with the next step."""
+        row = self._rows.get(request_id)
+        if row is None:
+            return False
+        self._end(row, "cancelled")
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything left to do or to tell."""
+        return bool(self._rows) or bool(self._events)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_prefilling(self) -> int:
+        return len(self._prefilling)
+
+    # A step -------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Advance: launch the next decode step, read the tokens of the step before, prefill a budget's worth."""
+        rows = [row for row in self.batch.rows if not row.is_last]
+        self._admit(is_decoding=bool(rows))
+        plan = self.scheduler.plan([_prefill_row(row) for row in self._prefilling.values()], [r.request_id for r in rows])
+        before, self._flight = self._flight, None
+        if rows:
+            self._flight = self._launch(rows)
+        if before is not None:
+            self._read(before)
+        self._first_tokens([row for chunk in plan.prefill if (row := self._prefill(chunk)) is not None])
+        events, self._events = self._events, []
+        return events
+
+    def _admit(self, is_decoding: bool) -> None:
+        """Give free places to waiting rows and encode them: one a step beside decoding rows, else a budget's worth."""
+        now = time.perf_counter()
+        waiting = [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
+        for request_id in self.scheduler.admit(waiting, len(self._prefilling) + len(self.batch)):
+            row = self._waiting.pop(request_id)
+            row.started = now
+            self._guard(row, self._encode, row)
+            pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
+            if is_decoding or pending >= self.scheduler.config.idle_budget:
+                break
+
+    def _encode(self, row: Row) -> None:
+        assert row.inputs is not None
+        begin = time.perf_counter()
+        encoded = self.adapter.encode(row.inputs)
+        row.inputs = None
+        context = self.adapter.max_context
+        check_length(encoded.length, context, self.max_prompt_tokens)
+        mx.eval(encoded.inputs_embeds)
+        row.encoded, row.prompt_length, row.delta = encoded, encoded.length, encoded.position.delta
+        row.max_tokens = row.params.max_tokens if context is None else min(row.params.max_tokens, context - encoded.length)
+        row.image_tokens, row.model_image_sizes = encoded.image_tokens, encoded.model_image_sizes
+        row.decode_extras = encoded.decode
+        if needs_history(row.params):
+            row.history = encoded.input_ids[0].astype(mx.int32)
+        row.cache = self.adapter.make_cache()
+        row.status = Status.PREFILL
+        row.encode_seconds = time.perf_counter() - begin
+        self._prefilling[row.request_id] = row
+
+    def _prefill(self, chunk: Chunk) -> Row | None:
+        """Run one chunk; the row, if that ended its prompt."""
+        row = self._prefilling.get(chunk.request_id)
+        if row is None or not self._guard(row, self._run_chunk, row, chunk):
+            return None
+        return row
+
+    def _run_chunk(self, row: Row, chunk: Chunk) -> bool:
+        """Whether the row's prompt is done; it then has joined the batch, with its logits as ``next_token``."""
+        assert row.encoded is not None and row.cache is not None
+        begin = time.perf_counter()
+        logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
+        row.prefilled = chunk.end
+        done = chunk.end == row.prompt_length
+        if done:
+            self.adapter.finish_prefill(row.encoded, row.cache)
+        mx.eval([cache.state for cache in row.cache], [logits] if done else [])
+        row.prefill_seconds += time.perf_counter() - begin
+        if done:
+            row.next_token = logits
+            row.encoded = None  # embeddings and features are let go of here
+            del self._prefilling[row.request_id]
+            self.batch.join(row)
+        return done
+
+    def _first_tokens(self, joined: Sequence[Row]) -> None:
+        """Sample the newcomers' first tokens and read them at once, so that their streams begin with this step."""
+        if not joined:
+            return
+        flight = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
+        if flight is not None:
+            self._read(flight)
+
+    def _launch(self, rows: Sequence[Row]) -> _Flight | None:
+        """Decode one token for every live row and sample it, without waiting for the result."""
+        try:
+            return self._sample(self._decode(rows), rows)
+        except Exception as error:
+            self._fail_batch(error)
+            return None
+
+    def _decode(self, rows: Sequence[Row]) -> mx.array:
+        """The forward over every place of the batch; logits (R, V) of ``rows``, in their order."""
+        places = self.batch.places
+        empty = mx.zeros((1,), dtype=mx.int32)
+        tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
+        positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
+        extras = [{} if row is None else row.decode_extras for row in places]
+        logits = self.adapter.decode(DecodeStep(tokens, positions, self.batch.layers, extras))  # (B, V)
+        return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
+
+    def _sample(self, logits: mx.array, rows: Sequence[Row]) -> _Flight | None:
+        """Processors, then sampling of (R, V). A row whose processor raises ends with that error; the others go on."""
+        alive = list(rows)
+        if any(needs_history(row.params) for row in rows):
+            picked = [self._guard(row, process, logits[i : i + 1], _sampling_row(row)) for i, row in enumerate(rows)]
+            alive = [row for row, one in zip(rows, picked, strict=True) if one is not None]
+            if not alive:
+                return None
+            logits = mx.concatenate([one for one in picked if one is not None])
+        sampled = sample(logits, [_sampling_row(row) for row in alive])
+        for index, row in enumerate(alive):
+            row.next_token = sampled.tokens[index : index + 1].astype(mx.int32)
+            row.num_sampled += 1
+            if row.history is not None:
+                row.history = mx.concatenate([row.history, row.next_token])
+            if row.is_last:
+                self.batch.leave(row)  # its last token needs no further step
+        mx.async_eval(sampled.arrays())
+        return _Flight(tuple(alive), sampled)
+
+    def _read(self, flight: _Flight) -> None:
+        """Wait for a launched step and hand out its tokens."""
+        try:
+            tokens = flight.sampled.tokens.tolist()
+            logprobs = flight.sampled.read_logprobs([row.params for row in flight.rows], tokens)
+        except Exception as error:
+            self._fail_batch(error, flight.rows)
+            return
+        for index, (row, token) in enumerate(zip(flight.rows, tokens, strict=True)):
+            if row.status is not Status.FINISHED:  # a row that ended meanwhile has no use for it
+                self._take(row, token, logprobs.get(index))
+
+    def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a token to its row, with the text that it completes, and end the row if that is its end."""
+        row.first_token = row.first_token or time.perf_counter()
+        row.token_ids.append(token)
+        if logprobs is not None:
+            row.logprobs.append(logprobs)
+        is_stop = token in row.params.stop_token_ids or (token in self.eos_token_ids and not row.params.ignore_eos)
+        is_full = len(row.token_ids) >= row.max_tokens
+        text, matched = self._guard(row, _add_text, row, token, is_stop, is_stop or is_full) or ("", None)
+        if row.status is Status.FINISHED:  # its text could not be decoded
+            return
+        row.text += text
+        if not (is_stop or is_full or matched is not None):
+            self._events.append(Event(row.request_id, token, text, logprobs))
+            return
+        is_stop = is_stop or matched is not None
+        result = self._result(row, "stop" if is_stop else "length", matched if matched is not None else token if is_stop else None)
+        self._events.append(Event(row.request_id, token, text, logprobs, result))
+        self._forget(row)
+
+    # Ends ---------------------------------------------------------------------------------------------------------------
+
+    def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
+        self._events.append(Event(row.request_id, result=self._result(row, reason, None, error)))
+        self._forget(row)
+
+    def _result(
+        self, row: Row, reason: FinishReason, stop_reason: str | int | None, error: BaseException | None = None
+    ) -> Result:
+        now = time.perf_counter()
+        started, first = row.started or now, row.first_token
+        return Result(
+            request_id=row.request_id,
+            text=row.text,
+            token_ids=tuple(row.token_ids),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            usage=Usage(row.prompt_length, len(row.token_ids), row.image_tokens),
+            timings=Timings(
+                queue=started - row.submitted,
+                encode=row.encode_seconds,
+                prefill=row.prefill_seconds,
+                decode=now - first if first else 0.0,
+                ttft=first - row.submitted if first else float("nan"),
+                total=now - row.submitted,
+            ),
+            model_image_sizes=row.model_image_sizes,
+            logprobs=tuple(row.logprobs) if row.params.logprobs is not None else None,
+            error=None if error is None else describe(error),
+            exception=error,
+        )
+
+    def _forget(self, row: Row) -> None:
+        self._waiting.pop(row.request_id, None)
+        self._prefilling.pop(row.request_id, None)
+        del self._rows[row.request_id]
+        self.batch.leave(row)
+        row.status = Status.FINISHED
+        row.inputs = row.encoded = row.cache = row.next_token = row.history = None
+        row.decode_extras = {}
+
+    def _guard(self, row: Row, work: Callable[..., T], *arguments: Any) -> T | None:
+        """Do one row's work; an exception ends that row with an error and gives None."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            self._end(row, "error", error)
+            return None
+
+    def _fail_batch(self, error: BaseException, rows: Sequence[Row] = ()) -> None:
+        """A forward of the whole batch failed: no row's token can be trusted, so all of them end. The engine goes on."""
+        self._flight = None
+        for row in {id(row): row for row in (*self.batch.rows, *rows)}.values():
+            if row.status is not Status.FINISHED:
+                self._end(row, "error", error)
+
+
+def check_length(prompt: int, context: int | None, limit: int | None) -> None:
+    """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
+    if limit is not None and prompt > limit:
+        raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); max_prompt_tokens is {limit}")
+    if context is not None and prompt >= context:
+        raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line for a result: what kind, and what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _add_text(row: Row, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
+    """(text that a token adds to a row, the stop string that matched). A stop token has no text of its own."""
+    assert row.detokenizer is not None and row.stop_strings is not None
+    piece = "" if is_stop else row.detokenizer.add(token)
+    if is_end:
+        piece += row.detokenizer.finish()
+    text, matched = row.stop_strings.feed(piece)
+    return (text + row.stop_strings.finish(), None) if is_end and matched is None else (text, matched)
+
+
+def _prefill_row(row: Row) -> PrefillRow:
+    assert row.encoded is not None
+    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic)
+
+
+def _last(row: Row) -> mx.array:
+    assert row.next_token is not None
+    return row.next_token
+
+
+def _sampling_row(row: Row) -> SamplingRow:
+    return SamplingRow(row.params, row.seed, row.num_sampled, row.history)
