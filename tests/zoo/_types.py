@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.nn as nn
@@ -47,3 +47,5 @@ class TinyFamily:
     window: int | None = None
     no_two_images: str = ""
     """Why `two_images` is None, when it is."""
+    also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
+    """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
