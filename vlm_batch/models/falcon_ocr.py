@@ -1,9 +1,9 @@
-"""Falcon-OCR: no vision tower; pictures attend within themselves both ways and turn half of each head by row and column."""
+"""Falcon-OCR: no vision tower; a picture attends within itself both ways and turns half of each head by its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -29,7 +29,7 @@ class FalconOCR(Adapter):
     """All tokens of a picture share one position; a second, two-dimensional rotation tells its patches apart."""
 
     input_keys = Adapter.input_keys | {"image_grid_hw"}
-    prefill_axes = {"pos_hw": 1}
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"pos_hw": 1}
     #: Made again for each chunk from the picture's span, without an L x L array.
     ignored_features = frozenset({"attention_mask_4d"})
 
@@ -59,8 +59,10 @@ class FalconOCR(Adapter):
         return frozenset({self.config.img_id})
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_hw" not in extra:
+            return ()
         patch = int(self.config.vision_config.spatial_patch_size)
-        return tuple((wide * patch, high * patch) for high, wide in extra["image_grid_hw"].tolist()) if extra else ()
+        return tuple((wide * patch, high * patch) for high, wide in extra["image_grid_hw"].tolist())
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {
@@ -78,7 +80,7 @@ class FalconOCR(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head: upstream's ``LanguageModel.__call__`` remembers deltas, and counts with one offset for all rows."""
+        """Trunk and head; upstream's ``LanguageModel.__call__`` remembers deltas and cuts the positions itself."""
         trunk = self.language.model
         hidden = trunk(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
         head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
