@@ -21,7 +21,7 @@ from vlm_batch.types import Encoded
         multi_image=False,
         notes=(
             "the two-way mask of BOS and picture reaches the model: generate passes it as attention_mask_4d, which "
-            "moondream3/language.py:276 swallows; a text has no such prefix (Moondream's own engine has it with a picture)",
+            "moondream3/language.py:276 swallows; a text has no such prefix, as in Moondream's own engine",
             "tau and RoPE take each row's own position, without reading offsets back (moondream3/language.py:116)",
         ),
     )
@@ -59,7 +59,7 @@ class Moondream3(Adapter):
         return {Attention: RowAttention}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for one picture, whose features replace the ids after BOS (moondream3.py:70, whatever they are)."""
+        """Upstream's own, for one picture; its features replace the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt("moondream3 takes one picture a request: its prompt has room for one")
         if ids.shape[1] < 1 + (count := self.count_image_tokens(ids, extra)):
