@@ -59,7 +59,7 @@ class Moondream3(Adapter):
         return {Attention: RowAttention}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for one picture; its features replace the ids after BOS, whatever they are (moondream3.py:70)."""
+        """Upstream's own, for one picture; it replaces the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt("moondream3 takes one picture a request: its prompt has room for one")
         if ids.shape[1] < 1 + (count := self.count_image_tokens(ids, extra)):
