@@ -219,6 +219,16 @@ class MRoPEAdapter(Adapter):
 
     input_keys = Adapter.input_keys | {"image_grid_thw", "pixel_values_videos", "video_grid_thw"}
 
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
+        grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
+        merged = int(self.config.vision_config.spatial_merge_size) ** 2
+        needed = sum(t * h * w // merged for grid in grids for t, h, w in np.array(grid).tolist())
+        if (given := self.count_image_tokens(ids, extra)) != needed:
+            pictures = sum(len(grid) for grid in grids)
+            raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
+        return super().features(ids, extra)
+
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
         if found.ndim == 2:

@@ -1,0 +1,258 @@
+"""The engine's own promises: rows fail, stop, are cancelled and are sampled alone; nobody else's tokens change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
+from vlm_batch.caches import Placement
+from vlm_batch.errors import InvalidPrompt, PromptTooLong
+from vlm_batch.generator import BatchGenerator
+from vlm_batch.models.processing import as_mlx
+from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.types import Event, Result, SamplingParams
+
+FAMILY = "qwen2_vl"
+TEXT, OTHER, IMAGE = "text:4:9", "text:5:26", "image:2:1"
+
+
+def inputs(key: str) -> dict[str, Any]:
+    return as_mlx(inputs_of(FAMILY, key))
+
+
+def engine(**settings: Any) -> BatchGenerator:
+    return BatchGenerator(shared_adapter(FAMILY), **settings)
+
+
+def finish(generator: BatchGenerator, before_step: Callable[[int], None] = lambda step: None) -> dict[str, Result]:
+    results: dict[str, Result] = {}
+    for step in range(500):
+        before_step(step)
+        if not generator.has_work:
+            return results
+        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+    raise AssertionError("the engine does not end")
+
+
+def right_tokens(key: str, count: int = NUM_TOKENS) -> tuple[int, ...]:
+    return tuple(oracle(FAMILY, key, count).tokens[:count])
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
+# Failing alone ----------------------------------------------------------------------------------------------------------
+
+
+def raises(*_: Any) -> mx.array:
+    raise RuntimeError("this processor is broken")
+
+
+def late(tokens: mx.array, logits: mx.array) -> mx.array:
+    return raises() if tokens.size > 12 else logits
+
+
+BAD: dict[str, tuple[Mapping[str, Any], SamplingParams, str]] = {
+    "processor_raises_at_once": (inputs(OTHER), SamplingParams(logits_processors=[raises]), "this processor is broken"),
+    "processor_raises_later": (inputs(TEXT), SamplingParams(logits_processors=[late]), "this processor is broken"),
+    "processor_changes_shape": (inputs(OTHER), SamplingParams(logits_processors=[lambda t, x: x[:, :3]]), "shape"),
+    "unknown_input": ({**inputs(TEXT), "spectrogram": mx.zeros((1,))}, SamplingParams(), "spectrogram"),
+    "features_do_not_fit": ({**inputs(IMAGE), "pixel_values": mx.zeros((4, 3))}, SamplingParams(), ""),
+    "too_long": ({"input_ids": mx.zeros((1, 101), dtype=mx.int32)}, SamplingParams(), "101 tokens"),
+}
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:
+    """Its neighbours' tokens are the same as if it had never come, whether they run before, beside or after it."""
+    bad_inputs, bad_params, said = BAD[how]
+    generator = engine(placement=placement, max_prompt_tokens=100)
+    generator.insert("before", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
+
+    def arrive(step: int) -> None:
+        if step == 2:
+            generator.insert("bad", bad_inputs, bad_params)
+            generator.insert("beside", inputs(IMAGE), SamplingParams(max_tokens=NUM_TOKENS))
+        if step == 4:
+            generator.insert("after", inputs(OTHER), SamplingParams(max_tokens=NUM_TOKENS))
+
+    results = finish(generator, arrive)
+    assert results["bad"].finish_reason == "error"
+    assert results["bad"].error is not None
+    assert said in results["bad"].error
+    assert results["bad"].exception is not None
+    for name, key in (("before", TEXT), ("beside", IMAGE), ("after", OTHER)):
+        assert results[name].token_ids == right_tokens(key), name
+
+
+def test_too_long_names_both_numbers() -> None:
+    generator = engine(max_prompt_tokens=20)
+    generator.insert("long", inputs(OTHER), SamplingParams())
+    generator.insert("short", inputs(TEXT), SamplingParams(max_tokens=3))
+    results = finish(generator)
+    assert isinstance(results["long"].exception, PromptTooLong)
+    length = inputs(OTHER)["input_ids"].shape[1]
+    assert f"{length} tokens" in str(results["long"].error)
+    assert "max_prompt_tokens is 20" in str(results["long"].error)
+    assert results["short"].token_ids == right_tokens(TEXT, 3)
+
+
+def test_more_pictures_than_placeholders_is_an_error_not_a_wrong_answer() -> None:
+    two = inputs_of(FAMILY, "two:7")
+    one = inputs_of(FAMILY, IMAGE)
+    generator = engine()
+    generator.insert("bad", as_mlx({**two, "input_ids": one["input_ids"]}), SamplingParams(max_tokens=2))
+    result = finish(generator)["bad"]
+    assert isinstance(result.exception, InvalidPrompt), result.error
+    assert "2 pictures" in str(result.error)
+
+
+def test_a_failing_forward_ends_its_rows_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine()
+    generator.insert("a", inputs(TEXT), SamplingParams(max_tokens=20))
+    generator.insert("b", inputs(OTHER), SamplingParams(max_tokens=20))
+    for _ in range(3):
+        generator.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(type(generator.adapter), "decode", raises)
+        results = finish(generator)
+    assert {name: result.finish_reason for name, result in results.items()} == {"a": "error", "b": "error"}
+    generator.insert("c", inputs(IMAGE), SamplingParams(max_tokens=NUM_TOKENS))
+    assert finish(generator)["c"].token_ids == right_tokens(IMAGE)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    generator = engine()
+    generator.insert("a", inputs(TEXT))
+    with pytest.raises(ValueError, match="'a' is already in use"):
+        generator.insert("a", inputs(TEXT))
+
+
+# Ends -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 9])
+def test_cancel_at_every_stage(step: int) -> None:
+    """Waiting for a place, in the middle of prefill, and while decoding."""
+    generator = engine(config=SchedulerConfig(max_rows=2, prefill_budget=3, idle_budget=3))
+    for name, key in (("a", TEXT), ("b", IMAGE), ("c", OTHER)):
+        generator.insert(name, inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
+
+    def cancel(now: int) -> None:
+        if now == step:
+            assert generator.cancel("b")
+
+    results = finish(generator, cancel)
+    assert results["b"].finish_reason == "cancelled"
+    assert results["b"].token_ids == right_tokens(IMAGE)[: len(results["b"].token_ids)]
+    assert results["a"].token_ids == right_tokens(TEXT)
+    assert results["c"].token_ids == right_tokens(OTHER)
+    assert not generator.cancel("b")
+    assert len(generator.batch) == 0
+
+
+def test_stop_tokens_and_eos() -> None:
+    tokens = right_tokens(TEXT)
+    first = tokens.index(tokens[4])
+    generator = engine(eos_token_ids=[tokens[4]])
+    generator.insert("eos", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
+    generator.insert("ignored", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+    generator.insert(
+        "own", inputs(OTHER), SamplingParams(max_tokens=NUM_TOKENS, stop_token_ids=[right_tokens(OTHER)[1]])
+    )
+    results = finish(generator)
+    assert results["eos"].token_ids == tokens[: first + 1]
+    assert (results["eos"].finish_reason, results["eos"].stop_reason) == ("stop", tokens[4])
+    assert results["ignored"].token_ids == tokens
+    assert (results["ignored"].finish_reason, results["ignored"].stop_reason) == ("length", None)
+    assert results["own"].stop_reason == right_tokens(OTHER)[1]
+
+
+def test_stop_strings_cut_the_text_of_their_row_only() -> None:
+    whole = letters(right_tokens(TEXT))
+    stop = whole[3:5]
+    generator = engine(decode_text=letters)
+    generator.insert("stopped", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, stop=[stop]))
+    generator.insert("whole", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
+    events: list[Event] = []
+    while generator.has_work:
+        events += generator.step()
+    results = {event.request_id: event.result for event in events if event.result is not None}
+    assert results["stopped"].text == whole[: whole.index(stop)]
+    assert (results["stopped"].finish_reason, results["stopped"].stop_reason) == ("stop", stop)
+    assert results["whole"].text == whole
+    for name in ("stopped", "whole"):
+        assert "".join(event.text for event in events if event.request_id == name) == results[name].text
+
+
+def test_the_models_context_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine()
+    length = inputs(TEXT)["input_ids"].shape[1]
+    monkeypatch.setattr(type(generator.adapter), "max_context", length + 3)
+    generator.insert("fits", inputs(TEXT), SamplingParams(max_tokens=50))
+    generator.insert("does_not", inputs(OTHER), SamplingParams(max_tokens=50))
+    results = finish(generator)
+    assert results["fits"].token_ids == right_tokens(TEXT, 3)
+    assert results["fits"].finish_reason == "length"
+    assert f"the model's context holds {length + 3}" in str(results["does_not"].error)
+
+
+def test_usage_and_timings() -> None:
+    generator = engine()
+    generator.insert("a", inputs(IMAGE), SamplingParams(max_tokens=5))
+    result = finish(generator)["a"]
+    ids = inputs_of(FAMILY, IMAGE)["input_ids"]
+    assert result.usage.prompt_tokens == ids.shape[1]
+    assert result.usage.completion_tokens == 5
+    assert 0 < result.usage.image_tokens < ids.shape[1]
+    assert 0 < result.timings.ttft <= result.timings.total
+    assert result.timings.encode > 0
+    assert result.timings.prefill > 0
+
+
+# Priorities and processors ----------------------------------------------------------------------------------------------
+
+
+def test_priority_goes_first_when_places_are_short() -> None:
+    generator = engine(config=SchedulerConfig(max_rows=1))
+    order: list[str] = []
+    for name, priority in (("low", 0), ("high", 5), ("middle", 3)):
+        generator.insert(name, inputs(TEXT), SamplingParams(max_tokens=2), priority)
+    while generator.has_work:
+        order += [event.request_id for event in generator.step() if event.result is not None]
+    assert order == ["high", "middle", "low"]
+
+
+def test_processors_see_prompt_and_answer_and_block_nobody() -> None:
+    seen: list[list[int]] = []
+
+    def watch(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits
+
+    asks = [Ask(TEXT), Ask(OTHER), Ask(IMAGE, params=SamplingParams(logits_processors=[watch])), Ask("text:6:14", at=2)]
+    answers = run_family(FAMILY, asks)
+    check(FAMILY, answers)
+    prompt = inputs_of(FAMILY, IMAGE)["input_ids"][0].tolist()
+    assert seen == [prompt + list(right_tokens(IMAGE)[:n]) for n in range(NUM_TOKENS)]
+
+
+def test_a_forcing_processor_forces_its_own_row() -> None:
+    def always_seven(tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(logits.shape[-1]) == 7, 0.0, -mx.inf)[None]
+
+    generator = engine()
+    for name, params in (
+        ("plain", SamplingParams(max_tokens=4)),
+        ("seven", SamplingParams(max_tokens=4, logits_processors=[always_seven])),
+    ):
+        generator.insert(name, inputs(TEXT), params)
+    results = finish(generator)
+    assert results["seven"].token_ids == (7, 7, 7, 7)
+    assert results["plain"].token_ids == right_tokens(TEXT, 4)
