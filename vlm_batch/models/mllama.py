@@ -102,6 +102,8 @@ class Mllama(Adapter):
         seen = extra.pop("cross_attention_mask", None)  # (1, L, images, tiles)
         found = super().features(ids, extra)
         if "cross_attention_states" in found:
+            # The vision tower's float32 masks widen its output; kept so, it would widen the whole batch's decode step.
+            found["cross_attention_states"] = found["cross_attention_states"].astype(found["inputs_embeds"].dtype)
             if seen is None:
                 raise InvalidPrompt("mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)")
             found["seen"] = seen.flatten(2) > 0

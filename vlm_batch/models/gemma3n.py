@@ -1,0 +1,59 @@
+"""Gemma 3n: sliding and full layers, layers that read another layer's keys, and an embedding per token and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import attention
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="gemma3n",
+        model_types=("gemma3n",),
+        notes=(
+            "a prompt's text embeddings are scaled by sqrt(hidden size), as decoded tokens are: mlx-vlm does not "
+            "(gemma3n/gemma3n.py:122), transformers does (Gemma3nTextScaledWordEmbedding)",
+            "layers that share keys and values turn their queries by the tokens' own positions; mlx-vlm reads the "
+            "offset after it has advanced (gemma3n/language.py:136), so its answer depends on the chunks",
+            "prompts are not padded, so the zero rows that mlx-vlm divides by (gemma3n/language.py:523) do not arise",
+        ),
+    )
+)
+class Gemma3n(Adapter):
+    """Attention is causal for pictures too. Audio is not verified, and its inputs are refused."""
+
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.gemma3n.language import Gemma3nAttention
+
+        class RowAttention(Gemma3nAttention):
+            """Upstream turns a sharing layer's queries by the offset after the update (gemma3n/language.py:136);
+            transformers turns all layers by the tokens' positions (modeling_gemma3n.py, Gemma3nTextAttention)."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                if not self.is_kv_shared_layer:
+                    return super().__call__(x, mask, cache)
+                batch, length, _ = x.shape
+                queries = self.q_norm(self.q_proj(x).reshape(batch, length, -1, self.head_dim)).swapaxes(1, 2)
+                queries = self.rope(queries, offset=cache.offset - length)  # of an empty place -1, which nobody reads
+                output = attention(queries, *cache.state, cache, self.scale, mask)
+                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+        return {Gemma3nAttention: RowAttention}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, with words scaled; beside a picture, ids from the vision offset on are its embedder's."""
+        found = super().features(ids, extra)
+        embeds = found["inputs_embeds"]
+        scaled = embeds * self.config.text_config.hidden_size**0.5
+        is_word = (ids < self.config.vision_config.vocab_offset)[..., None]
+        return {**found, "inputs_embeds": mx.where(is_word, scaled, embeds) if extra else scaled}

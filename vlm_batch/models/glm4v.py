@@ -1,0 +1,102 @@
+"""GLM-4.1V: positions on three axes, and a vision tower whose learned positions are interpolated bicubically."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.models.base import Adapter, MRoPEAdapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="glm4v",
+        model_types=("glm4v",),
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm4v/glm4v.py:76) and "
+            "counts text positions from the second chunk on (glm4v/language.py:518)",
+            "vision positions are interpolated bicubically up to the border, as in transformers; mlx-vlm does it "
+            "linearly with zeros outside (glm4v/vision.py:126)",
+            "a picture attends to itself only; from the third on, mlx-vlm lets them attend to each other "
+            "(glm4v/vision.py:214)",
+            "the vision blocks' norms take the configured epsilon; mlx-vlm fixes 1e-6 (glm4v/vision.py:233)",
+        ),
+    )
+)
+class GLM4V(MRoPEAdapter):
+    """Pictures only: mlx-vlm's model ignores ``pixel_values_videos``, so videos are refused."""
+
+    input_keys = Adapter.input_keys | {"image_grid_thw"}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for block in self.model.vision_tower.blocks:
+            # Upstream fixes 1e-6 (glm4v/vision.py:233); transformers takes the configuration's (Glm4vVisionBlock).
+            block.norm1.eps = block.norm2.eps = self.config.vision_config.rms_norm_eps
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.glm4v import vision as upstream
+
+        class PictureAttention(upstream.Glm4vVisionAttention):
+            """Upstream cuts at most three segments, two of them empty for one picture (glm4v/vision.py:214);
+            transformers cuts one a picture (Glm4vVisionAttention)."""
+
+            def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array | None = None) -> mx.array:
+                """(N, D) patches of all pictures -> (N, D)"""
+                split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
+                queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
+                bounds = cu_seqlens[1:-1].tolist()
+                parts = [mx.split(part.swapaxes(1, 2), bounds, axis=2) for part in (queries, keys, split[2])]
+                pictures = zip(*parts, strict=True)
+                outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=self.scale) for picture in pictures]
+                return self.proj(mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(len(x), -1))
+
+        class BicubicEmbeddings(upstream.Glm4vVisionEmbeddings):
+            """Upstream samples linearly with zeros outside, on a comment that says bicubic (glm4v/vision.py:125);
+            transformers: grid_sample(bicubic, border, align_corners=False) (Glm4vVisionEmbeddings)."""
+
+            def __call__(
+                self,
+                embeddings: mx.array,
+                lengths: list[int],
+                image_shapes: mx.array,
+                h_coords: mx.array,
+                w_coords: mx.array,
+            ) -> mx.array:
+                """(N, D) patches plus their positions' embeddings."""
+                table = self.position_embedding.weight  # (side * side, D)
+                side = int(table.shape[0] ** 0.5)
+                sizes = mx.concatenate(
+                    [
+                        mx.repeat(shape[None], length, axis=0)
+                        for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)
+                    ]
+                )  # (N, 2) rows and columns of each patch's picture
+                rows, columns = (
+                    bicubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
+                    for axis, coords in enumerate((h_coords, w_coords))
+                )
+                weights = (rows[:, :, None] * columns[:, None]).flatten(1)  # (N, side * side)
+                return embeddings + (weights @ table.astype(mx.float32)).astype(table.dtype)
+
+        return {
+            upstream.Glm4vVisionAttention: PictureAttention,
+            upstream.Glm4vVisionEmbeddings: BicubicEmbeddings,
+        }
+
+
+def bicubic_weights(points: mx.array, side: int) -> mx.array:
+    """Weights (N, side) of ``side`` samples for points (N,) between them; a tap beyond the border counts as the border.
+
+    Keys' kernel (1981) with a = -0.75, which is torch's choice.
+    """
+    taps = mx.floor(points)[:, None] + mx.arange(-1, 3)  # (N, 4)
+    distance = mx.abs(points[:, None] - taps)
+    near = (1.25 * distance - 2.25) * distance**2 + 1
+    far = -0.75 * (((distance - 5) * distance + 8) * distance - 4)
+    hits = mx.clip(taps, 0, side - 1)[..., None] == mx.arange(side)  # (N, 4, side)
+    return (mx.where(distance <= 1, near, far)[..., None] * hits).sum(axis=1)
