@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -101,14 +101,23 @@ def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
     return {path: np.array(value) for path, value in tree_flatten(model.parameters())}
 
 
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(arrays.items()):
+        digest.update(f"{name}{value.shape}".encode())
+        # Rounded: the last bit of a drawn value may differ between builds of the C library.
+        digest.update(np.round(np.asarray(value, dtype=np.float64) * 2**16).astype(np.int64).tobytes())
+    return digest.hexdigest()
+
+
 def weights_hash(model: nn.Module) -> str:
     """A digest of all parameters, to tell a recorded reference that the weights have changed."""
-    digest = hashlib.sha256()
-    for path, value in sorted(weights_of(model).items()):
-        digest.update(path.encode())
-        # Rounded: the last bit of a drawn value may differ between builds of the C library.
-        digest.update(np.round(value * 2**16).astype(np.int64).tobytes())
-    return digest.hexdigest()
+    return _digest(weights_of(model))
+
+
+def inputs_hash(inputs: Inputs) -> str:
+    """A digest of a request's arrays."""
+    return _digest({name: value for name, value in inputs.items() if isinstance(value, np.ndarray)})
 
 
 def words(seed: int, length: int) -> list[int]:
