@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from zoo._build import weights_of
+from zoo.aya_vision import LOGIT_SCALE
 
 STEPS = 8
 HERE = Path(__file__).resolve().parent
@@ -209,7 +210,7 @@ RECIPES: dict[str, Recipe] = {
             *LANGUAGE,
         ),
         # Cohere2's logits are scaled (modeling_cohere2.py), Aya Vision's class forgets it (modeling_aya_vision.py:390).
-        logit_scale=3.0,
+        logit_scale=LOGIT_SCALE,
     ),
     "mllama": Recipe(
         mllama,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYER_TYPES = [SLIDING, SLIDING, FULL, SLIDING, FULL]
 NUM_SHARED = 2
+INTERMEDIATE: Any = [96] * len(LAYER_TYPES)  # declared an int upstream, and indexed as a list
 ROPE_SLIDING, ROPE_FULL = 100.0, 1000.0
 
 # As in the real vocabulary: text, then the vision tower's hard tokens, then the audio tower's.
@@ -27,7 +29,10 @@ FEATURES_PER_IMAGE = 6  # 256 in the real model, for pictures of any size
 
 
 class _Nothing(nn.Module):
-    """In the place of a tower."""
+    """In the place of a tower: the real ones (MobileNet V5, a conformer) cannot be made tiny."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
 
 
 def _config() -> upstream.ModelConfig:
@@ -44,7 +49,7 @@ def _config() -> upstream.ModelConfig:
             model_type="gemma3n_text",
             hidden_size=HIDDEN,
             num_hidden_layers=len(LAYER_TYPES),
-            intermediate_size=[96] * len(LAYER_TYPES),
+            intermediate_size=INTERMEDIATE,
             num_attention_heads=HEADS,
             num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -65,31 +70,10 @@ def _config() -> upstream.ModelConfig:
     )
 
 
-@lru_cache(maxsize=1)
-def _towerless() -> type[nn.Module]:
-    """The model's class with towers that cost nothing: the real ones are fixed in size (MobileNet V5, a conformer)."""
-
-    class Model(upstream.Model):
-        def __init__(self, config: upstream.ModelConfig) -> None:
-            nn.Module.__init__(self)
-            from mlx_vlm.models.gemma3n.gemma3n import Gemma3nMultimodalEmbedder
-            from mlx_vlm.models.gemma3n.language import LanguageModel
-
-            self.model_type = config.model_type
-            self.config = config
-            self.language_model = LanguageModel(config.text_config)
-            self.vocab_size = config.text_config.vocab_size
-            self.vocab_size_per_layer_input = config.text_config.vocab_size_per_layer_input
-            self.vision_tower, self.audio_tower = _Nothing(), _Nothing()
-            self.embed_vision = Gemma3nMultimodalEmbedder(config.vision_config, text_config=config.text_config)
-            self.embed_audio = Gemma3nMultimodalEmbedder(config.audio_config, text_config=config.text_config)
-
-    return Model
-
-
 def build() -> nn.Module:
-    """Six layers of 64; the last two, one of each kind, share the keys and values of the two before them."""
-    model = _towerless()(_config())
+    """Five layers of 64; the last two, one of each kind, share the keys and values of the two before them."""
+    with mock.patch.multiple("mlx_vlm.models.gemma3n.gemma3n", VisionModel=_Nothing, AudioModel=_Nothing):
+        model = upstream.Model(_config())
     embedding = "language_model.model.embed_tokens.weight"
     rules = [
         # Small, and made up for by the last norm: else the current token's own embedding would win every step.
