@@ -5,7 +5,7 @@ model = tiny.build()
 trace = tiny.greedy(model, tiny.image(seed=1, size=0), 8)
 """
 
-from ._build import weights_hash
+from ._build import inputs_hash, weights_hash
 from ._oracle import generate_alone, to_mx
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 from .aya_vision import FAMILY as _AYA_VISION
@@ -41,6 +41,15 @@ def family(name: str) -> TinyFamily:
     return FAMILIES[name]
 
 
+def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
+    """One request of every kind the family takes, by name; references are recorded for these."""
+    requests = {"short_text": tiny.text(1, 5), "text": tiny.text(2, 14)}
+    requests |= {f"image_{size}": tiny.image(3 + size, size) for size in range(3)}
+    if tiny.two_images is not None:
+        requests["two_images"] = tiny.two_images(9)
+    return requests | {name: make(4) for name, make in tiny.also.items()}
+
+
 __all__ = [
     "END_OF_TEXT",
     "FAMILIES",
@@ -51,6 +60,8 @@ __all__ = [
     "Trace",
     "family",
     "generate_alone",
+    "inputs_hash",
+    "requests_of",
     "to_mx",
     "weights_hash",
 ]

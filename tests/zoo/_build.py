@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +33,11 @@ def spread(std: float, mean: float = 0.0) -> Fill:
 def fan_in(gain: float) -> Fill:
     """Normal values that keep the scale of the input times `gain`; all axes but the first are summed over."""
     return lambda random, shape: gain / np.sqrt(np.prod(shape[1:])) * random.standard_normal(shape)
+
+
+def constant(value: np.ndarray) -> Fill:
+    """For computed tables that a module lists among its parameters."""
+    return lambda random, shape: value
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,12 @@ def enliven(model: nn.Module, seed: int, rules: Sequence[Rule] = (), quiet: str 
 
 def _plan(model: nn.Module, rules: Sequence[Rule]) -> Iterator[tuple[str, mx.array, Fill]]:
     modules = dict(model.named_modules())
-    for path, value in tree_flatten(model.parameters()):
+    for path, value in _parameters(model):
         yield path, value, _fill_for(modules, path, rules)
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
 def _fill_for(modules: dict[str, nn.Module], path: str, rules: Sequence[Rule]) -> Fill:
@@ -98,17 +108,26 @@ def _draw(seed: int, path: str, shape: Shape, fill: Fill) -> np.ndarray:
 
 def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
     """All parameters by dotted path."""
-    return {path: np.array(value) for path, value in tree_flatten(model.parameters())}
+    return {path: np.array(value) for path, value in _parameters(model)}
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(arrays.items()):
+        digest.update(f"{name}{value.shape}".encode())
+        # Rounded: the last bit of a drawn value may differ between builds of the C library.
+        digest.update(np.round(np.asarray(value, dtype=np.float64) * 2**16).astype(np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def weights_hash(model: nn.Module) -> str:
     """A digest of all parameters, to tell a recorded reference that the weights have changed."""
-    digest = hashlib.sha256()
-    for path, value in sorted(weights_of(model).items()):
-        digest.update(path.encode())
-        # Rounded: the last bit of a drawn value may differ between builds of the C library.
-        digest.update(np.round(value * 2**16).astype(np.int64).tobytes())
-    return digest.hexdigest()
+    return _digest(weights_of(model))
+
+
+def inputs_hash(inputs: Inputs) -> str:
+    """A digest of a request's arrays."""
+    return _digest({name: value for name, value in inputs.items() if isinstance(value, np.ndarray)})
 
 
 def words(seed: int, length: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ VISION_START, VISION_END, IMAGE, VIDEO = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3
 
 PATCH, TEMPORAL_PATCH, MERGE = 4, 2, 2
 PATCH_LENGTH = 3 * TEMPORAL_PATCH * PATCH * PATCH
+
+MROPE: dict[str, Any] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+"""Of the eight frequencies of a head of 16: time, rows, columns (Qwen2-VL and Qwen2.5-VL)."""
 
 Grid = tuple[int, int]
 """Patches (high, wide); both divisible by `MERGE`."""

@@ -10,6 +10,7 @@ from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
 WINDOW = 8
+LOGIT_SCALE = 3.0
 CROP, PATCH, DOWNSAMPLE = 16, 4, 2
 TOKENS_PER_CROP = (CROP // PATCH // DOWNSAMPLE) ** 2
 NUM_CROPS = (1, 3, 5)  # a thumbnail alone, or tiles and then the thumbnail
@@ -36,7 +37,7 @@ def build() -> nn.Module:
                 num_key_value_heads=2,
                 rope_theta=100.0,
                 vocab_size=VOCABULARY,
-                logit_scale=3.0,
+                logit_scale=LOGIT_SCALE,
                 sliding_window=WINDOW,
                 sliding_window_pattern=2,
             ),

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import falcon_ocr as upstream
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, constant, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -54,7 +54,7 @@ def build() -> nn.Module:
         Rule(r"\.sinks$", spread(1.0)),
         Rule("freqs_cis_golden", spread(1.5)),
         # Computed tables, not weights: they keep the values the class gave them.
-        *[Rule(rf"\.{name}$", lambda _random, _shape, table=table: table) for name, table in tables.items()],
+        *[Rule(rf"\.{name}$", constant(table)) for name, table in tables.items()],
     ]
     enliven(model, seed=5, rules=rules, quiet=head)
     return model

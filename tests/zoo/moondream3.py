@@ -132,6 +132,7 @@ FAMILY = TinyFamily(
     "get_input_embeddings joins BOS, features and text of one picture)",
     greedy=greedy,
     oracle_note="The whole sequence at each step over the model's own blocks, under the mask that get_input_embeddings "
-    "makes and generate_step loses. transformers has no such class; without a picture, and for the first token "
-    "with one, tests/test_zoo.py finds the same in mlx-vlm's own Model.__call__.",
+    "makes and generate_step loses. transformers has no such class. Moondream's own moondream.py says the same: the "
+    "first 1 + 27 * 27 positions see each other, and a query without a picture is plainly causal. "
+    "tests/test_zoo.py finds the first token's answer in mlx-vlm's own Model.__call__.",
 )

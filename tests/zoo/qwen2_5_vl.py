@@ -36,7 +36,7 @@ def build() -> nn.Module:
                 rms_norm_eps=1e-6,
                 vocab_size=VOCABULARY,
                 rope_theta=100.0,
-                rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+                rope_scaling=_qwen.MROPE,
                 tie_word_embeddings=False,
             ),
             vision_config=upstream.VisionConfig(
