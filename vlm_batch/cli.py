@@ -48,7 +48,7 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None) -> int:
     """Run one command and return its exit status. ``open_batcher`` replaces the loading of a model."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
     try:
         return int(args.command(args, open_batcher or _load_model))
@@ -233,12 +233,13 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 # ---- the command line ----
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line, on its own for those who want to look at it."""
+    top = argparse.ArgumentParser(
         prog="vlm-batch", description="Ask a vision-language model about many pictures at once."
     )
-    parser.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    top.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     asking = commands.add_parser(
         "run", help="ask one question about every picture", description="Ask one question about every picture."
@@ -271,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=list_families)
-    return parser
+    return top
 
 
 def _add_answering(parser: argparse.ArgumentParser) -> None:
