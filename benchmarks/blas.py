@@ -46,7 +46,9 @@ def main() -> None:
     if "--measure" in sys.argv:
         print(json.dumps(measure()))
         return
-    plain = {name: value for name, value in os.environ.items() if name not in ("OPENBLAS_NUM_THREADS", "VLM_BATCH_NO_BLAS")}
+    plain = {
+        name: value for name, value in os.environ.items() if name not in ("OPENBLAS_NUM_THREADS", "VLM_BATCH_NO_BLAS")
+    }
     results = {}
     for name, settings in VARIANTS.items():
         command = [sys.executable, __file__, "--measure"]

@@ -22,7 +22,9 @@ PARITY = "parity"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-json", type=Path, help="write the outcome of every cell of the parity matrix to this file")
+    parser.addoption(
+        "--parity-json", type=Path, help="write the outcome of every cell of the parity matrix to this file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ from vlm_batch import blas
 blas.preload_openblas()  # before anything imports mlx.core
 
 from vlm_batch._version import __version__  # noqa: E402
-from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images  # noqa: E402
+from vlm_batch.assets import PICTURE_SUFFIXES, MissingAssets, default_checkpoint, sample_images  # noqa: E402
 from vlm_batch.console import Job, Report, print_families  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams  # noqa: E402
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
     try:
         return int(args.command(args, open_batcher or _load_model))
-    except (UsageError, InvalidParameters) as error:
+    except (UsageError, InvalidParameters, MissingAssets) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
@@ -70,7 +70,16 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch run``: one request per picture."""
     params = _sampling_params(args)
     pictures = find_pictures(args.paths, recursive=args.recursive)
-    jobs = [Job(request_id=picture, label=picture, images=(picture,), prompt=args.prompt) for picture in pictures]
+    where = common_folder(pictures)
+    jobs = [
+        Job(
+            request_id=picture,
+            label=picture[len(where) :],
+            images=(picture,),
+            prompt=args.prompt,
+        )
+        for picture in pictures
+    ]
     return _answer(jobs, params, args, open_batcher)
 
 
@@ -164,6 +173,13 @@ def find_pictures(paths: Sequence[str], *, recursive: bool = True) -> list[str]:
         suffixes = " ".join(PICTURE_SUFFIXES)
         raise UsageError(f"no picture in {', '.join(paths)}; looked for files that end in {suffixes}")
     return list(found)
+
+
+def common_folder(pictures: Sequence[str]) -> str:
+    """The folders that all paths begin with, to be left out where they are shown; "" if there are none."""
+    parents = {os.path.dirname(picture) for picture in pictures}
+    folder = os.path.commonprefix([parent + os.sep for parent in parents if parent]) if "" not in parents else ""
+    return folder[: folder.rfind(os.sep) + 1]
 
 
 def _is_picture(relative: Path, file: Path) -> bool:

@@ -26,16 +26,20 @@ SAMPLES = (
 )
 
 
+class MissingAssets(FileNotFoundError):
+    """The installation lost a file that travels with the library."""
+
+
 def default_checkpoint() -> Path:
     """The folder of the embedded checkpoint: a qwen2_vl of 0.7 M parameters that describes coloured shapes.
 
-    Raises FileNotFoundError if the installation lost it.
+    Raises MissingAssets without it.
     """
     return _find("checkpoints/qwen2_vl", marker="config.json")
 
 
 def sample_images() -> list[Path]:
-    """The sample pictures, by name. Raises FileNotFoundError if the installation lost them."""
+    """The sample pictures, by name. Raises MissingAssets without them."""
     folder = _find("images", marker=SAMPLES[0])
     return [folder / name for name in SAMPLES]
 
@@ -44,6 +48,6 @@ def _find(name: str, marker: str) -> Path:
     for root in (PACKAGED, CHECKOUT):
         if (root / name / marker).exists():
             return root / name
-    raise FileNotFoundError(
+    raise MissingAssets(
         f"neither {PACKAGED / name} nor {CHECKOUT / name} exists; install vlm-batch from its wheel or a full checkout"
     )
