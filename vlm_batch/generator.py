@@ -1,7 +1,8 @@
 """The engine's loop: plan -> encode -> prefill -> join -> decode -> sample -> events. One thread calls all of it.
 
-Decoding runs one step ahead: a step is launched on the tokens of the step before while those are still being computed, and
-only then are they read. A row that ends at a stop token so costs at most one column of wasted work, which nobody sees.
+Decoding runs one step ahead: a step is launched on the tokens of the step before while those are still being
+computed, and only then are they read. A row that ends at a stop token so costs at most one column of wasted work,
+which nobody sees.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import mlx.core as mx
 from vlm_batch.batch import DecodeBatch, Row
 from vlm_batch.caches import Placement
 from vlm_batch.errors import PromptTooLong
-from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample
+from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
 from vlm_batch.scheduler import PrefillRow, Scheduler, SchedulerConfig, WaitingRow
 from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import (
@@ -42,6 +43,7 @@ class ModelAdapter(Protocol):
 
     @property
     def max_context(self) -> int | None: ...
+    def image_token_ids(self) -> frozenset[int]: ...
     def encode(self, inputs: Mapping[str, Any]) -> Encoded: ...
     def make_cache(self) -> list[Any]: ...
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
@@ -60,8 +62,8 @@ class _Flight:
 class BatchGenerator:
     """Continuous batching of one model's rows.
 
-    ``insert`` adds a request at any time; ``step`` advances every row by one token and prefills within its budget; ``cancel``
-    ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
+    ``insert`` adds a request at any time; ``step`` advances every row by one token and prefills within its budget;
+    ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
     """
@@ -88,20 +90,28 @@ class BatchGenerator:
         self._flight: _Flight | None = None
         self._events: list[Event] = []
 
-    # Rows in and out ----------------------------------------------------------------------------------------------------
+    # Rows in and out
+    # ----------------------------------------------------------------------------------------------------
 
     def insert(
-        self, request_id: str, inputs: Mapping[str, Any], params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        inputs: Mapping[str, Any],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        submitted: float | None = None,
     ) -> None:
         """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...).
 
-        Raises ValueError for an id in use.
+        ``submitted`` is the ``time.perf_counter()`` from which it has waited, now by default. Raises ValueError for
+        an id in use.
         """
         if request_id in self._rows:
             raise ValueError(f"request id {request_id!r} is already in use")
         params = params or SamplingParams()
         seed = fresh_seed() if params.seed is None else params.seed
         row = Row(request_id, params, seed, priority, inputs)
+        row.submitted = row.submitted if submitted is None else submitted
         row.detokenizer, row.stop_strings = Detokenizer(self.decode_text), StopStrings(params.stop)
         self._waiting[request_id] = self._rows[request_id] = row
 
@@ -112,6 +122,13 @@ class BatchGenerator:
             return False
         self._end(row, "cancelled")
         return True
+
+    def reset(self) -> None:
+        """Forget every row, without events."""
+        self._flight = None
+        self._events = []
+        for row in list(self._rows.values()):
+            self._forget(row)
 
     @property
     def has_work(self) -> bool:
@@ -126,13 +143,16 @@ class BatchGenerator:
     def num_prefilling(self) -> int:
         return len(self._prefilling)
 
-    # A step -------------------------------------------------------------------------------------------------------------
+    # A step
+    # -------------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Advance: launch the next decode step, read the tokens of the step before, prefill a budget's worth."""
         rows = [row for row in self.batch.rows if not row.is_last]
         self._admit(is_decoding=bool(rows))
-        plan = self.scheduler.plan([_prefill_row(row) for row in self._prefilling.values()], [r.request_id for r in rows])
+        plan = self.scheduler.plan(
+            [_prefill_row(row) for row in self._prefilling.values()], [r.request_id for r in rows]
+        )
         before, self._flight = self._flight, None
         if rows:
             self._flight = self._launch(rows)
@@ -163,7 +183,9 @@ class BatchGenerator:
         check_length(encoded.length, context, self.max_prompt_tokens)
         mx.eval(encoded.inputs_embeds)
         row.encoded, row.prompt_length, row.delta = encoded, encoded.length, encoded.position.delta
-        row.max_tokens = row.params.max_tokens if context is None else min(row.params.max_tokens, context - encoded.length)
+        row.max_tokens = (
+            row.params.max_tokens if context is None else min(row.params.max_tokens, context - encoded.length)
+        )
         row.image_tokens, row.model_image_sizes = encoded.image_tokens, encoded.model_image_sizes
         row.decode_extras = encoded.decode
         if needs_history(row.params):
@@ -247,7 +269,7 @@ class BatchGenerator:
     def _read(self, flight: _Flight) -> None:
         """Wait for a launched step and hand out its tokens."""
         try:
-            tokens = flight.sampled.tokens.tolist()
+            tokens = to_list(flight.sampled.tokens)
             logprobs = flight.sampled.read_logprobs([row.params for row in flight.rows], tokens)
         except Exception as error:
             self._fail_batch(error, flight.rows)
@@ -272,11 +294,14 @@ class BatchGenerator:
             self._events.append(Event(row.request_id, token, text, logprobs))
             return
         is_stop = is_stop or matched is not None
-        result = self._result(row, "stop" if is_stop else "length", matched if matched is not None else token if is_stop else None)
+        result = self._result(
+            row, "stop" if is_stop else "length", matched if matched is not None else token if is_stop else None
+        )
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
 
-    # Ends ---------------------------------------------------------------------------------------------------------------
+    # Ends
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
         self._events.append(Event(row.request_id, result=self._result(row, reason, None, error)))

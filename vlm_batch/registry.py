@@ -18,8 +18,9 @@ AdapterType = TypeVar("AdapterType", bound="type[Adapter]")
 class ModelSpec:
     """The facts about one family.
 
-    ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``known_gaps`` names a parity scenario
-    that fails and why, as data for the tests (strict expected failures). ``notes`` say what the adapter mends, for a reader.
+    ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``known_gaps`` names a parity
+    scenario that fails and why, as data for the tests (strict expected failures). ``notes`` say what the adapter
+    mends, for a reader.
     """
 
     family: str
@@ -41,7 +42,9 @@ def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
         taken = {t: s.family for s in _SPECS.values() for t in s.model_types}
         for model_type in spec.model_types:
             if model_type in taken:
-                raise ValueError(f"model type {model_type!r} of {spec.family!r} is already registered by {taken[model_type]!r}")
+                raise ValueError(
+                    f"model type {model_type!r} of {spec.family!r} is already registered by {taken[model_type]!r}"
+                )
         if spec.family in _SPECS:
             raise ValueError(f"family {spec.family!r} is registered twice")
         bound = ModelSpec(**{**spec.__dict__, "adapter": adapter})

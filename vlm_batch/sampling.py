@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -37,11 +38,18 @@ class Sampled:
         """Host values of the rows that asked for log-probabilities, by row index."""
         if self.chosen is None or self.top_ids is None or self.top is None:
             return {}
-        chosen, ids, top = self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist()
+        chosen, ids, top = to_list(self.chosen), to_list(self.top_ids), to_list(self.top)
         return {
             row: TokenLogprobs(tokens[row], chosen[i], tuple(zip(ids[i], top[i], strict=True))[: params[row].logprobs])
             for i, row in enumerate(self.logprob_rows)
         }
+
+
+def to_list(array: mx.array) -> list[Any]:
+    """An array's values on the host; waits for them."""
+    values = array.tolist()
+    assert isinstance(values, list)
+    return values
 
 
 def needs_history(params: SamplingParams) -> bool:
@@ -56,7 +64,9 @@ def process(logits: mx.array, row: SamplingRow) -> mx.array:
     """
     shape = logits.shape
     if row.params.repetition_penalty != 1.0 and row.history is not None:
-        logits = _repetition_penalty(logits, row.history[-row.params.repetition_context_size :], row.params.repetition_penalty)
+        logits = _repetition_penalty(
+            logits, row.history[-row.params.repetition_context_size :], row.params.repetition_penalty
+        )
     for processor in row.params.logits_processors:
         logits = processor(row.history, logits)
         if not isinstance(logits, mx.array) or logits.shape != shape:
@@ -68,8 +78,9 @@ def process(logits: mx.array, row: SamplingRow) -> mx.array:
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     """Choose a token for each row of processed logits (B, V), lazily.
 
-    Greedy rows take the most likely token. Others divide by the temperature, keep ``top_k``, then ``top_p`` of what is left,
-    then ``min_p`` (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954) with noise from (seed, step).
+    Greedy rows take the most likely token. Others divide by the temperature, keep ``top_k``, then ``top_p`` of what
+    is left, then ``min_p`` (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954) with noise from
+    (seed, step).
     """
     tokens = mx.argmax(logits, axis=-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]

@@ -1,8 +1,8 @@
 """What the next step does: integers and ids only, no arrays.
 
-Decode first: every live row gets its token each step. What is left of the step goes to prefill, in chunks that end where the
-model allows it. A free place is filled at once. Rows wait by priority, then by age; ageing lifts a waiting row by one priority
-for every ``ageing_seconds``, so that nothing starves.
+Decode first: every live row gets its token each step. What is left of the step goes to prefill, in chunks that end
+where the model allows it. A free place is filled at once. Rows wait by priority, then by age; ageing lifts a waiting
+row by one priority for every ``ageing_seconds``, so that nothing starves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Scheduler:
     def admit(self, waiting: Sequence[WaitingRow], num_live: int) -> list[str]:
         """Which waiting rows get a place now, in order."""
         free = max(0, self.config.max_rows - num_live)
-        return [row.request_id for row in sorted(waiting, key=self._urgency)[:free]]
+        return [
+            row.request_id for row in sorted(waiting, key=lambda row: self.urgency(row.priority, row.waited))[:free]
+        ]
 
     def plan(self, prefill: Sequence[PrefillRow], decode: Sequence[str]) -> BatchPlan:
         """The chunks to prefill, oldest row first, within the step's budget; and the rows that decode.
@@ -68,9 +70,9 @@ class Scheduler:
             budget -= end - row.done
         return BatchPlan(prefill=tuple(chunks), decode=tuple(decode))
 
-    def _urgency(self, row: WaitingRow) -> tuple[float, float]:
-        lifted = row.priority + row.waited // self.config.ageing_seconds
-        return (-lifted, -row.waited)
+    def urgency(self, priority: int, waited: float) -> tuple[float, float]:
+        """What waiting rows are sorted by: smaller goes first."""
+        return (-(priority + waited // self.config.ageing_seconds), -waited)
 
 
 def chunk_end(row: PrefillRow, budget: int) -> int:
@@ -81,5 +83,5 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
     end = min(row.length, row.done + budget)
     for start, stop in row.atomic:
         if start < end < stop:
-            return start if start > row.done else stop
+            return start if start > row.done else min(stop, row.length)
     return end

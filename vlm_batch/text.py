@@ -11,8 +11,8 @@ UNFINISHED = "\ufffd"
 class Detokenizer:
     """Text of one growing token sequence, piece by piece; the pieces join to ``decode`` of the whole.
 
-    A piece is held back while it ends inside a multi-byte character. Each step decodes a short tail of the tokens only, so
-    that the cost does not grow with the answer.
+    A piece is held back while it ends inside a multi-byte character. Each step decodes a short tail of the tokens
+    only, so that the cost does not grow with the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

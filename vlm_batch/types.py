@@ -26,13 +26,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` 1 is off; it divides
-    positive and multiplies negative logits of tokens among the last ``repetition_context_size`` (Keskar et al. 2019).
-    ``seed`` makes a sampled request reproducible whatever shares its batch; without one, a fresh seed is drawn.
-    ``stop`` strings end the answer and are not part of it; ``stop_token_ids`` end it beside the model's own end tokens,
-    which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k most likely tokens'
-    log-probabilities, taken after the processors and before the temperature. ``logits_processors`` follow mlx-lm:
-    ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer, shape (T,)) and logits of shape (1, V).
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` 1 is off; it
+    divides positive and multiplies negative logits of tokens among the last ``repetition_context_size`` (Keskar et
+    al. 2019). ``seed`` makes a sampled request reproducible whatever shares its batch; without one, a fresh seed is
+    drawn. ``stop`` strings end the answer and are not part of it; ``stop_token_ids`` end it beside the model's own
+    end tokens, which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k
+    most likely tokens' log-probabilities, taken after the processors and before the temperature.
+    ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
+    shape (T,)) and logits of shape (1, V).
 
     Raises InvalidParameters for a value out of range.
     """
@@ -60,17 +61,41 @@ class SamplingParams:
         real = lambda value: isinstance(value, (int, float)) and math.isfinite(value)  # noqa: E731
         rules: list[tuple[str, bool, str]] = [
             ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            ("temperature", real(self.temperature) and self.temperature >= 0, "a finite number of at least 0 (0 is greedy)"),
+            (
+                "temperature",
+                real(self.temperature) and self.temperature >= 0,
+                "a finite number of at least 0 (0 is greedy)",
+            ),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1 (1 is off)"),
             ("top_k", whole(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)"),
             ("min_p", real(self.min_p) and 0 <= self.min_p < 1, "a number of at least 0 and below 1 (0 is off)"),
-            ("repetition_penalty", real(self.repetition_penalty) and self.repetition_penalty > 0, "a number above 0 (1 is off)"),
-            ("repetition_context_size", whole(self.repetition_context_size) and self.repetition_context_size >= 1, "an integer of at least 1"),
-            ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64), "None or an integer in 0..2**64-1"),
+            (
+                "repetition_penalty",
+                real(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a number above 0 (1 is off)",
+            ),
+            (
+                "repetition_context_size",
+                whole(self.repetition_context_size) and self.repetition_context_size >= 1,
+                "an integer of at least 1",
+            ),
+            (
+                "seed",
+                self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64),
+                "None or an integer in 0..2**64-1",
+            ),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
-            ("logprobs", self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 100), "None or an integer in 0..100"),
-            ("logits_processors", all(callable(p) for p in self.logits_processors), "callables (tokens, logits) -> logits"),
+            (
+                "logprobs",
+                self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 100),
+                "None or an integer in 0..100",
+            ),
+            (
+                "logits_processors",
+                all(callable(p) for p in self.logits_processors),
+                "callables (tokens, logits) -> logits",
+            ),
         ]
         for name, valid, right in rules:
             if not valid:
@@ -86,10 +111,11 @@ class SamplingParams:
 class Request:
     """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures.
 
-    ``prompt`` is put through the model's chat template as a single user turn unless ``rendered`` says that it already is the
-    final text. ``messages`` are a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``); pictures may stand in the
-    content parts or in ``images``, in order. ``token_ids`` are final; their pictures must already have their placeholder
-    tokens. ``inputs`` is what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
+    ``prompt`` is put through the model's chat template as a single user turn unless ``rendered`` says that it already
+    is the final text. ``messages`` are a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``);
+    pictures may stand in the content parts or in ``images``, in order. ``token_ids`` are final; their pictures must
+    already have their placeholder tokens. ``inputs`` is what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids``
+    (1, L), ``pixel_values``, ...
     """
 
     prompt: str | None = None
@@ -138,8 +164,9 @@ class Timings:
 class Result:
     """How a request ended. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
 
-    ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor made of
-    them where it says so (families with a patch grid). ``stop_reason`` is the matched stop string or token id.
+    ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
+    made of them where it says so (families with a patch grid). ``stop_reason`` is the matched stop string or token
+    id.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """One layer of a batch where every row keeps its own single-row cache: one attention call per row, no padding.
 
-Right by construction for every cache kind that mlx-vlm has for one row. On a CPU it is also the fastest (no padded columns);
-on a GPU launches dominate and ``SlabCache`` is better (measured, docs/architecture.md).
+Right by construction for every cache kind that mlx-vlm has for one row. On a CPU it is also the fastest (no padded
+columns); on a GPU launches dominate and ``SlabCache`` is better (measured, docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class RowStates:
-    """Keys or values of each place of the batch, of different lengths: what a model gets instead of one (B, H, L, D) array.
+    """Keys or values of each place of the batch, of different lengths: what a model gets instead of one (B, H, L, D)
+    array.
 
-    ``rows[b]`` is whatever the row's own cache returned ((1, H, L_b, D), or a quantised tuple), or None for an empty place.
+    ``rows[b]`` is whatever the row's own cache returned ((1, H, L_b, D), or a quantised tuple), or None for an empty
+    place.
     """
 
     rows: tuple[Any | None, ...]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.errors import InvalidPrompt
@@ -21,17 +22,20 @@ IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_i
 class Adapter:
     """Makes one family's model encode, prefill and decode rows whose state is their own.
 
-    It works on a structural copy of the model (the same weights): the caller's model object is left as it was, and nothing of
-    a request stays on it. A family overrides only what is special to it.
+    It works on a structural copy of the model (the same weights): the caller's model object is left as it was, and
+    nothing of a request stays on it. A family overrides only what is special to it.
     """
 
     spec: ClassVar[ModelSpec]
     #: Processor outputs that ``get_input_embeddings`` needs; others than these and ``IGNORED_INPUTS`` are refused.
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
-    #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed whole).
+    #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed
+    #: whole).
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
     #: What it returns that the family does not need, absorbed on purpose.
     ignored_features: ClassVar[frozenset[str]] = frozenset()
+    #: The most rows that may share a batch; None leaves it to the caller.
+    max_rows: ClassVar[int | None] = None
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
@@ -39,14 +43,19 @@ class Adapter:
         self.model: Any = clone_modules(model, self.mends())
         self.language: Any = self.model.language_model
         hook_attention(self.language)
-        self.language.model = LastPosition(self.language.model)
+        self.shorten()
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
         """Module classes of mlx-vlm whose single-row result is wrong or that cannot hold rows apart -> what replaces them."""
         return {}
 
-    # Encode -------------------------------------------------------------------------------------------------------------
+    def shorten(self) -> None:
+        """Let the trunk answer for its last position only."""
+        self.language.model = LastPosition(self.language.model)
+
+    # Encode
+    # -------------------------------------------------------------------------------------------------------------
 
     def encode(self, inputs: Mapping[str, Any]) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
@@ -104,7 +113,7 @@ class Adapter:
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         """How many prompt positions hold picture features."""
         tokens = self.image_token_ids()
-        return sum(token in tokens for token in ids[0].tolist())
+        return sum(token in tokens for token in np.array(ids[0]).tolist())
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """(width, height) in pixels that the processor made of each picture, where it says so."""
@@ -116,7 +125,8 @@ class Adapter:
             if hasattr(self.language, name):
                 setattr(self.language, name, None)
 
-    # Prefill and decode -------------------------------------------------------------------------------------------------
+    # Prefill and decode
+    # -------------------------------------------------------------------------------------------------
 
     def make_cache(self) -> list[Any]:
         """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""
@@ -150,11 +160,14 @@ class Adapter:
         """Keywords of the decode forward, made of the rows' own state."""
         return {}
 
-    def forward(self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]) -> mx.array:
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
         """The language model over (B, L) ids or (B, L, D) embeddings: logits (B, V) of the last position."""
         return self.language(ids, inputs_embeds=embeds, cache=cache, **extra).logits[:, -1]
 
-    # Facts --------------------------------------------------------------------------------------------------------------
+    # Facts
+    # --------------------------------------------------------------------------------------------------------------
 
     @property
     def max_context(self) -> int | None:

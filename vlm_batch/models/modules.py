@@ -25,7 +25,7 @@ def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -
 def _clone(node: Any, mends: Mapping[type, type], seen: dict[int, Any]) -> Any:
     if isinstance(node, nn.Module):
         if id(node) not in seen:
-            cls = mends.get(type(node), type(node))
+            cls: Any = mends.get(type(node), type(node))
             seen[id(node)] = copy = cls.__new__(cls)
             copy.__dict__.update(node.__dict__)
             for name, child in node.items():
@@ -88,10 +88,11 @@ def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
 
 
 def hook_attention(module: nn.Module) -> None:
-    """Let the attention of a model's files understand ``RowStates``; anything else goes to mlx-vlm's function as before.
+    """Let the attention of a model's files understand ``RowStates``; anything else goes to mlx-vlm's function as
+    before.
 
-    About 155 families call a module-level ``scaled_dot_product_attention``; rebinding that one name is what lets attention run
-    a row at a time on unmodified model code.
+    About 155 families call a module-level ``scaled_dot_product_attention``; rebinding that one name is what lets
+    attention run a row at a time on unmodified model code.
     """
     for name in {type(child).__module__ for _, child in module.named_modules()}:
         namespace = vars(sys.modules[name])

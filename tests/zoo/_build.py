@@ -1,0 +1,132 @@
+"""Seeded, lively weights for models from mlx-vlm's own classes, and the makers of ids and pixels.
+
+Lively: weights are scaled so that logits are far from flat (a standard deviation of 2 to 4), attention is
+peaked and every branch of a model contributes. A wrong position, mask or picture then moves log-probabilities
+by far more than rounding does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ._types import PLAIN, Inputs
+
+Shape = tuple[int, ...]
+Fill = Callable[[np.random.RandomState, Shape], np.ndarray]
+
+
+def spread(std: float, mean: float = 0.0) -> Fill:
+    """Normal values around `mean`."""
+    return lambda random, shape: mean + std * random.standard_normal(shape)
+
+
+def fan_in(gain: float) -> Fill:
+    """Normal values that keep the scale of the input times `gain`; all axes but the first are summed over."""
+    return lambda random, shape: gain / np.sqrt(np.prod(shape[1:])) * random.standard_normal(shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters whose dotted path matches `pattern` (searched) are filled by `fill`."""
+
+    pattern: str
+    fill: Fill
+
+
+# By module type, tried after a family's own rules.
+_BY_MODULE: tuple[tuple[type, str, Fill], ...] = (
+    (nn.Linear, "weight", fan_in(1.3)),
+    (nn.Linear, "bias", spread(0.2)),
+    (nn.Conv2d, "weight", fan_in(1.3)),
+    (nn.Conv2d, "bias", spread(0.2)),
+    (nn.Conv3d, "weight", fan_in(1.3)),
+    (nn.Conv3d, "bias", spread(0.2)),
+    (nn.Embedding, "weight", spread(1.0)),
+    (nn.RMSNorm, "weight", spread(0.2, 1.0)),
+    (nn.LayerNorm, "weight", spread(0.2, 1.0)),
+    (nn.LayerNorm, "bias", spread(0.2)),
+)
+
+
+def enliven(model: nn.Module, seed: int, rules: Sequence[Rule] = (), quiet: str = "") -> None:
+    """Fill every parameter of `model` from `seed`, and evaluate it.
+
+    A parameter draws from its own stream, named by its path, so adding one leaves the others as they were.
+    `quiet` is the path of the head (or of the embedding, where that is the head too): its rows for marker ids are
+    made small, so that their logits are near zero and none of them is ever the best.
+    A parameter that no rule covers is an error, because a default (a zero gate, a unit norm) is not lively.
+    """
+    weights = {path: _draw(seed, path, value.shape, fill) for path, value, fill in _plan(model, rules)}
+    if quiet:
+        weights[quiet][PLAIN:] *= 0.1
+    model.load_weights([(path, mx.array(value)) for path, value in weights.items()], strict=True)
+    model.eval()
+    mx.eval(model.parameters())
+
+
+def _plan(model: nn.Module, rules: Sequence[Rule]) -> Iterator[tuple[str, mx.array, Fill]]:
+    modules = dict(model.named_modules())
+    for path, value in tree_flatten(model.parameters()):
+        yield path, value, _fill_for(modules, path, rules)
+
+
+def _fill_for(modules: dict[str, nn.Module], path: str, rules: Sequence[Rule]) -> Fill:
+    for rule in rules:
+        if re.search(rule.pattern, path):
+            return rule.fill
+    owner, _, leaf = path.rpartition(".")
+    for kind, name, fill in _BY_MODULE:
+        if name == leaf and isinstance(modules[owner], kind):
+            return fill
+    raise LookupError(f"no rule fills {path} of {type(modules.get(owner)).__name__}")
+
+
+def _draw(seed: int, path: str, shape: Shape, fill: Fill) -> np.ndarray:
+    # RandomState and not Generator: its streams are frozen by numpy's policy, and recorded references rely on them.
+    random = np.random.RandomState((zlib.crc32(path.encode()) + seed) % 2**32)
+    return np.asarray(fill(random, shape), dtype=np.float32)
+
+
+def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
+    """All parameters by dotted path."""
+    return {path: np.array(value) for path, value in tree_flatten(model.parameters())}
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A digest of all parameters, to tell a recorded reference that the weights have changed."""
+    digest = hashlib.sha256()
+    for path, value in sorted(weights_of(model).items()):
+        digest.update(path.encode())
+        # Rounded: the last bit of a drawn value may differ between builds of the C library.
+        digest.update(np.round(value * 2**16).astype(np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def words(seed: int, length: int) -> list[int]:
+    """`length` ids of plain text."""
+    return np.random.RandomState(seed).randint(1, PLAIN, size=length).tolist()
+
+
+def pixels(seed: int, *shape: int) -> np.ndarray:
+    """Normalised pixels: random, with a mean per channel block that differs between seeds."""
+    random = np.random.RandomState(seed + 7919)
+    return (random.standard_normal(shape) + 0.5 * random.standard_normal()).astype(np.float32)
+
+
+def ids(*parts: Sequence[int]) -> np.ndarray:
+    """(1, L) ids of the parts in order."""
+    return np.array([[token for part in parts for token in part]], dtype=np.int32)
+
+
+def text_request(seed: int, length: int) -> Inputs:
+    """A request of plain text."""
+    return {"input_ids": ids(words(seed, length))}

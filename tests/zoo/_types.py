@@ -1,0 +1,51 @@
+"""The nouns of the zoo, and the vocabulary that all its families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+Inputs = dict[str, Any]
+"""What `mlx_vlm.utils.prepare_inputs` returns for a family, as numpy arrays; `input_ids` is (1, L)."""
+
+PLAIN = 128
+"""Ids below this are plain text. A family's marker ids follow; no oracle ever generates one."""
+VOCABULARY = 160
+END_OF_TEXT = VOCABULARY - 1
+"""Declared as the end of text by every family, so that no tiny model stops by accident."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The answer of one request: greedy `tokens`, and `logprobs` (T, V) float32 from which each was taken."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family's tiny model, the requests that can be made to it, and the answer each request gets alone."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    """A fresh, evaluated float32 model; the same weights at each call."""
+    text: Callable[[int, int], Inputs]
+    """(seed, length) -> a request without a picture."""
+    image: Callable[[int, int], Inputs]
+    """(seed, size) -> a request with one picture; sizes 0, 1, 2 differ in prompt length."""
+    two_images: Callable[[int], Inputs] | None
+    """(seed) -> a request with two pictures."""
+    greedy: Callable[[nn.Module, Inputs, int], Trace]
+    """(model, inputs, number of tokens) -> the answer of the request alone."""
+    oracle_note: str
+    """Which path `greedy` takes, and why it is the right one."""
+    window: int | None = None
+    no_two_images: str = ""
+    """Why `two_images` is None, when it is."""
+    also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
+    """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""

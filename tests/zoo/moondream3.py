@@ -1,0 +1,137 @@
+"""Moondream 3: BOS and a picture attend to each other both ways; attention is scaled by learned tau; experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models.moondream3 import config as upstream
+from mlx_vlm.models.moondream3.moondream3 import Model
+
+from ._build import Rule, Shape, enliven, fan_in, ids, pixels, spread, words
+from ._oracle import generate_by_recomputing, to_mx
+from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
+
+# The real sizes are 378 and 14, so 27 x 27 features; only their ratio is built into the model.
+CROP, PATCH = 12, 4
+NUM_FEATURES = (CROP // PATCH) ** 2
+BOS, ANSWER, PLACEHOLDER = PLAIN, PLAIN + 1, 0
+LAYOUTS: tuple[tuple[int, int] | None, ...] = (None, (1, 2), (2, 2))
+
+
+def _experts(random: np.random.RandomState, shape: Shape) -> np.ndarray:
+    """(experts, outputs, inputs): each expert keeps the scale of its input."""
+    return 1.3 / np.sqrt(shape[-1]) * random.standard_normal(shape)
+
+
+def build() -> nn.Module:
+    """Four layers of 64, the last two of four experts; tau and positions are not zero."""
+    model = Model(
+        upstream.ModelConfig(
+            eos_token_id=END_OF_TEXT,
+            bos_token_id=BOS,
+            text_config=upstream.TextConfig(
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=4,
+                vocab_size=VOCABULARY,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                head_dim=16,
+                rope_theta=100.0,
+                rope_dim=8,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                moe_start_layer=2,
+                prefix_attn=1 + NUM_FEATURES,
+            ),
+            vision_config=upstream.VisionConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                patch_size=PATCH,
+                crop_size=CROP,
+                overlap_margin=1,
+                proj_inner_dim=64,
+                proj_out_dim=64,
+            ),
+        )
+    )
+    head = "text.lm_head.weight"
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule(r"\.tau\.w[qv]$", fan_in(1.3)),
+        Rule(r"\.tau\.alpha$", spread(0.5)),
+        Rule(r"\.pos_emb$", spread(0.5)),
+        Rule(r"text\.model\.blocks\.[23]\.mlp\.fc", _experts),
+    ]
+    enliven(model, seed=7, rules=rules, quiet=head)
+    return model
+
+
+def text(seed: int, length: int) -> Inputs:
+    """BOS and words."""
+    return {"input_ids": ids([BOS], words(seed, length - 1))}
+
+
+def image(seed: int, size: int) -> Inputs:
+    """A picture of 1, 3 or 5 crops (the first is the whole picture) and a question; the features are always as many."""
+    layout = LAYOUTS[size]
+    num_crops = 1 if layout is None else 1 + layout[0] * layout[1]
+    request: dict[str, Any] = {
+        "input_ids": ids([BOS], [PLACEHOLDER] * NUM_FEATURES, words(seed, 4 + 3 * size), [ANSWER]),
+        "pixel_values": pixels(seed, num_crops, CROP, CROP, 3),
+        "num_crops": [num_crops],
+        "crop_layouts": [layout],
+    }
+    return request
+
+
+def _embeddings(model: nn.Module, arrays: dict) -> mx.array:
+    """(1, L, D): the prompt, with features in place of the tokens that follow BOS."""
+    embedded = model.text.model.wte(arrays["input_ids"])
+    if "pixel_values" not in arrays:
+        return embedded
+    features = model.vision(arrays["pixel_values"], arrays["num_crops"], arrays["crop_layouts"])
+    return mx.concatenate([embedded[:, :1], features, embedded[:, 1 + NUM_FEATURES :]], axis=1)
+
+
+def _visible(length: int, prefix: int) -> mx.array:
+    """(1, 1, L, L) bool: causal, and everything within the first `prefix` positions."""
+    rows, columns = mx.arange(length)[:, None], mx.arange(length)[None, :]
+    return ((columns <= rows) | ((rows < prefix) & (columns < prefix)))[None, None]
+
+
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """The whole sequence at each step, under the prefix mask when there is a picture."""
+    arrays = to_mx(inputs)
+    prompt = _embeddings(model, arrays)
+    prefix = 1 + NUM_FEATURES if "pixel_values" in arrays else 0
+
+    def logits(generated: list[int]) -> mx.array:
+        hidden = mx.concatenate([prompt, model.text.model.wte(mx.array([generated], dtype=mx.int32))], axis=1)
+        mask = _visible(hidden.shape[1], prefix)
+        for block in model.text.model.blocks:
+            hidden = block(hidden, mask)
+        return model.text.lm_head(model.text.model.post_ln(hidden[:, -1]))[0]
+
+    return generate_by_recomputing(logits, num_tokens)
+
+
+FAMILY = TinyFamily(
+    name="moondream3",
+    build=build,
+    text=text,
+    image=image,
+    two_images=None,
+    no_two_images="the prompt has room for one picture's tokens (mlx_vlm/models/moondream3/moondream3.py, "
+    "get_input_embeddings joins BOS, features and text of one picture)",
+    greedy=greedy,
+    oracle_note="The whole sequence at each step over the model's own blocks, under the mask that get_input_embeddings "
+    "makes and generate_step loses. transformers has no such class; without a picture, and for the first token "
+    "with one, tests/test_zoo.py finds the same in mlx-vlm's own Model.__call__.",
+)

@@ -1,0 +1,80 @@
+"""Qwen2.5-VL: as Qwen2-VL, with windowed attention in all vision blocks but one."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models import qwen2_5_vl as upstream
+
+from . import _qwen
+from ._build import Rule, enliven, fan_in, text_request
+from ._oracle import generate_alone
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
+
+# A window is 4 x 4 patches. The first two grids end in partial windows; the last is 4 high, so that the windows
+# divide it evenly and mlx-vlm's list of boundaries has repeats (section K of the gaps).
+GRIDS = ((6, 6), (6, 10), (4, 10))
+
+
+def build() -> nn.Module:
+    """Four layers of 64, two vision blocks of 32: the first in windows, the second over the whole picture."""
+    model = upstream.Model(
+        upstream.ModelConfig(
+            model_type="qwen2_5_vl",
+            vocab_size=VOCABULARY,
+            eos_token_id=[END_OF_TEXT],
+            image_token_id=_qwen.IMAGE,
+            video_token_id=_qwen.VIDEO,
+            vision_start_token_id=_qwen.VISION_START,
+            vision_end_token_id=_qwen.VISION_END,
+            text_config=upstream.TextConfig(
+                model_type="qwen2_5_vl",
+                hidden_size=64,
+                num_hidden_layers=4,
+                intermediate_size=96,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                rms_norm_eps=1e-6,
+                vocab_size=VOCABULARY,
+                rope_theta=100.0,
+                rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+                tie_word_embeddings=False,
+            ),
+            vision_config=upstream.VisionConfig(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=64,
+                out_hidden_size=64,
+                num_heads=2,
+                patch_size=_qwen.PATCH,
+                spatial_patch_size=_qwen.PATCH,
+                spatial_merge_size=_qwen.MERGE,
+                temporal_patch_size=_qwen.TEMPORAL_PATCH,
+                window_size=16,
+                fullatt_block_indexes=[1],
+            ),
+        )
+    )
+    head = "language_model.lm_head.weight"
+    enliven(model, seed=25, rules=[Rule(head, fan_in(3.0))], quiet=head)
+    return model
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 9, 15 or 10 placeholders."""
+    return _qwen.request(seed, [GRIDS[size]])
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures of different grids."""
+    return _qwen.request(seed, [GRIDS[2], GRIDS[0]])
+
+
+FAMILY = TinyFamily(
+    name="qwen2_5_vl",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    greedy=generate_alone,
+    oracle_note="mlx-vlm's generate_step with a clean language model; transformers agrees (tests/references).",
+)

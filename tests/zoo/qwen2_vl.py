@@ -1,0 +1,74 @@
+"""Qwen2-VL: three-axis positions (mRoPE in chunks), a picture of any grid."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models import qwen2_vl as upstream
+
+from . import _qwen
+from ._build import Rule, enliven, fan_in, text_request
+from ._oracle import generate_alone
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
+
+GRIDS = ((4, 4), (4, 6), (6, 8))
+
+
+def build() -> nn.Module:
+    """Four layers of 64, two vision blocks of 32."""
+    model = upstream.Model(
+        upstream.ModelConfig(
+            model_type="qwen2_vl",
+            vocab_size=VOCABULARY,
+            eos_token_id=[END_OF_TEXT],
+            image_token_id=_qwen.IMAGE,
+            video_token_id=_qwen.VIDEO,
+            vision_start_token_id=_qwen.VISION_START,
+            text_config=upstream.TextConfig(
+                model_type="qwen2_vl",
+                hidden_size=64,
+                num_hidden_layers=4,
+                intermediate_size=96,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                rms_norm_eps=1e-6,
+                vocab_size=VOCABULARY,
+                rope_theta=100.0,
+                rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+            ),
+            vision_config=upstream.VisionConfig(
+                depth=2,
+                embed_dim=32,
+                hidden_size=64,
+                num_heads=2,
+                mlp_ratio=2.0,
+                patch_size=_qwen.PATCH,
+                spatial_patch_size=_qwen.PATCH,
+                spatial_merge_size=_qwen.MERGE,
+                temporal_patch_size=_qwen.TEMPORAL_PATCH,
+            ),
+        )
+    )
+    head = "language_model.lm_head.weight"
+    enliven(model, seed=2, rules=[Rule(head, fan_in(3.0))], quiet=head)
+    return model
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 4, 6 or 12 placeholders."""
+    return _qwen.request(seed, [GRIDS[size]])
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures of different grids."""
+    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
+
+
+FAMILY = TinyFamily(
+    name="qwen2_vl",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    greedy=generate_alone,
+    oracle_note="mlx-vlm's generate_step with a clean language model; transformers agrees (tests/references).",
+)

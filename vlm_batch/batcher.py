@@ -1,0 +1,531 @@
+"""``VLMBatcher``: a model, one engine thread that owns MLX, and requests from anywhere."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from PIL import Image
+
+from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
+from vlm_batch.generator import BatchGenerator, describe
+from vlm_batch.handle import Handle
+from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
+from vlm_batch.models.loading import adapt, load_model
+from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_messages
+from vlm_batch.progress import progress_bar
+from vlm_batch.registry import ModelSpec
+from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings
+
+#: Threads that read and decode pictures ahead of the engine (Pillow releases the GIL while it decodes).
+NUM_LOADERS = 2
+#: Seconds that the engine sleeps at most when it has nothing to do (a submit wakes it at once).
+IDLE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the batcher is doing now, and what it did since it was made."""
+
+    queued: int
+    waiting: int
+    prefilling: int
+    decoding: int
+    kv_bytes: int
+    finished: int
+    failed: int
+    cancelled: int
+    generated_tokens: int
+
+
+@dataclass(eq=False)
+class _Job:
+    """A submitted request on its way to the engine."""
+
+    request: Request
+    handle: Handle
+    prompt: str | None  # rendered
+    images: tuple[ImageInput, ...]
+    inputs: dict[str, Any] | None  # numpy
+    submitted: float = field(default_factory=time.perf_counter)
+    loading: Future[list[Image.Image]] | None = None
+    image_sizes: tuple[tuple[int, int], ...] = ()
+
+
+class VLMBatcher:
+    """Answer requests about pictures with one model, batched: every answer is the one that the request would get alone.
+
+    ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
+    decode together; ``prefill_budget`` bounds the prompt tokens that are prefilled in a step beside them.
+    ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
+    is decoded; None lifts it. ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many
+    requests in flight.
+
+    One thread owns MLX; every method is safe from any thread and inside a running event loop. Leaving the ``with``
+    block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
+
+    Raises UnsupportedModel for a model that cannot be run, and whatever the loader raises for a damaged checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        processor: Any = None,
+        *,
+        max_rows: int = 8,
+        prefill_budget: int = 256,
+        max_prompt_tokens: int | None = None,
+        max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
+        look_ahead: int = 16,
+        trust_remote_code: bool = False,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("prefill_budget", prefill_budget), ("look_ahead", look_ahead)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if isinstance(model, nn.Module) and processor is None:
+            raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+        self.max_image_pixels = max_image_pixels
+        self.look_ahead = look_ahead
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: dict[str, _Job] = {}  # every request that has not ended, by id; guarded by _lock
+        self._queued: list[_Job] = []  # engine thread only, like _loading
+        self._loading: list[_Job] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._ids = itertools.count()
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0}
+        self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
+        settings = SchedulerConfig(
+            max_rows=max_rows, prefill_budget=prefill_budget, idle_budget=max(2048, prefill_budget)
+        )
+        ready: Future[tuple[BatchGenerator, Processing]] = Future()
+        if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
+            ready.set_result(_engine(model, processor, settings, max_prompt_tokens))
+        self._thread = threading.Thread(
+            target=_run,
+            args=(weakref.ref(self), self._inbox, ready, model, settings, max_prompt_tokens, trust_remote_code),
+            name="vlm-batch-engine",
+            daemon=True,
+        )
+        self._thread.start()
+        self._generator, self._processing = ready.result()
+        atexit.register(_close, weakref.ref(self))
+
+    # Requests
+    # -----------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        images: ImageInput | Sequence[ImageInput] | None = None,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        rendered: bool = False,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Handle:
+        """Ask one question; returns at once.
+
+        ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None. Exactly one
+        of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked (see ``Request``). Higher
+        ``priority`` goes first. Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``;
+        what turns out later (an unreadable picture, a prompt too long) ends that request alone, with an error in its
+        result.
+        """
+        pictures = () if images is None else tuple(images) if is_image_list(images) else (images,)
+        return self.submit_request(
+            Request(
+                prompt=prompt,
+                messages=messages,
+                token_ids=token_ids,
+                inputs=inputs,
+                images=pictures,
+                rendered=rendered,
+                params=params or SamplingParams(),
+                request_id=request_id,
+                priority=priority,
+            )
+        )
+
+    def submit_request(self, request: Request) -> Handle:
+        """``submit`` for a ``Request`` object."""
+        job = self._job(request)
+        with self._lock:
+            if self._closed:
+                raise BatcherClosed("the batcher is closed; make a new one")
+            if job.handle.request_id in self._jobs:
+                raise InvalidRequest(f"request id {job.handle.request_id!r} is in use by a request that has not ended")
+            self._jobs[job.handle.request_id] = job
+        self._inbox.put(lambda: self._queued.append(job))
+        return job.handle
+
+    def generate(
+        self, requests: Iterable[Request | Mapping[str, Any]], *, progress: bool = False, raise_on_error: bool = False
+    ) -> list[Result]:
+        """Answer many requests; results in their order. ``requests`` may be a generator: it is read ``look_ahead``
+        ahead.
+
+        A request that fails, at submit or later, gives a result with ``error`` set; ``raise_on_error`` raises
+        RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
+        """
+        results: dict[int, Result] = {}
+        total = len(requests) if isinstance(requests, Sequence) else None
+        with progress_bar(total, enabled=progress) as advance:
+            for index, result in self._as_completed(requests):
+                results[index] = result
+                advance(result)
+        ordered = [results[index] for index in sorted(results)]
+        for result in ordered if raise_on_error else ():
+            result.raise_for_error()
+        return ordered
+
+    def as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[Result]:
+        """The same requests' results as they end; match them by ``request_id``. Leaving the loop cancels the rest."""
+        for _, result in self._as_completed(requests):
+            yield result
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at whatever stage it is; False if none of that id is alive."""
+        with self._lock:
+            alive = request_id in self._jobs
+        if alive:
+            self._inbox.put(lambda: self._cancel(request_id))
+        return alive
+
+    # The batcher itself
+    # -------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The facts about the model's family."""
+        return type(self._generator.adapter).spec  # type: ignore[attr-defined,no-any-return]
+
+    def stats(self) -> Stats:
+        """Live counters; a moment's view, taken without stopping the engine."""
+        generator, counts = self._generator, self._counts
+        waiting, prefilling, decoding = generator.num_waiting, generator.num_prefilling, len(generator.batch)
+        with self._lock:
+            queued = len(self._jobs) - waiting - prefilling - decoding
+        return Stats(
+            queued=max(0, queued),
+            waiting=waiting,
+            prefilling=prefilling,
+            decoding=decoding,
+            kv_bytes=generator.batch.nbytes,
+            finished=counts["finished"],
+            failed=counts["failed"],
+            cancelled=counts["cancelled"],
+            generated_tokens=counts["generated"],
+        )
+
+    def close(self) -> None:
+        """End every request that is still alive as cancelled, and stop the engine. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self._inbox.put(self._cancel_all)
+            self._inbox.put(_stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> VLMBatcher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # In the submitter's thread
+    # ------------------------------------------------------------------------------------------
+
+    def _job(self, request: Request) -> _Job:
+        """Check a request and render its prompt."""
+        ways = {
+            "prompt": request.prompt,
+            "messages": request.messages,
+            "token_ids": request.token_ids,
+            "inputs": request.inputs,
+        }
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            said = ", ".join(given) or "none"
+            raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}")
+        images = tuple(request.images)
+        prompt: str | None = None
+        inputs: dict[str, Any] | None = None
+        if request.prompt is not None:
+            prompt = self._rendered(request, images)
+        elif request.messages is not None:
+            turns, pictures = split_messages(request.messages, images)
+            images = tuple(pictures)
+            prompt = self._processing.render(turns, len(images))
+        elif request.inputs is not None:
+            inputs = _checked_inputs(request.inputs, images)
+        elif not request.token_ids:
+            raise InvalidPrompt("token_ids is empty")
+        request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
+        return _Job(request, Handle(request_id, self.cancel), prompt, images, inputs)
+
+    def _rendered(self, request: Request, images: tuple[ImageInput, ...]) -> str:
+        assert request.prompt is not None
+        if not request.rendered:
+            return self._processing.render(request.prompt, len(images))
+        if not request.prompt.strip():
+            raise InvalidPrompt("the prompt is empty")
+        room = self._processing.count_placeholders(request.prompt)
+        if room is not None and room != len(images):
+            raise InvalidPrompt(f"the rendered prompt has {room} picture placeholders for {len(images)} pictures")
+        return request.prompt
+
+    def _as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[tuple[int, Result]]:
+        done: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
+        source = enumerate(requests)
+        alive: dict[int, Handle] = {}
+        try:
+            while True:
+                while len(alive) < self.look_ahead and (item := next(source, None)) is not None:
+                    index, request = item
+                    try:
+                        handle = self.submit_request(Request(**request) if isinstance(request, Mapping) else request)
+                    except BatcherClosed:
+                        raise
+                    except Exception as error:
+                        yield index, _failed(request, index, error)
+                        continue
+                    alive[index] = handle
+                    _when_done(handle, partial(done.put, (index, handle)))
+                if not alive:
+                    return
+                index, handle = done.get()
+                del alive[index]
+                yield index, handle.result()
+        finally:
+            for handle in alive.values():
+                handle.cancel()
+
+    # On the engine thread
+    # -----------------------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """One round: start loading, take in what is loaded, step, hand out events. False if there was nothing to do."""
+        self._load_ahead()
+        self._take_in()
+        if not self._generator.has_work:
+            return False
+        try:
+            events = self._generator.step()
+        except Exception as error:  # a defect of the engine itself: nobody may wait forever for it
+            for request_id in list(self._jobs):
+                self._finish(
+                    Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error)
+                )
+            self._generator.reset()
+            return True
+        for event in events:
+            self._hand_out(event)
+        return True
+
+    def _load_ahead(self) -> None:
+        """Have the most urgent requests' pictures read, ``look_ahead`` requests at most."""
+        now = time.perf_counter()
+        scheduler = self._generator.scheduler
+        while self._queued and len(self._loading) < self.look_ahead:
+            job = min(self._queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
+            self._queued.remove(job)
+            self._loading.append(job)
+            job.loading = self._loaders.submit(_load_all, job.images, self.max_image_pixels)
+            job.loading.add_done_callback(lambda _: self._inbox.put(_nothing))
+
+    def _take_in(self) -> None:
+        """Process and insert loaded requests while the engine has room: a batch's worth of them waits at most."""
+        room = self._generator.scheduler.config.max_rows - self._generator.num_waiting
+        for job in [job for job in self._loading if job.loading is not None and job.loading.done()]:
+            if room <= 0:
+                return
+            self._loading.remove(job)
+            self._insert(job)
+            room -= 1
+            if len(self._generator.batch):
+                return  # one a step: decoding rows do not wait for a whole queue's preprocessing
+
+    def _insert(self, job: _Job) -> None:
+        assert job.loading is not None
+        try:
+            images = job.loading.result()
+            job.image_sizes = tuple(image.size for image in images)
+            self._generator.insert(
+                job.handle.request_id,
+                self._inputs(job, images),
+                job.request.params,
+                job.request.priority,
+                job.submitted,
+            )
+        except Exception as error:
+            self._finish(
+                Result(
+                    request_id=job.handle.request_id,
+                    finish_reason="error",
+                    error=describe(error),
+                    exception=error,
+                    timings=Timings(total=time.perf_counter() - job.submitted),
+                )
+            )
+        finally:
+            job.loading = None
+            job.inputs = None
+
+    def _inputs(self, job: _Job, images: list[Image.Image]) -> Mapping[str, Any]:
+        if job.inputs is not None:
+            return as_mlx(job.inputs)
+        if job.prompt is not None:
+            return self._processing.inputs(job.prompt, images)
+        assert job.request.token_ids is not None
+        image_ids = self._generator.adapter.image_token_ids()
+        return self._processing.inputs_of_ids(job.request.token_ids, images, image_ids)
+
+    def _hand_out(self, event: Event) -> None:
+        job = self._jobs.get(event.request_id)
+        if job is None:
+            return
+        self._counts["generated"] += event.token is not None
+        job.handle.push(event.text)
+        if event.result is not None:
+            self._finish(event.result)
+
+    def _finish(self, result: Result) -> None:
+        with self._lock:
+            job = self._jobs.pop(result.request_id, None)
+        if job is None:
+            return
+        kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
+        self._counts[kind] += 1
+        job.handle.finish(replace(result, image_sizes=job.image_sizes))
+
+    def _cancel(self, request_id: str) -> None:
+        for jobs in (self._queued, self._loading):
+            jobs[:] = [job for job in jobs if job.handle.request_id != request_id]
+        if not self._generator.cancel(request_id):  # it has not reached the engine
+            self._finish(Result(request_id=request_id, finish_reason="cancelled"))
+
+    def _cancel_all(self) -> None:
+        for request_id in list(self._jobs):
+            self._cancel(request_id)
+        while self._generator.has_work:
+            self._turn()
+
+
+def _engine(
+    model: nn.Module, processor: Any, settings: SchedulerConfig, max_prompt_tokens: int | None
+) -> tuple[BatchGenerator, Processing]:
+    adapter = adapt(model)
+    if adapter.max_rows is not None:
+        settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows))
+    processing = Processing(processor, model.config)
+    generator = BatchGenerator(
+        adapter,
+        decode_text=processing.decode,
+        eos_token_ids=processing.eos_token_ids,
+        config=settings,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    return generator, processing
+
+
+def _run(
+    owner: weakref.ref[VLMBatcher],
+    inbox: queue.SimpleQueue[Callable[[], None]],
+    ready: Future[tuple[BatchGenerator, Processing]],
+    model: Any,
+    settings: SchedulerConfig,
+    max_prompt_tokens: int | None,
+    trust_remote_code: bool,
+) -> None:
+    """The engine thread. It holds no strong reference to its batcher while idle, so that a forgotten one can go."""
+    if not ready.done():
+        try:
+            loaded, processor = load_model(model, trust_remote_code=trust_remote_code)
+            ready.set_result(_engine(loaded, processor, settings, max_prompt_tokens))
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+    del model
+    is_busy = False
+    while True:
+        try:
+            action = inbox.get(block=not is_busy, timeout=IDLE_SECONDS)
+        except queue.Empty:
+            action = _nothing
+        if action is _stop:
+            return
+        batcher = owner()
+        if batcher is None:
+            return
+        action()
+        if inbox.empty():
+            is_busy = batcher._turn()
+        del batcher, action
+
+
+def _load_all(sources: Sequence[ImageInput], max_pixels: int | None) -> list[Image.Image]:
+    return [load_image(source, max_pixels) for source in sources]
+
+
+def _checked_inputs(inputs: Mapping[str, Any], images: tuple[ImageInput, ...]) -> dict[str, Any]:
+    if images:
+        raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
+    if "input_ids" not in inputs:
+        raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
+    arrays = as_numpy(inputs)
+    shape = arrays["input_ids"].shape
+    if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
+        raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
+    return arrays
+
+
+def _failed(request: Request | Mapping[str, Any], index: int, error: Exception) -> Result:
+    given = request.get("request_id") if isinstance(request, Mapping) else request.request_id
+    return Result(
+        request_id=given if given is not None else f"refused-{index}",
+        finish_reason="error",
+        error=describe(error),
+        exception=error,
+    )
+
+
+def _when_done(handle: Handle, call: Callable[[], None]) -> None:
+    def check() -> None:
+        if handle.done():
+            call()
+        else:
+            handle.add_listener(check)
+
+    handle.add_listener(check)
+
+
+def _close(owner: weakref.ref[VLMBatcher]) -> None:
+    batcher = owner()
+    if batcher is not None:
+        batcher.close()
+
+
+def _nothing() -> None:
+    """Wakes the engine."""
+
+
+def _stop() -> None:
+    """Tells the engine thread to end."""

@@ -1,0 +1,75 @@
+"""From a path, a hub id or a model object to an adapter and its processing."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
+
+from vlm_batch.errors import UnsupportedModel
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.single import SingleRow
+from vlm_batch.registry import families, spec_for
+
+
+def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
+    """A checkpoint's model and processor, through mlx-vlm's loader; a hub id is fetched first.
+
+    The model type is checked before any weight is read. On a CPU half-precision weights become float32: MLX has no
+    fast path for them there. Raises UnsupportedModel, FileNotFoundError, and what the loader raises for a damaged
+    checkpoint.
+    """
+    path = find_checkpoint(path_or_id)
+    check_model_type(get_model_type(load_config(path)))
+    model, processor = load(str(path), trust_remote_code=trust_remote_code)
+    if mx.default_device().type == mx.DeviceType.cpu:
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return model, processor
+
+
+def find_checkpoint(path_or_id: str | Path) -> Path:
+    """A local folder as it is; anything else is fetched from the hub. Raises FileNotFoundError with both outcomes."""
+    try:
+        return Path(get_model_path(str(path_or_id)))
+    except Exception as error:
+        raise FileNotFoundError(f"{path_or_id} is no folder here, and the hub did not provide it: {error}") from error
+
+
+def check_model_type(model_type: str | None) -> None:
+    """Raise UnsupportedModel for a checkpoint whose type neither this library nor mlx-vlm knows."""
+    if model_type is None:
+        raise UnsupportedModel(f"config.json names no model_type; the known families are {_known()}")
+    if spec_for(model_type) is None and find_spec(f"mlx_vlm.models.{model_type}") is None:
+        raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {_known()}")
+
+
+def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
+    """The family's adapter; a model of no known family runs one row at a time, which is said once.
+
+    Raises UnsupportedModel if it cannot be run that way either.
+    """
+    model_type = model_type or str(model.config.model_type)
+    spec = spec_for(model_type)
+    if spec is not None and spec.adapter is not None:
+        return spec.adapter(model)
+    if not SingleRow.can_run(model):
+        raise UnsupportedModel(
+            f"model type {model_type!r} is not known, and it is no decoder that could be run one row at a time; "
+            f"the known families are {_known()}"
+        )
+    warnings.warn(
+        f"model type {model_type!r} has no verified adapter: its requests run one at a time, through mlx-vlm's own path. "
+        f"The known families are {_known()}",
+        stacklevel=3,
+    )
+    return SingleRow(model)
+
+
+def _known() -> str:
+    return ", ".join(spec.family for spec in families())

@@ -1,0 +1,58 @@
+"""Models without a verified adapter: one row at a time, through mlx-vlm's own single-request path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec
+from vlm_batch.types import DecodeStep, Encoded
+
+
+class SingleRow(Adapter):
+    """Whatever ``get_input_embeddings`` returns goes to the decoder whole, positions stay where the model keeps them.
+
+    That is right while one row is alive, and only then: the batcher holds it to one place, one cache per row.
+    """
+
+    spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
+    max_rows = 1
+
+    def shorten(self) -> None:
+        """Nothing is known of the trunk's result, so it stays as it is."""
+
+    @staticmethod
+    def can_run(model: nn.Module) -> bool:
+        """Whether the model is a decoder with mlx-vlm's usual parts."""
+        return hasattr(model, "get_input_embeddings") and hasattr(getattr(model, "language_model", None), "layers")
+
+    def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in inputs.items()
+            if value is not None and name not in ("input_ids", "attention_mask")
+        }
+
+    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return dict(features), {}
+
+    def forget(self) -> None:
+        """Positions stay: this row's decode steps read them there. The next row's encode begins with a clean slate."""
+
+    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
+        Adapter.forget(self)
+        return super().encode(inputs)
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """The whole prompt is one chunk."""
+        return ((0, 2**31),)
+
+    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+        return self.forward(encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill)
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        return self.forward(step.tokens, None, [layer.places[0] for layer in step.caches], {})
