@@ -1,28 +1,58 @@
-"""The parity matrix as a Markdown table: ``python tests/parity_table.py docs/parity.json docs/parity.md``.
+"""The parity matrix as a table: ``python -m tests.parity_table LOG`` writes docs/parity.json and the table of docs/parity.md.
 
-The JSON is what ``pytest --parity-json FILE`` writes: a list of {"family", "scenario", "outcome", "difference"}.
+LOG holds one JSON line for each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a file:
+{"family", "scenario", "placement", "difference"}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vlm_batch.registry import ModelSpec, families
+
+DOCS = Path(__file__).parent.parent / "docs"
 BEGIN = "<!-- parity table: written by scripts/parity_table -->"
 END = "<!-- end of parity table -->"
+FAILED = "**failed**"
+
+Record = dict[str, Any]
 
 
-def render(records: Sequence[Mapping[str, Any]]) -> str:
-    """Scenarios down, families across; each cell the largest difference of log-probabilities, or the outcome."""
-    families = sorted({record["family"] for record in records})
-    scenarios = list(dict.fromkeys(record["scenario"] for record in records))
-    cells = {(record["scenario"], record["family"]): _cell(record) for record in records}
-    lines = ["| | " + " | ".join(families) + " |", "|---" * (len(families) + 1) + "|"]
+def summary(lines: Sequence[str]) -> list[Record]:
+    """The largest difference of each family and scenario over all placements, by name."""
+    largest: dict[tuple[str, str], float] = {}
+    for line in lines:
+        cell = json.loads(line)
+        key = (cell["scenario"], cell["family"])
+        largest[key] = max(cell["difference"], largest.get(key, 0.0))
+    return [{"scenario": s, "family": f, "difference": float(f"{d:.1e}")} for (s, f), d in sorted(largest.items())]
+
+
+def read(path: Path) -> list[Record]:
+    found: list[Record] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
+    """Scenarios down, families across; each cell the largest difference of log-probabilities, or why there is none."""
+    cells = {(record["scenario"], record["family"]): f"{record['difference']:.0e}" for record in records}
+    for spec in specs:
+        cells |= {(scenario, spec.family): "known gap" for scenario, _ in spec.known_gaps}
+    scenarios = sorted({scenario for scenario, _ in cells})
+    lines = ["| | " + " | ".join(spec.family for spec in specs) + " |", "|---" * (len(specs) + 1) + "|"]
     for scenario in scenarios:
-        lines.append("| " + " | ".join([scenario, *(cells.get((scenario, family), "") for family in families)]) + " |")
+        row = [cells.get((scenario, spec.family), FAILED) for spec in specs]
+        lines.append("| " + " | ".join([scenario.replace("_", " "), *row]) + " |")
+    gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
+    notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
+    if gaps:
+        lines += ["", "Known gaps, expected to fail until they are closed:", "", *gaps]
+    if notes:
+        lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
     return "\n".join(lines)
 
 
@@ -30,20 +60,17 @@ def insert(page: str, table: str) -> str:
     """The page with the table between its two marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
-def _cell(record: Mapping[str, Any]) -> str:
-    if record["outcome"] != "passed":
-        return f"**{record['outcome']}**"
-    difference = record.get("difference")
-    return "ok" if difference is None else f"{difference:.0e}"
-
-
-def main(records: Path, page: Path) -> None:
-    table = render(json.loads(records.read_text(encoding="utf-8")))
-    page.write_text(insert(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+def main(log: Path) -> None:
+    records = summary(log.read_text(encoding="utf-8").splitlines())
+    (DOCS / "parity.json").write_text(
+        "[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n", encoding="utf-8"
+    )
+    page = DOCS / "parity.md"
+    page.write_text(insert(page.read_text(encoding="utf-8"), render(records, families())), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

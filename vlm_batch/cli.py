@@ -178,7 +178,9 @@ def find_pictures(paths: Sequence[str], *, recursive: bool = True) -> list[str]:
 def common_folder(pictures: Sequence[str]) -> str:
     """The folders that all paths begin with, to be left out where they are shown; "" if there are none."""
     parents = {os.path.dirname(picture) for picture in pictures}
-    folder = os.path.commonprefix([parent + os.sep for parent in parents if parent]) if "" not in parents else ""
+    if "" in parents:
+        return ""
+    folder = os.path.commonprefix([parent + os.sep for parent in parents])  # noqa: RUF071  (cut to whole folders below)
     return folder[: folder.rfind(os.sep) + 1]
 
 
