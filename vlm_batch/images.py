@@ -81,7 +81,7 @@ def _open(source: Any, max_pixels: int | None) -> Image.Image:
                 f"{name} is not a file" if Path(text).expanduser().exists() else f"{name} does not exist"
             )
         else:
-            source = Path(text).expanduser()
+            source = _read(Path(text).expanduser())
     elif not isinstance(source, BytesIO):
         source = BytesIO(bytes(source))
     try:
@@ -104,6 +104,14 @@ def _open_within(source: Any, max_pixels: int | None) -> Image.Image:
             return Image.open(source)
         finally:
             Image.MAX_IMAGE_PIXELS = limit
+
+
+def _read(path: Path) -> BytesIO:
+    """The whole file: Pillow would keep it open for as long as an animated or broken picture lives."""
+    try:
+        return BytesIO(path.read_bytes())
+    except OSError as error:
+        raise InvalidImage(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _from_data_uri(uri: str) -> BytesIO:

@@ -70,7 +70,7 @@ def process(logits: mx.array, row: SamplingRow) -> mx.array:
     for processor in row.params.logits_processors:
         logits = processor(row.history, logits)
         if not isinstance(logits, mx.array) or logits.shape != shape:
-            found = getattr(logits, "shape", type(logits).__name__)
+            found = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
             raise ValueError(f"a logits processor must return logits of shape {shape}, not {found}")
     return logits
 

@@ -195,6 +195,21 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
     return value[tuple(index)]
 
 
+def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -> mx.array | None:
+    """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
+
+    None if no span lies in the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
+    """
+    inside = [(first, stop) for first, stop in spans if start <= first < end]
+    if not inside:
+        return None
+    rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
+    mask = columns <= rows
+    for first, stop in inside:
+        mask = mask | ((rows >= first) & (rows < stop) & (columns >= first) & (columns < stop))
+    return mask[None, None]
+
+
 class MRoPEAdapter(Adapter):
     """Families with three-dimensional positions (time, height, width), given to every forward.
 

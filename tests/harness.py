@@ -1,0 +1,171 @@
+"""Runs requests through the engine as a scenario says, records what every row's tokens were chosen from, and compares.
+
+The oracle of a request is its answer alone (``tests.zoo``). What the engine samples from is recorded by wrapping its sampler:
+every request gets a seed of its own, which sampling hands on, so that a row's logits can be told from its neighbours'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.zoo import FAMILIES, Inputs, Trace
+from tests.zoo import family as tiny_family
+from vlm_batch import generator as engine
+from vlm_batch.caches import Placement
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.processing import as_mlx
+from vlm_batch.registry import adapter_for
+from vlm_batch.sampling import SamplingRow, sample
+from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.types import Result, SamplingParams
+
+#: The largest difference of log-probabilities that is rounding. float32 has a unit roundoff of 6e-8; logits of a few units
+#: go through 3-4 layers whose sums are ordered differently by batch shape and chunk. The largest seen over all families
+#: is about 2e-5; a wrong position, mask or feature moves them by more than 1e-2 (tests/test_mutations.py).
+TOLERANCE = 1e-4
+NUM_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of a scenario: which one, when it arrives, and what happens to it."""
+
+    key: str  # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED"
+    at: int = 0  # the step before which it is inserted
+    tokens: int = NUM_TOKENS
+    cancel_at: int | None = None
+    params: SamplingParams | None = None
+
+
+@dataclass
+class Answer:
+    """What the engine made of an ``Ask``: its result, and the log-probabilities (T, V) that its tokens came from."""
+
+    ask: Ask
+    result: Result | None = None
+    logprobs: list[np.ndarray] = field(default_factory=list)
+
+
+@cache
+def shared_adapter(name: str) -> Adapter:
+    """One adapter a family for the whole test run: whatever a row left on it, a later test would see."""
+    return adapter_for(name)(tiny_family(name).build())
+
+
+def inputs_of(name: str, key: str) -> Inputs:
+    kind, *numbers = key.split(":")
+    tiny, values = tiny_family(name), [int(number) for number in numbers]
+    if kind == "two":
+        if tiny.two_images is None:
+            pytest.skip(f"{name}: {tiny.no_two_images}")
+        return tiny.two_images(*values)
+    return tiny.image(*values) if kind == "image" else tiny.text(*values)
+
+
+@cache
+def oracle(name: str, key: str, num_tokens: int = NUM_TOKENS) -> Trace:
+    """The request's answer alone, on a model of its own."""
+    tiny = tiny_family(name)
+    return tiny.greedy(tiny.build(), inputs_of(name, key), num_tokens)
+
+
+def run(
+    adapter: Adapter,
+    inputs: Callable[[str], Inputs],
+    asks: Sequence[Ask],
+    *,
+    placement: Placement = Placement.ROWS,
+    config: SchedulerConfig | None = None,
+    generator: engine.BatchGenerator | None = None,
+) -> list[Answer]:
+    """Play a scenario to its end. ``generator`` continues a used one."""
+    batch = generator or engine.BatchGenerator(
+        adapter, placement=placement, config=config or SchedulerConfig(max_rows=4)
+    )
+    answers = [Answer(ask) for ask in asks]
+    recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(asks))}
+
+    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
+        for place, row in enumerate(rows):
+            recorded[row.seed].append(logits[place] - mx.logsumexp(logits[place]))
+        return sample(logits, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "sample", recording)
+        step = 0
+        while batch.has_work or step <= max(ask.at for ask in asks):
+            for index, ask in enumerate(asks):
+                if ask.at == step:
+                    params = replace(ask.params or SamplingParams(), max_tokens=ask.tokens, seed=index)
+                    batch.insert(str(index), as_mlx(inputs(ask.key)), params)
+                if ask.cancel_at == step:
+                    batch.cancel(str(index))
+            for event in batch.step():
+                if event.result is not None:
+                    answers[int(event.request_id)].result = event.result
+            step += 1
+            assert step < 1000, "the scenario does not end"
+    for index, answer in enumerate(answers):
+        answer.logprobs = [np.array(row) for row in recorded[index]]
+    return answers
+
+
+def run_family(name: str, asks: Sequence[Ask], **how: Any) -> list[Answer]:
+    return run(shared_adapter(name), lambda key: inputs_of(name, key), asks, **how)
+
+
+def difference(answer: Answer, trace: Trace) -> float:
+    """The largest difference of log-probabilities over the vocabulary, up to the first token that differs, inf after it."""
+    assert answer.result is not None
+    largest = 0.0
+    for step, token in enumerate(answer.result.token_ids):
+        found, right = answer.logprobs[step], trace.logprobs[step]
+        largest = max(largest, float(np.abs(found - right).max())) if np.isfinite(found).all() else np.inf
+        if token != trace.tokens[step]:
+            return max(largest, np.inf) if largest <= TOLERANCE else largest
+    return largest
+
+
+def check(name: str, answers: Sequence[Answer]) -> float:
+    """Every answer is the oracle's: tokens, log-probabilities, and how it ended. Returns the largest difference."""
+    largest = 0.0
+    for answer in answers:
+        result, ask = answer.result, answer.ask
+        assert result is not None, f"{ask} has no result"
+        assert result.error is None, f"{ask}: {result.error}"
+        trace = oracle(name, ask.key, max(NUM_TOKENS, ask.tokens))
+        largest = max(largest, difference(answer, trace))
+        assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], f"{name} {ask}: other tokens than alone"
+        if ask.cancel_at is None:
+            assert result.finish_reason == "length"
+            assert len(result.token_ids) == ask.tokens
+    assert largest <= TOLERANCE, f"{name}: log-probabilities are {largest:.2g} off"
+    return largest
+
+
+def every_family() -> list[str]:
+    return sorted(FAMILIES)
+
+
+__all__ = [
+    "NUM_TOKENS",
+    "TOLERANCE",
+    "Answer",
+    "Ask",
+    "Mapping",
+    "check",
+    "difference",
+    "every_family",
+    "inputs_of",
+    "oracle",
+    "run",
+    "run_family",
+    "shared_adapter",
+]

@@ -1,0 +1,124 @@
+"""Pictures from every kind of source and in every awkward form; each failure says what was wrong."""
+
+from __future__ import annotations
+
+import base64
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlm_batch.errors import InvalidImage
+from vlm_batch.images import load_image
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "images"
+AWKWARD = FIXTURES / "awkward"
+GOOD = sorted(path for path in FIXTURES.glob("*") if path.suffix in (".png", ".jpg"))
+
+
+def red(width: int = 4, height: int = 3, mode: str = "RGB") -> Image.Image:
+    return Image.new("RGB", (width, height), (255, 0, 0)).convert(mode)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda path: path.name)
+def test_the_fixture_pictures_are_read(path: Path) -> None:
+    image = load_image(path)
+    assert image.mode == "RGB"
+    assert min(image.size) > 0
+
+
+def test_sources_of_every_kind_give_the_same_picture(tmp_path: Path) -> None:
+    picture = red()
+    data = png(picture)
+    path = tmp_path / "red.png"
+    path.write_bytes(data)
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    array = np.asarray(picture)
+    sources: list[Any] = [
+        path, str(path), data, bytearray(data), BytesIO(data), uri, picture, array, array / 255.0, mx.array(array)
+    ]  # fmt: skip
+    for source in sources:
+        assert np.array_equal(np.asarray(load_image(source)), array), type(source)
+
+
+def test_exif_orientation_is_applied() -> None:
+    with Image.open(AWKWARD / "exif_turned.jpg") as stored:
+        width, height = stored.size
+        assert stored.getexif()[0x0112] in (5, 6, 7, 8)
+    assert load_image(AWKWARD / "exif_turned.jpg").size == (height, width)
+
+
+def test_transparent_pictures_are_laid_on_white() -> None:
+    image = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    assert [load_image(image).getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (10, 20, 30)]
+
+
+def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
+    values = np.array([[0, 256 * 64, 65535]], dtype=np.uint16)
+    image = load_image(Image.fromarray(values))
+    assert [image.getpixel((x, 0))[0] for x in range(3)] == [0, 64, 255]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "LA", "YCbCr", "HSV", "F", "I"])
+def test_other_modes_become_rgb(mode: str) -> None:
+    picture = Image.new("L", (3, 2), 200).convert("RGB").convert(mode) if mode != "HSV" else red().convert("HSV")
+    assert load_image(picture).mode == "RGB"
+
+
+def test_an_animation_gives_its_first_frame() -> None:
+    with Image.open(AWKWARD / "animated.gif") as animation:
+        assert animation.n_frames > 1  # type: ignore[attr-defined]
+        first = np.asarray(animation.convert("RGB"))
+    assert np.array_equal(np.asarray(load_image(AWKWARD / "animated.gif")), first)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (AWKWARD / "no_such_file.png", "no_such_file.png does not exist"),
+        (AWKWARD, "is not a file"),
+        (AWKWARD / "not_a_picture.jpg", "not a picture that Pillow can read"),
+        (AWKWARD / "truncated.jpg", "truncated.jpg cannot be decoded: image file is truncated"),
+        (b"", "not a picture"),
+        ("data:image/png;base64", "malformed"),
+        ("data:image/png;base64,???", "not base64"),
+        (np.zeros((2, 2, 2), np.uint8), r"shape \(2, 2, 2\)"),
+        (np.zeros((0, 4, 3), np.uint8), "no pixels"),
+        (np.full((2, 2), 1.5), "0..1"),
+        (np.full((2, 2), 300), "0..255"),
+        (object(), "no picture"),
+        ("http://127.0.0.1:9/x.png", "cannot be fetched"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_says_why(source: Any, said: str) -> None:
+    with pytest.raises(InvalidImage, match=said):
+        load_image(source)
+
+
+def test_a_bomb_is_refused_on_its_header() -> None:
+    bomb = next(AWKWARD.glob("*bomb*"))
+    assert bomb.stat().st_size < 100_000
+    with pytest.raises(InvalidImage, match=r"pixels; at most|too large"):
+        load_image(bomb)
+
+
+def test_the_pixel_limit_is_the_callers() -> None:
+    picture = png(red(40, 30))
+    with pytest.raises(InvalidImage, match=r"40 x 30 = 1,200 pixels; at most 1,199"):
+        load_image(picture, max_pixels=1199)
+    assert load_image(picture, max_pixels=1200).size == (40, 30)
+    limit = Image.MAX_IMAGE_PIXELS
+    assert load_image(picture, max_pixels=None).size == (40, 30)
+    assert limit == Image.MAX_IMAGE_PIXELS

@@ -1,0 +1,153 @@
+"""The matrix can fail: each break of what must stay true moves log-probabilities far above the tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.harness import (
+    TOLERANCE,
+    Answer,
+    Ask,
+    difference,
+    every_family,
+    inputs_of,
+    oracle,
+    run,
+    run_family,
+    shared_adapter,
+)
+from tests.zoo import Inputs
+from vlm_batch.batch import Row
+from vlm_batch.caches import Placement, RingSlabCache, RowsCache, SlabCache
+from vlm_batch.types import Encoded
+
+#: A broken engine is this far off at least.
+FAR = 100 * TOLERANCE
+IMAGES = ("image:1:0", "image:2:1", "image:3:2")
+TEXT = "text:5:26"
+
+#: Families that are given positions; the others count what is in their caches.
+POSITIONED = ["falcon_ocr", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+COUNTED = [name for name in every_family() if name not in POSITIONED]
+
+
+def worst(name: str, answers: Sequence[Answer]) -> float:
+    return max(difference(answer, oracle(name, answer.ask.key)) for answer in answers)
+
+
+@pytest.mark.parametrize("name", POSITIONED)
+def test_without_rope_deltas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Row, "position", property(lambda row: row.prompt_length + row.num_sampled - 1))
+    assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(IMAGES[2])])) > FAR
+
+
+@pytest.mark.parametrize("name", POSITIONED)
+def test_one_rows_position_shifted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Row.position.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Row, "position", property(lambda row: right(row) + (row.request_id == "1")))
+    first, second = run_family(name, [Ask(IMAGES[0]), Ask(TEXT)])
+    assert worst(name, [second]) > FAR
+    assert worst(name, [first]) <= TOLERANCE  # the neighbour does not notice
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("name", COUNTED)
+def test_one_rows_offset_shifted(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (RowsCache, SlabCache):
+        right = kind.offset.fget  # type: ignore[attr-defined]
+        monkeypatch.setattr(kind, "offset", property(lambda self, right=right: _shift_second(right(self))))
+    if placement is Placement.SLAB:  # the slab's own writes and masks follow the true lengths
+        for slab, positions in ((SlabCache, _true_lengths), (RingSlabCache, _ring_positions)):
+            monkeypatch.setattr(slab, "_positions", positions)
+    first, second = run_family(name, [Ask(IMAGES[0]), Ask(TEXT)], placement=placement)
+    assert worst(name, [second]) > FAR
+    assert worst(name, [first]) <= TOLERANCE
+
+
+def _shift_second(offsets: mx.array) -> mx.array:
+    return offsets + mx.array([int(place == 1) for place in range(offsets.size)], dtype=offsets.dtype)
+
+
+def _true_lengths(slab: SlabCache) -> mx.array:
+    return mx.array(slab.lengths, dtype=mx.int32)
+
+
+def _ring_positions(slab: RingSlabCache) -> mx.array:
+    return _true_lengths(slab) % slab.window
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_slabs_without_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths in one slab must not see what lies past their own ends."""
+    for kind in (SlabCache, RingSlabCache):
+        monkeypatch.setattr(kind, "make_mask", lambda self, length, **_: None)
+    assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(TEXT)], placement=Placement.SLAB)) > FAR
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_swapped_images(name: str) -> None:
+    """Two rows' pictures of one size, swapped under their prompts."""
+    one, other = inputs_of(name, "image:1:1"), inputs_of(name, "image:9:1")
+
+    def swapped(key: str) -> Inputs:
+        mine, theirs = (one, other) if key == "image:1:1" else (other, one)
+        return {**theirs, "input_ids": mine["input_ids"]}
+
+    assert np.asarray(one["input_ids"]).shape == np.asarray(other["input_ids"]).shape
+    assert worst(name, run(shared_adapter(name), swapped, [Ask("image:1:1"), Ask("image:9:1")])) > FAR
+
+
+@pytest.mark.parametrize("name", ["falcon_ocr", "moondream3"])
+def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(name)
+    right = type(adapter).chunk
+
+    def causal(self: Any, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {key: value for key, value in right(self, encoded, start, end).items() if key != "mask"}
+
+    monkeypatch.setattr(type(adapter), "chunk", causal)
+    assert worst(name, run_family(name, [Ask(IMAGES[2])])) > FAR
+
+
+@pytest.mark.parametrize("name", ["falcon_ocr", "moondream3"])
+def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
+    from tests.harness import SchedulerConfig
+
+    monkeypatch.setattr("vlm_batch.scheduler.chunk_end", lambda row, budget: min(row.length, row.done + budget))
+    assert worst(name, run_family(name, [Ask(IMAGES[2])], config=SchedulerConfig(idle_budget=3))) > FAR
+
+
+def test_deepstack_features_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter("qwen3_vl")
+    monkeypatch.setattr(type(adapter), "chunk_features", lambda *_: {})
+    assert worst("qwen3_vl", run_family("qwen3_vl", [Ask(IMAGES[0])])) > FAR
+
+
+def test_cross_attention_states_dropped_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mllama in mlx-vlm's batch: the picture is lost after the first token."""
+    adapter = shared_adapter("mllama")
+    right = type(adapter).decode
+
+    def blind(self: Any, step: Any) -> mx.array:
+        return right(self, type(step)(step.tokens, step.positions, step.caches, [{} for _ in step.extras]))
+
+    monkeypatch.setattr(type(adapter), "decode", blind)
+    assert worst("mllama", run_family("mllama", [Ask(IMAGES[0])])) > FAR
+
+
+def test_per_layer_inputs_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gemma3n: every token carries inputs of its own for every layer; a neighbour's are not as good."""
+    adapter = shared_adapter("gemma3n")
+    right = type(adapter).forward
+
+    def rolled(self: Any, ids: mx.array, embeds: mx.array | None, cache: Any, extra: dict[str, Any]) -> mx.array:
+        return right(self, mx.roll(ids, 1, axis=0) if ids.shape[0] > 1 else ids, embeds, cache, extra)
+
+    monkeypatch.setattr(type(adapter), "forward", rolled)
+    assert worst("gemma3n", run_family("gemma3n", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR

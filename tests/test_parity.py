@@ -1,0 +1,207 @@
+"""THE matrix: family x scenario x placement. Every request gets the tokens and log-probabilities that it gets alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, inputs_of, oracle, run_family, shared_adapter
+from tests.zoo import family as tiny_family
+from vlm_batch.caches import Placement
+from vlm_batch.generator import BatchGenerator
+from vlm_batch.models.processing import as_mlx
+from vlm_batch.registry import families, spec_for
+from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.types import SamplingParams
+
+IMAGES = ("image:1:0", "image:2:1", "image:3:2")
+TEXTS = ("text:4:9", "text:5:26", "text:6:14")
+
+
+def together(*keys: str) -> list[Ask]:
+    return [Ask(key) for key in keys]
+
+
+def chunked(budget: int) -> SchedulerConfig:
+    return SchedulerConfig(max_rows=4, prefill_budget=budget, idle_budget=budget)
+
+
+def two_images(name: str) -> list[Ask]:
+    if tiny_family(name).two_images is None:
+        return together(IMAGES[0], IMAGES[1])  # the family takes one picture a request
+    return together("two:7", IMAGES[1], TEXTS[0], "two:8")
+
+
+def middle_of_image(name: str) -> SchedulerConfig:
+    """A budget whose first chunk ends inside the first picture."""
+    ids = np.asarray(inputs_of(name, IMAGES[2])["input_ids"])[0].tolist()
+    image_ids = shared_adapter(name).image_token_ids()
+    inside = [position for position, token in enumerate(ids) if token in image_ids]
+    return chunked((inside[0] + inside[-1]) // 2 + 1 if inside else len(ids) // 2)
+
+
+#: name -> (requests, scheduler settings), both made for a family.
+SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], SchedulerConfig] | None]] = {
+    "alone_image": (lambda name: together(IMAGES[1]), None),
+    "alone_text": (lambda name: together(TEXTS[0]), None),
+    "images_together": (lambda name: together(*IMAGES), None),
+    "images_together_reversed": (lambda name: together(*IMAGES[::-1]), None),
+    "texts_together": (lambda name: together(*TEXTS), None),
+    "texts_together_reversed": (lambda name: together(*TEXTS[::-1]), None),
+    "mixed_together": (lambda name: together(IMAGES[2], TEXTS[0], IMAGES[0], TEXTS[1]), None),
+    "staggered_images": (lambda name: [Ask(key, at=3 * i) for i, key in enumerate(IMAGES)], None),
+    "staggered_texts": (lambda name: [Ask(key, at=3 * i) for i, key in enumerate(TEXTS)], None),
+    "texts_join_images": (
+        lambda name: [Ask(IMAGES[0]), Ask(IMAGES[1], at=1), Ask(TEXTS[0], at=3), Ask(TEXTS[1], at=5)],
+        None,
+    ),
+    "images_join_texts": (
+        lambda name: [Ask(TEXTS[0]), Ask(TEXTS[1], at=1), Ask(IMAGES[0], at=3), Ask(IMAGES[1], at=5)],
+        None,
+    ),
+    "two_images_in_a_row": (two_images, None),
+    "chunks_of_1": (lambda name: [*together(IMAGES[1], TEXTS[0]), *two_images(name)[:1]], lambda name: chunked(1)),
+    "chunks_of_3": (lambda name: [*together(IMAGES[1], TEXTS[0]), *two_images(name)[:1]], lambda name: chunked(3)),
+    "chunk_ends_in_an_image": (lambda name: together(IMAGES[2], TEXTS[1], IMAGES[0]), middle_of_image),
+    "chunks_beside_decoding": (
+        lambda name: [Ask(TEXTS[0], tokens=16), Ask(IMAGES[2], at=2), Ask(TEXTS[1], at=3)],
+        lambda name: chunked(5),
+    ),
+    "first_row_ends": (lambda name: [Ask(IMAGES[0], tokens=2), Ask(IMAGES[2]), Ask(TEXTS[1])], None),
+    "middle_row_ends": (lambda name: [Ask(IMAGES[0]), Ask(IMAGES[2], tokens=2), Ask(TEXTS[1])], None),
+    "last_row_ends": (lambda name: [Ask(IMAGES[0]), Ask(TEXTS[1]), Ask(IMAGES[2], tokens=2)], None),
+    "first_row_cancelled": (lambda name: [Ask(IMAGES[0], cancel_at=3), Ask(IMAGES[2]), Ask(TEXTS[1])], None),
+    "middle_row_cancelled": (lambda name: [Ask(IMAGES[0]), Ask(TEXTS[1], cancel_at=3), Ask(IMAGES[2])], None),
+    "last_row_cancelled": (lambda name: [Ask(TEXTS[1]), Ask(IMAGES[0]), Ask(IMAGES[2], cancel_at=3)], None),
+    "cancelled_in_prefill": (
+        lambda name: [Ask(TEXTS[0], tokens=12), Ask(IMAGES[2], at=2, cancel_at=4), Ask(IMAGES[1], at=2)],
+        lambda name: chunked(3),
+    ),
+    "place_is_taken_again": (
+        lambda name: [Ask(IMAGES[2], tokens=3), Ask(TEXTS[1], tokens=12), Ask(TEXTS[0], at=5), Ask(IMAGES[0], at=6)],
+        None,
+    ),
+    "refill_after_empty": (
+        lambda name: [Ask(IMAGES[0], tokens=2), Ask(TEXTS[0], tokens=2), Ask(IMAGES[2], at=14), Ask(TEXTS[1], at=15)],
+        None,
+    ),
+    "more_rows_than_places": (
+        lambda name: [*together(*IMAGES, *TEXTS), Ask(IMAGES[0], tokens=3), Ask(TEXTS[2], tokens=5)],
+        lambda name: SchedulerConfig(max_rows=3, prefill_budget=8),
+    ),
+    "longer_than_the_window": (
+        lambda name: [Ask(TEXTS[1], tokens=20), Ask(IMAGES[2], tokens=14, at=2), Ask("text:9:40", tokens=12)],
+        lambda name: chunked(11),
+    ),
+    "one_token": (lambda name: [Ask(IMAGES[0], tokens=1), Ask(TEXTS[0], tokens=1), Ask(IMAGES[1])], None),
+}
+
+both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+all_families = pytest.mark.parametrize("name", every_family())
+
+
+def record(name: str, scenario: str, placement: Placement, largest: float) -> None:
+    """Leave a line for the generated table in docs/parity.md, where ``VLM_BATCH_PARITY_LOG`` asks for it."""
+    if path := os.environ.get("VLM_BATCH_PARITY_LOG"):
+        line = {"family": name, "scenario": scenario, "placement": placement.value, "difference": largest}
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def test_every_family_of_the_registry_is_in_the_matrix() -> None:
+    assert every_family() == [spec.family for spec in families()]
+
+
+@both_placements
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@all_families
+def test_parity(name: str, scenario: str, placement: Placement) -> None:
+    asks, config = SCENARIOS[scenario]
+    answers = run_family(name, asks(name), placement=placement, config=config(name) if config else None)
+    record(name, scenario, placement, check(name, answers))
+
+
+@both_placements
+@all_families
+def test_image_then_text_then_image_on_one_engine(name: str, placement: Placement) -> None:
+    """Served one after another by one long-lived engine: nothing of a request is left for the next."""
+    engine = BatchGenerator(shared_adapter(name), placement=placement)
+    largest = max(
+        check(name, run_family(name, [Ask(key)], generator=engine))
+        for key in (IMAGES[0], TEXTS[0], IMAGES[1], TEXTS[0], IMAGES[0])
+    )
+    record(name, "image_text_image", placement, largest)
+
+
+SAMPLED = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(temperature=1.3, top_k=12, min_p=0.02),
+    SamplingParams(temperature=0.9, repetition_penalty=1.4, top_p=0.95),
+)
+
+
+@both_placements
+@all_families
+def test_seeded_sampling_is_the_same_in_any_batch(name: str, placement: Placement) -> None:
+    """A seeded row draws the same tokens alone, beside others, and joining late. (The harness seeds by position.)"""
+    keys = (IMAGES[0], TEXTS[0], IMAGES[2], TEXTS[1])
+    asks = [Ask(key, params=params, tokens=12) for key, params in zip(keys, SAMPLED, strict=True)]
+    alone = [_alone(name, ask, seed) for seed, ask in enumerate(asks)]
+    batched = run_family(name, asks, placement=placement)
+    staggered = run_family(
+        name, [Ask(a.key, at=2 * (3 - i), params=a.params, tokens=12) for i, a in enumerate(asks)], placement=placement
+    )
+    assert [answer.result.token_ids for answer in batched if answer.result] == alone
+    assert [answer.result.token_ids for answer in staggered if answer.result] == alone
+    assert len(set(alone)) == len(alone)
+    record(name, "seeded_sampling", placement, 0.0)
+
+
+def _alone(name: str, ask: Ask, seed: int) -> tuple[int, ...]:
+    engine = BatchGenerator(shared_adapter(name), placement=Placement.ROWS)
+    assert ask.params is not None
+    params = replace(ask.params, seed=seed, max_tokens=ask.tokens)
+    engine.insert("alone", as_mlx(inputs_of(name, ask.key)), params)
+    ended = [event.result for _ in range(100) for event in engine.step() if event.result is not None]
+    assert ended[0].error is None
+    return ended[0].token_ids
+
+
+@both_placements
+@all_families
+def test_logprobs_are_those_of_the_request_alone(name: str, placement: Placement) -> None:
+    asks = [
+        Ask(IMAGES[0], params=SamplingParams(logprobs=5)),
+        Ask(TEXTS[0]),
+        Ask(IMAGES[1], params=SamplingParams(logprobs=0)),
+    ]
+    five, none, zero = run_family(name, asks, placement=placement)
+    for answer, k in ((five, 5), (zero, 0)):
+        assert answer.result is not None
+        assert answer.result.logprobs is not None
+        trace = oracle(name, answer.ask.key)
+        assert len(answer.result.logprobs) == NUM_TOKENS
+        for step, entry in enumerate(answer.result.logprobs):
+            right = trace.logprobs[step]
+            assert entry.token_id == trace.tokens[step]
+            assert abs(entry.logprob - right[entry.token_id]) <= TOLERANCE
+            assert len(entry.top) == k
+            assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+            assert all(abs(value - right[token]) <= TOLERANCE for token, value in entry.top)
+            assert {token for token, _ in entry.top} == set(np.argsort(-right)[:k].tolist())
+    assert none.result is not None
+    assert none.result.logprobs is None
+    record(name, "logprobs", placement, 0.0)
+
+
+def test_known_gaps_name_scenarios() -> None:
+    for spec in families():
+        assert all(scenario in SCENARIOS for scenario, _ in spec.known_gaps)
+        assert spec_for(spec.model_types[0]) is spec

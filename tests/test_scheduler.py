@@ -1,0 +1,63 @@
+"""The plan of a step: budgets, atomic spans, priorities, ageing."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_batch.scheduler import PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end
+from vlm_batch.types import Chunk
+
+SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
+
+
+def chunks_of(row: PrefillRow, budget: int) -> list[tuple[int, int]]:
+    found, done = [], row.done
+    while done < row.length:
+        end = chunk_end(PrefillRow(row.request_id, row.length, done, row.atomic), budget)
+        assert end > done
+        found.append((done, end))
+        done = end
+    return found
+
+
+@pytest.mark.parametrize("budget", range(1, 40))
+def test_chunks_never_cut_an_atomic_span_and_cover_the_prompt(budget: int) -> None:
+    atomic = ((3, 9), (9, 12), (20, 31))
+    chunks = chunks_of(PrefillRow("a", 33, 0, atomic), budget)
+    assert [start for start, _ in chunks[1:]] == [end for _, end in chunks[:-1]]
+    assert chunks[0][0] == 0
+    assert chunks[-1][1] == 33
+    ends = {end for _, end in chunks}
+    assert not any(start < end < stop for start, stop in atomic for end in ends)
+    for start, end in chunks:
+        if end - start > budget:  # only to hold a span whole
+            assert (start, end) in atomic
+
+
+def test_decoding_rows_leave_the_small_budget_to_prefill() -> None:
+    rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)]
+    assert SCHEDULER.plan(rows, ["x"]).prefill == (Chunk("a", 0, 10),)
+    assert SCHEDULER.plan(rows, []).prefill == (Chunk("a", 0, 50), Chunk("b", 0, 50))
+
+
+def test_what_the_first_row_leaves_of_the_budget_goes_to_the_next() -> None:
+    rows = [PrefillRow("a", 6, 0), PrefillRow("b", 50, 8)]
+    plan = SCHEDULER.plan(rows, ["x"])
+    assert plan.prefill == (Chunk("a", 0, 6), Chunk("b", 8, 12))
+    assert plan.decode == ("x",)
+
+
+def test_free_places_go_by_priority_then_age() -> None:
+    waiting = [WaitingRow("old", 0, 3.0), WaitingRow("new", 0, 1.0), WaitingRow("urgent", 2, 0.0)]
+    assert SCHEDULER.admit(waiting, num_live=1) == ["urgent", "old", "new"]
+    assert SCHEDULER.admit(waiting, num_live=3) == ["urgent"]
+    assert SCHEDULER.admit(waiting, num_live=4) == []
+
+
+def test_waiting_lifts_a_row_over_any_priority() -> None:
+    waiting = [WaitingRow("patient", 0, 16.0), WaitingRow("urgent", 2, 0.0)]
+    assert SCHEDULER.admit(waiting, num_live=3) == ["patient"]
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert SCHEDULER.plan([], []).is_empty

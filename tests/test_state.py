@@ -1,0 +1,127 @@
+"""Nothing of a request stays behind: not on the caller's model, not on the adapter's working copy, not in memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from tests.harness import Ask, check, every_family, inputs_of, run, run_family
+from tests.zoo import family as tiny_family
+from vlm_batch.caches import Placement
+from vlm_batch.generator import BatchGenerator
+from vlm_batch.models.processing import as_mlx
+from vlm_batch.registry import adapter_for
+from vlm_batch.types import SamplingParams
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """Every attribute of every module: arrays and containers by identity of their arrays, the rest by value."""
+    found: dict[str, Any] = {}
+    for path, child in module.named_modules():
+        for name, value in [*child.items(), *vars(child).items()]:
+            if isinstance(value, nn.Module):
+                continue
+            found[f"{path}.{name}"] = _mark(value)
+    return found
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return id(value)
+    if isinstance(value, (list, tuple)):
+        return [_mark(item) for item in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_no_request_leaves_anything_on_a_model(name: str) -> None:
+    """A, then B, then A again: the same attributes after each, and the caller's model as it was before."""
+    model = tiny_family(name).build()
+    untouched = snapshot(model)
+    adapter = adapter_for(name)(model)
+    seen = []
+    for key in ("image:1:0", "text:4:9", "image:1:0", "image:3:2"):
+        check(name, run(adapter, lambda key: inputs_of(name, key), [Ask(key)]))
+        seen.append(snapshot(adapter.model))
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert snapshot(model) == untouched
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+def test_embeddings_and_pixels_are_let_go_of_after_prefill(placement: Placement) -> None:
+    from tests.harness import shared_adapter
+
+    generator = BatchGenerator(shared_adapter("qwen3_vl"), placement=placement)
+    inputs = _Inputs(as_mlx(inputs_of("qwen3_vl", "image:1:0")))
+    gone = weakref.ref(inputs)
+    generator.insert("a", inputs, SamplingParams(max_tokens=6))
+    del inputs
+    generator.step()
+    row = generator.batch.rows[0]
+    gc.collect()
+    assert gone() is None
+    assert row.inputs is None
+    assert row.encoded is None
+    assert row.cache is None
+    while generator.has_work:
+        generator.step()
+    assert generator.batch.nbytes == 0
+    assert not generator.batch.layers
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
+    """Neighbours' arrays are the same objects before and after, one cache a row; a slab's other rows have the same bytes."""
+    from tests.harness import shared_adapter
+
+    generator = BatchGenerator(shared_adapter("qwen2_vl"), placement=placement)
+    for index, key in enumerate(("text:4:9", "image:2:1", "text:5:26")):
+        generator.insert(str(index), as_mlx(inputs_of("qwen2_vl", key)), SamplingParams(max_tokens=40))
+    for _ in range(4):
+        generator.step()
+    before = _kv_of(generator, "0")
+    generator.cancel("1")
+    assert _kv_of(generator, "0") == before
+    generator.step()
+    generator.insert("3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40))
+    length = generator.batch.layers[0].lengths[0]
+    kept = _kv_of(generator, "0", length)
+    generator.step()
+    assert _kv_of(generator, "0", length) == kept
+
+
+def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None) -> list[Any]:
+    """The row's keys in every layer, as numbers."""
+    place = [row.request_id if row else None for row in generator.batch.places].index(request_id)
+    found = []
+    for layer in generator.batch.layers:
+        length = length or layer.lengths[place]
+        keys, _ = layer.state  # type: ignore[attr-defined]
+        row = keys.rows[place] if hasattr(keys, "rows") else keys[place : place + 1]
+        found.append(row[:, :, :length].tolist())
+    return found
+
+
+class _Inputs(dict):  # type: ignore[type-arg]
+    """A mapping that can be referenced weakly."""
+
+
+def test_the_arrays_of_a_row_do_not_grow_in_number() -> None:
+    """Live arrays per decoded token are constant: nothing keeps a graph or a history per token."""
+    from tests.harness import shared_adapter
+
+    generator = BatchGenerator(shared_adapter("qwen2_vl"))
+    generator.insert("a", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=400))
+    counts = []
+    for step in range(300):
+        generator.step()
+        if step in (100, 200, 299):
+            gc.collect()
+            counts.append(sum(type(item) is mx.array for item in gc.get_objects()))
+    assert counts[0] == counts[1] == counts[2]
+    assert run_family("qwen2_vl", [Ask("text:4:9")])

@@ -1,0 +1,87 @@
+"""Falcon-OCR: no vision tower; a picture attends within itself both ways and turns half of each head by its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter, bidirectional_mask, cut
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep, Encoded, PositionState
+
+
+@register(
+    ModelSpec(
+        family="falcon_ocr",
+        model_types=("falcon_ocr",),
+        multi_image=False,
+        notes=(
+            "positions travel with the row: mlx-vlm gives a text the rope delta of the picture before it "
+            "(falcon_ocr/language.py:365) and cuts position_ids and pos_hw by the cache's offset once more (:384)",
+            "prompts are prefilled in chunks; a picture is one chunk's (mlx-vlm refuses chunks, falcon_ocr.py:17)",
+        ),
+    )
+)
+class FalconOCR(Adapter):
+    """All tokens of a picture share one position; a second, two-dimensional rotation tells its patches apart."""
+
+    input_keys = Adapter.input_keys | {"image_grid_hw"}
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"pos_hw": 1}
+    #: Made again for each chunk from the picture's span, without an L x L array.
+    ignored_features = frozenset({"attention_mask_4d"})
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, for one picture: its ``get_rope_index`` would leave the second without rows and columns."""
+        if len(extra.get("image_grid_hw", ())) > 1:
+            raise InvalidPrompt("falcon_ocr takes one picture a request: its prompt has room for one")
+        return super().features(ids, extra)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        if "position_ids" not in features:
+            return PositionState()
+        return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"].item()))
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """From a picture's class token up to its end token, which is causal (language.py, create_falcon_ocr_mask)."""
+        spans, first = [], None
+        for index, token in enumerate(ids[0].tolist()):
+            if token == self.config.image_cls_token_id and first is None:
+                first = index
+            elif token == self.config.img_end_id and first is not None:
+                spans.append((first, index))
+                first = None
+        return tuple(spans) if first is None else (*spans, (first, ids.shape[1]))
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({self.config.img_id})
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_hw" not in extra:
+            return ()
+        patch = int(self.config.vision_config.spatial_patch_size)
+        return tuple((wide * patch, high * patch) for high, wide in extra["image_grid_hw"].tolist())
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {
+            **super().chunk_features(encoded, start, end),
+            "mask": bidirectional_mask(encoded.atomic, start, end),
+        }
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        prompt = encoded.position.prompt
+        return {} if prompt is None else {"position_ids": cut(prompt, 1, start, end)}
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        return {"position_ids": step.positions[:, None]}
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        """Trunk and head; upstream's ``LanguageModel.__call__`` remembers deltas and cuts the positions itself."""
+        trunk = self.language.model
+        hidden = trunk(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+        head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
+        return head(hidden)[:, -1]

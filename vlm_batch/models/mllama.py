@@ -1,0 +1,162 @@
+"""Llama 3.2 Vision: pictures enter through cross-attention layers, whose keys and values belong to the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+from mlx_vlm.models.base import cache_position_offset, create_attention_mask
+
+from vlm_batch.caches.cross import CrossCache
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import attention
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep, Encoded
+
+
+def _heads(projected: mx.array, head_dim: int) -> mx.array:
+    """(B, L, H * D_head) -> (B, H, L, D_head)"""
+    return projected.reshape(*projected.shape[:2], -1, head_dim).swapaxes(1, 2)
+
+
+@register(
+    ModelSpec(
+        family="mllama",
+        model_types=("mllama",),
+        notes=(
+            "RoPE takes each row's own offset (mllama/language.py:150 takes the longest row's for all)",
+            "the pictures' keys and values stay with the row; mlx-vlm stores none, and attends to halves of the query",
+            "a row without pictures skips the cross-attention layers, as transformers does (modeling_mllama.py:1128)",
+            "a decoded token sees the tiles of the prompt's last token, as in transformers (modeling_mllama.py:1585); "
+            "mlx-vlm forgets the mask after the first token and attends to padding tiles (generate/ar.py:411)",
+        ),
+    )
+)
+class Mllama(Adapter):
+    """A cross-attention layer adds nothing to a row without pictures: it has no keys, and its MLP is switched off."""
+
+    input_keys = Adapter.input_keys | {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"}
+    #: ``seen`` (1, L, images * tiles) bool says which tiles a token sees.
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"cross_attention_states": None, "seen": 1}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.mllama import language as upstream
+
+        class RowSelfAttention(upstream.MllamaTextSelfAttention):
+            """Upstream rotates every row by the batch's shared column (mllama/language.py:150)."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                queries, keys, values = (_heads(p(x), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+                queries, keys = (self.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+                keys, values = cache.update_and_fetch(keys, values)
+                output = attention(queries, keys, values, cache, self.scale, mask)
+                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+        class RowCrossAttention(upstream.MllamaTextCrossAttention):
+            """Upstream stores nothing in the cache that it fetches from, and without pictures attends to halves of the
+            query (mllama/language.py:67-79); transformers computes keys and values once and keeps them."""
+
+            def __call__(
+                self,
+                hidden_states: mx.array,
+                cross_attention_states: mx.array | None = None,
+                attention_mask: mx.array | None = None,
+                cache: Any = None,
+            ) -> mx.array:
+                if (states := cross_attention_states) is not None:
+                    keys, values = (_heads(project(states), self.head_dim) for project in (self.k_proj, self.v_proj))
+                    cache.hold(self.k_norm(keys), values)
+                queries = self.q_norm(_heads(self.q_proj(hidden_states), self.head_dim))
+                output = attention(queries, *cache.state, cache, self.scale, attention_mask)
+                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+        class SkippingLayer(upstream.MllamaCrossAttentionDecoderLayer):
+            """Upstream runs the layer on texts too (mllama/language.py:336); transformers skips it (:1128)."""
+
+            def __call__(
+                self,
+                hidden_states: mx.array,
+                cross_attention_states: Any,
+                attention_mask: Any,
+                full_text_row_masked_out_mask: Any,
+                cache: Any,
+            ) -> mx.array:
+                if cross_attention_states is None and not cache_position_offset(cache):
+                    return hidden_states
+                return super().__call__(
+                    hidden_states, cross_attention_states, attention_mask, full_text_row_masked_out_mask, cache
+                )
+
+        return {
+            upstream.MllamaTextSelfAttention: RowSelfAttention,
+            upstream.MllamaTextCrossAttention: RowCrossAttention,
+            upstream.MllamaCrossAttentionDecoderLayer: SkippingLayer,
+        }
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's embeddings and vision states, and which tiles each token sees (its mask is cut per chunk here)."""
+        extra = dict(extra)
+        seen = extra.pop("cross_attention_mask", None)  # (1, L, images, tiles)
+        found = super().features(ids, extra)
+        if "cross_attention_states" in found:
+            if seen is None:
+                raise InvalidPrompt("mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)")
+            found["seen"] = seen.flatten(2) > 0
+        return found
+
+    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """At decode a row needs to know whether its last prompt token, and so every later one, sees anything."""
+        prefill, _ = super().split(features)
+        return prefill, {"sees": bool(prefill["seen"][:, -1].any().item())} if "seen" in prefill else {}
+
+    def make_cache(self) -> list[Any]:
+        cross = set(self.config.text_config.cross_attention_layers)
+        return [CrossCache() if index in cross else single for index, single in enumerate(super().make_cache())]
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        """Only the first chunk brings the vision states; the caches hold their keys and values from then on."""
+        features = super().chunk_features(encoded, start, end)
+        if not features:
+            return {}
+        visible, sees = self._visible(features["seen"])
+        states = features["cross_attention_states"] if start == 0 else None
+        return {
+            "cross_attention_states": states,
+            "cross_attention_mask": visible,
+            "full_text_row_masked_out_mask": sees,
+        }
+
+    def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
+        """Later tokens see what the prompt's last one sees: what is hidden from it is dropped, and no mask is left."""
+        if "seen" in encoded.prefill:
+            visible, _ = self._visible(encoded.prefill["seen"][:, -1:])
+            kept = mx.array([index for index, is_seen in enumerate(visible.flatten().tolist()) if is_seen])
+            for entry in cache:
+                if isinstance(entry, CrossCache):
+                    entry.keep(kept)
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        """In a row without pictures attention finds no keys and adds zeros; this switches the MLP off, too."""
+        sees = mx.array([extras.get("sees", False) for extras in step.extras])
+        return {"full_text_row_masked_out_mask": sees[:, None, None, None]}
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        """The causal mask is a self-attention cache's, wherever the first one is (upstream asks layer 0)."""
+        cross = self.config.text_config.cross_attention_layers
+        own = next(entry for index, entry in enumerate(cache) if index not in cross)
+        return super().forward(ids, embeds, cache, {**extra, "mask": create_attention_mask(ids, own)})
+
+    def _visible(self, seen: mx.array) -> tuple[mx.array, mx.array]:
+        """(1, L, tiles) -> the bool mask (1, 1, L, keys) of cross-attention, and whether a token sees any (1, 1, L, 1).
+
+        A token that sees none attends to all, and its MLP is off (transformers, modeling_mllama.py:46 and :705).
+        """
+        vision = self.config.vision_config
+        tokens = (vision.image_size // vision.patch_size) ** 2 + 1
+        sees = seen.any(axis=-1, keepdims=True)
+        return mx.repeat(seen | ~sees, tokens, axis=-1)[:, None], sees[:, None]
