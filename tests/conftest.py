@@ -1,5 +1,7 @@
 """Settings that must stand before anything imports MLX: the fast BLAS, one thread for each test process, no hub."""
 
+from __future__ import annotations
+
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes of pytest -n share the cores

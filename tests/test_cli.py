@@ -87,9 +87,17 @@ def test_run_asks_one_question_about_every_picture(
     assert {request.prompt for request in batcher.requests} == {"what is it?"}
     assert batcher.closed
     out, err = capsys.readouterr()
-    for shown in ("pictures/a.JPG", "24x16", "this is [bold]a.JPG", "0.25", "stop", "3 requests, 0 errors, 12 tokens"):
+    for shown in (
+        "a.JPG",
+        "inside/c.webp",
+        "24x16",
+        "this is [bold]a.JPG",
+        "0.25",
+        "stop",
+        "3 requests, 0 errors, 12 tokens",
+    ):
         assert shown in out
-    assert "pictures/a.JPG: this is [bold]a.JPG" in err
+    assert "a.JPG: this is [bold]a.JPG" in err.splitlines()
     assert "\x1b" not in out + err
 
 

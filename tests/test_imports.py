@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "blas", "assets"),
     ("types",),
-    ("registry", "scheduler", "sampling", "text", "images"),
+    ("registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
     ("caches",),
     ("batch",),
     ("models", "generator"),

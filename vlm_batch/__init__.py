@@ -40,7 +40,7 @@ from vlm_batch.types import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from vlm_batch.batcher import Handle, VLMBatcher
+    from vlm_batch.batcher import Handle, Stats, VLMBatcher
 
 __all__ = [
     "BatcherClosed",
@@ -55,6 +55,7 @@ __all__ = [
     "RequestFailed",
     "Result",
     "SamplingParams",
+    "Stats",
     "Timings",
     "TokenLogprobs",
     "UnsupportedModel",
@@ -67,8 +68,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``VLMBatcher`` and ``Handle`` come with the engine, which takes seconds to import: when they are asked for."""
-    if name in ("Handle", "VLMBatcher"):
+    """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for."""
+    if name in ("Handle", "Stats", "VLMBatcher"):
         from vlm_batch import batcher
 
         return vars(batcher)[name]

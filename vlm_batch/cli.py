@@ -21,7 +21,7 @@ from vlm_batch import blas
 blas.preload_openblas()  # before anything imports mlx.core
 
 from vlm_batch._version import __version__  # noqa: E402
-from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images  # noqa: E402
+from vlm_batch.assets import PICTURE_SUFFIXES, MissingAssets, default_checkpoint, sample_images  # noqa: E402
 from vlm_batch.console import Job, Report, print_families  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams  # noqa: E402
@@ -48,11 +48,11 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None = None) -> int:
     """Run one command and return its exit status. ``open_batcher`` replaces the loading of a model."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
     try:
         return int(args.command(args, open_batcher or _load_model))
-    except (UsageError, InvalidParameters) as error:
+    except (UsageError, InvalidParameters, MissingAssets) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
@@ -70,7 +70,16 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch run``: one request per picture."""
     params = _sampling_params(args)
     pictures = find_pictures(args.paths, recursive=args.recursive)
-    jobs = [Job(request_id=picture, label=picture, images=(picture,), prompt=args.prompt) for picture in pictures]
+    where = common_folder(pictures)
+    jobs = [
+        Job(
+            request_id=picture,
+            label=picture[len(where) :],
+            images=(picture,),
+            prompt=args.prompt,
+        )
+        for picture in pictures
+    ]
     return _answer(jobs, params, args, open_batcher)
 
 
@@ -166,6 +175,15 @@ def find_pictures(paths: Sequence[str], *, recursive: bool = True) -> list[str]:
     return list(found)
 
 
+def common_folder(pictures: Sequence[str]) -> str:
+    """The folders that all paths begin with, to be left out where they are shown; "" if there are none."""
+    parents = {os.path.dirname(picture) for picture in pictures}
+    if "" in parents:
+        return ""
+    folder = os.path.commonprefix([parent + os.sep for parent in parents])  # noqa: RUF071  (cut to whole folders below)
+    return folder[: folder.rfind(os.sep) + 1]
+
+
 def _is_picture(relative: Path, file: Path) -> bool:
     hidden = any(part.startswith(".") for part in relative.parts)
     return not hidden and file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
@@ -233,12 +251,13 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 # ---- the command line ----
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line, on its own for those who want to look at it."""
+    top = argparse.ArgumentParser(
         prog="vlm-batch", description="Ask a vision-language model about many pictures at once."
     )
-    parser.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    top.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     asking = commands.add_parser(
         "run", help="ask one question about every picture", description="Ask one question about every picture."
@@ -271,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=list_families)
-    return parser
+    return top
 
 
 def _add_answering(parser: argparse.ArgumentParser) -> None:

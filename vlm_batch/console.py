@@ -113,7 +113,7 @@ class Report:
     def _table(self) -> Table:
         asked_alike = len({job.prompt for job in self._jobs.values()}) == 1
         table = Table(
-            Column("picture", overflow="fold", max_width=48),
+            Column("picture", overflow="fold", max_width=60),
             Column("size", no_wrap=True),
             *([] if asked_alike else [Column("question", overflow="fold")]),
             Column("answer", overflow="fold", ratio=1 if self._out.is_terminal else None),

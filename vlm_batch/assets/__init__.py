@@ -14,24 +14,40 @@ CHECKOUT = PACKAGED.parent.parent / "fixtures"
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff")
 
 
+#: The sample pictures that travel (pyproject.toml puts the same ones into the wheel): what the checkpoint knows, and a
+#: receipt, of which it says that it has no shapes.
+SAMPLES = (
+    "black_circle_left_of_blue_square.png",
+    "digits_728.png",
+    "receipt.jpg",
+    "red_circle.png",
+    "red_circle_above_blue_triangle.png",
+    "yellow_triangle_left_of_green_cross.png",
+)
+
+
+class MissingAssets(FileNotFoundError):
+    """The installation lost a file that travels with the library."""
+
+
 def default_checkpoint() -> Path:
     """The folder of the embedded checkpoint: a qwen2_vl of 0.7 M parameters that describes coloured shapes.
 
-    Raises FileNotFoundError if the installation lost it.
+    Raises MissingAssets without it.
     """
     return _find("checkpoints/qwen2_vl", marker="config.json")
 
 
 def sample_images() -> list[Path]:
-    """The sample pictures of what the embedded checkpoint knows, by name. Raises FileNotFoundError without any."""
-    folder = _find("images")
-    return sorted(path for path in folder.iterdir() if path.suffix in PICTURE_SUFFIXES)
+    """The sample pictures, by name. Raises MissingAssets without them."""
+    folder = _find("images", marker=SAMPLES[0])
+    return [folder / name for name in SAMPLES]
 
 
-def _find(name: str, marker: str = ".") -> Path:
+def _find(name: str, marker: str) -> Path:
     for root in (PACKAGED, CHECKOUT):
         if (root / name / marker).exists():
             return root / name
-    raise FileNotFoundError(
+    raise MissingAssets(
         f"neither {PACKAGED / name} nor {CHECKOUT / name} exists; install vlm-batch from its wheel or a full checkout"
     )

@@ -1,0 +1,76 @@
+"""The parity matrix as a table: ``python -m tests.parity_table LOG`` writes docs/parity.json and the table of docs/parity.md.
+
+LOG holds one JSON line for each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a file:
+{"family", "scenario", "placement", "difference"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vlm_batch.registry import ModelSpec, families
+
+DOCS = Path(__file__).parent.parent / "docs"
+BEGIN = "<!-- parity table: written by scripts/parity_table -->"
+END = "<!-- end of parity table -->"
+FAILED = "**failed**"
+
+Record = dict[str, Any]
+
+
+def summary(lines: Sequence[str]) -> list[Record]:
+    """The largest difference of each family and scenario over all placements, by name."""
+    largest: dict[tuple[str, str], float] = {}
+    for line in lines:
+        cell = json.loads(line)
+        key = (cell["scenario"], cell["family"])
+        largest[key] = max(cell["difference"], largest.get(key, 0.0))
+    return [{"scenario": s, "family": f, "difference": float(f"{d:.1e}")} for (s, f), d in sorted(largest.items())]
+
+
+def read(path: Path) -> list[Record]:
+    found: list[Record] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
+    """Scenarios down, families across; each cell the largest difference of log-probabilities, or why there is none."""
+    cells = {(record["scenario"], record["family"]): f"{record['difference']:.0e}" for record in records}
+    for spec in specs:
+        cells |= {(scenario, spec.family): "known gap" for scenario, _ in spec.known_gaps}
+    scenarios = sorted({scenario for scenario, _ in cells})
+    lines = ["| | " + " | ".join(spec.family for spec in specs) + " |", "|---" * (len(specs) + 1) + "|"]
+    for scenario in scenarios:
+        row = [cells.get((scenario, spec.family), FAILED) for spec in specs]
+        lines.append("| " + " | ".join([scenario.replace("_", " "), *row]) + " |")
+    gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
+    notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
+    if gaps:
+        lines += ["", "Known gaps, expected to fail until they are closed:", "", *gaps]
+    if notes:
+        lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
+    return "\n".join(lines)
+
+
+def insert(page: str, table: str) -> str:
+    """The page with the table between its two marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def main(log: Path) -> None:
+    records = summary(log.read_text(encoding="utf-8").splitlines())
+    (DOCS / "parity.json").write_text(
+        "[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n", encoding="utf-8"
+    )
+    page = DOCS / "parity.md"
+    page.write_text(insert(page.read_text(encoding="utf-8"), render(records, families())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
