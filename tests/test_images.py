@@ -97,7 +97,7 @@ def test_an_animation_gives_its_first_frame() -> None:
         (np.zeros((0, 4, 3), np.uint8), "no pixels"),
         (np.full((2, 2), 1.5), "0..1"),
         (np.full((2, 2), 300), "0..255"),
-        (object(), "no picture"),
+        (print, "no picture"),
         ("http://127.0.0.1:9/x.png", "cannot be fetched"),
     ],
     ids=str,

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from zoo import (
+from tests.zoo import (
     FAMILIES,
     PLAIN,
     Inputs,
@@ -22,7 +22,7 @@ from zoo import (
     to_mx,
     weights_hash,
 )
-from zoo._oracle import generate_by_recomputing
+from tests.zoo._oracle import generate_by_recomputing
 
 STEPS = 8
 SEEN = 1e-2

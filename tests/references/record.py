@@ -28,9 +28,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
-from zoo._build import weights_of
-from zoo.aya_vision import LOGIT_SCALE
+from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
+from tests.zoo._build import weights_of
+from tests.zoo.aya_vision import LOGIT_SCALE
 
 STEPS = 8
 HERE = Path(__file__).resolve().parent
