@@ -12,7 +12,7 @@ from mlx_vlm.generate.ar import generate_step
 
 from ._types import Inputs, Trace
 
-# What mlx-vlm's language models remember of the last request (section C of the gaps).
+# What mlx-vlm's language models remember of the last request.
 _REMEMBERED = ("_position_ids", "_rope_deltas")
 
 

@@ -134,5 +134,6 @@ FAMILY = TinyFamily(
     oracle_note="The whole sequence at each step over the model's own blocks, under the mask that get_input_embeddings "
     "makes and generate_step loses. transformers has no such class. Moondream's own moondream.py says the same: the "
     "first 1 + 27 * 27 positions see each other, and a query without a picture is plainly causal. "
-    "tests/test_zoo.py finds the first token's answer in mlx-vlm's own Model.__call__.",
+    "tests/test_zoo.py finds the first token's answer in mlx-vlm's own Model.__call__. The vision tower is mlx-vlm's "
+    "as it is; it pools crops over rounded windows where Moondream's own (adaptive_avg_pool2d) overlap.",
 )

@@ -11,7 +11,7 @@ from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 
 # A window is 4 x 4 patches. The first two grids end in partial windows; the last is 4 high, so that the windows
-# divide it evenly and mlx-vlm's list of boundaries has repeats (section K of the gaps).
+# divide it evenly and mlx-vlm's list of boundaries has repeats.
 GRIDS = ((6, 6), (6, 10), (4, 10))
 
 
