@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from tests.zoo import (
     FAMILIES,
     PLAIN,

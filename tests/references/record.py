@@ -73,7 +73,7 @@ def token_types(inputs: Inputs) -> dict[str, Any]:
     """transformers counts three-axis positions from the kinds of tokens, which its processors return."""
     if "image_grid_thw" not in inputs:
         return {}
-    from zoo._qwen import IMAGE
+    from tests.zoo._qwen import IMAGE
 
     return {"mm_token_type_ids": torch.tensor((inputs["input_ids"] == IMAGE).astype(np.int64))}
 
