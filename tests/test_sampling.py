@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlm_batch.errors import InvalidParameters
-from vlm_batch.sampling import SamplingRow, process, sample
+from vlm_batch.sampling import SamplingRow, process, sample, to_list
 from vlm_batch.types import SamplingParams
 
 VOCABULARY = 50
@@ -170,7 +170,7 @@ def test_logprobs_are_of_the_logits_before_temperature() -> None:
     logits = logits_of(6, rows=2)
     rows = [SamplingRow(SamplingParams(temperature=5.0, logprobs=3), 1, 0), SamplingRow(SamplingParams(), 2, 0)]
     sampled = sample(logits, rows)
-    entry = sampled.read_logprobs([row.params for row in rows], sampled.tokens.tolist())
+    entry = sampled.read_logprobs([row.params for row in rows], to_list(sampled.tokens))
     right = np.array(logits[0] - mx.logsumexp(logits[0]))
     assert list(entry) == [0]
     assert entry[0].logprob == pytest.approx(right[entry[0].token_id], abs=1e-6)
