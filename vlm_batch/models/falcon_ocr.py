@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, bidirectional_mask, cut
@@ -47,7 +48,7 @@ class FalconOCR(Adapter):
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """From a picture's class token up to its end token, which is causal (language.py, create_falcon_ocr_mask)."""
         spans, first = [], None
-        for index, token in enumerate(ids[0].tolist()):
+        for index, token in enumerate(np.array(ids[0]).tolist()):
             if token == self.config.image_cls_token_id and first is None:
                 first = index
             elif token == self.config.img_end_id and first is not None:

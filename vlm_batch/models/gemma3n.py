@@ -45,7 +45,8 @@ class Gemma3n(Adapter):
                 batch, length, _ = x.shape
                 queries = self.q_norm(self.q_proj(x).reshape(batch, length, -1, self.head_dim)).swapaxes(1, 2)
                 queries = self.rope(queries, offset=cache.offset - length)  # of an empty place -1, which nobody reads
-                output = attention(queries, *cache.state, cache, self.scale, mask)
+                keys, values = cache.state
+                output = attention(queries, keys, values, cache, self.scale, mask)
                 return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
         return {Gemma3nAttention: RowAttention}

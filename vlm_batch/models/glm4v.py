@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from vlm_batch.models.base import Adapter, MRoPEAdapter
 from vlm_batch.registry import ModelSpec, register
@@ -49,7 +50,7 @@ class GLM4V(MRoPEAdapter):
                 """(N, D) patches of all pictures -> (N, D)"""
                 split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
                 queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
-                bounds = cu_seqlens[1:-1].tolist()
+                bounds = np.array(cu_seqlens[1:-1]).tolist()
                 parts = [mx.split(part.swapaxes(1, 2), bounds, axis=2) for part in (queries, keys, split[2])]
                 pictures = zip(*parts, strict=True)
                 outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=self.scale) for picture in pictures]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.models.base import cache_position_offset, create_attention_mask
 
 from vlm_batch.caches.cross import CrossCache
@@ -70,7 +71,8 @@ class Mllama(Adapter):
                     keys, values = (_heads(project(states), self.head_dim) for project in (self.k_proj, self.v_proj))
                     cache.hold(self.k_norm(keys), values)
                 queries = self.q_norm(_heads(self.q_proj(hidden_states), self.head_dim))
-                output = attention(queries, *cache.state, cache, self.scale, attention_mask)
+                keys, values = cache.state
+                output = attention(queries, keys, values, cache, self.scale, attention_mask)
                 return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
         class SkippingLayer(upstream.MllamaCrossAttentionDecoderLayer):
@@ -79,10 +81,10 @@ class Mllama(Adapter):
             def __call__(
                 self,
                 hidden_states: mx.array,
-                cross_attention_states: Any,
-                attention_mask: Any,
-                full_text_row_masked_out_mask: Any,
-                cache: Any,
+                cross_attention_states: mx.array | None,
+                attention_mask: mx.array | None = None,
+                full_text_row_masked_out_mask: mx.array | None = None,
+                cache: Any = None,
             ) -> mx.array:
                 if cross_attention_states is None and not cache_position_offset(cache):
                     return hidden_states
@@ -135,7 +137,7 @@ class Mllama(Adapter):
         """Later tokens see what the prompt's last one sees: what is hidden from it is dropped, and no mask is left."""
         if "seen" in encoded.prefill:
             visible, _ = self._visible(encoded.prefill["seen"][:, -1:])
-            kept = mx.array([index for index, is_seen in enumerate(visible.flatten().tolist()) if is_seen])
+            kept = mx.array(np.flatnonzero(np.array(visible)))
             for entry in cache:
                 if isinstance(entry, CrossCache):
                     entry.keep(kept)
