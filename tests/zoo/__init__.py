@@ -5,32 +5,19 @@ model = tiny.build()
 trace = tiny.greedy(model, tiny.image(seed=1, size=0), 8)
 """
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from ._build import inputs_hash, weights_hash
 from ._oracle import generate_alone, to_mx
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
-from .aya_vision import FAMILY as _AYA_VISION
-from .falcon_ocr import FAMILY as _FALCON_OCR
-from .gemma3n import FAMILY as _GEMMA3N
-from .glm4v import FAMILY as _GLM4V
-from .mllama import FAMILY as _MLLAMA
-from .moondream3 import FAMILY as _MOONDREAM3
-from .qwen2_5_vl import FAMILY as _QWEN2_5_VL
-from .qwen2_vl import FAMILY as _QWEN2_VL
-from .qwen3_vl import FAMILY as _QWEN3_VL
 
+#: Every file of this folder without a leading underscore holds one family: adding a file is the whole act of adding it.
 FAMILIES: dict[str, TinyFamily] = {
     tiny.name: tiny
-    for tiny in (
-        _QWEN2_VL,
-        _QWEN2_5_VL,
-        _QWEN3_VL,
-        _GLM4V,
-        _GEMMA3N,
-        _MLLAMA,
-        _MOONDREAM3,
-        _AYA_VISION,
-        _FALCON_OCR,
-    )
+    for module in iter_modules(__path__)
+    if not module.name.startswith("_")
+    for tiny in (import_module(f"{__name__}.{module.name}").FAMILY,)
 }
 
 
