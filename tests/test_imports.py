@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The layers, lowest first: a module imports from layers below its own, and within its own group only by this list.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "blas", "assets"),
+    ("_version", "errors", "blas", "assets", "threads"),
     ("types",),
     ("registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
     ("caches",),

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.nn as nn
 from PIL import Image
 
+from vlm_batch import threads
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
 from vlm_batch.generator import BatchGenerator, describe
 from vlm_batch.handle import Handle
@@ -113,13 +114,10 @@ class VLMBatcher:
         ready: Future[tuple[BatchGenerator, Processing]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             ready.set_result(_engine(model, processor, settings, max_prompt_tokens))
-        self._thread = threading.Thread(
-            target=_run,
-            args=(weakref.ref(self), self._inbox, ready, model, settings, max_prompt_tokens, trust_remote_code),
-            name="vlm-batch-engine",
-            daemon=True,
-        )
-        self._thread.start()
+        me = weakref.ref(self)
+        work = partial(_run, me, self._inbox, ready, model, settings, max_prompt_tokens, trust_remote_code)
+        self._engine_thread = threads.start(work, name="vlm-batch-engine")
+        del work
         self._generator, self._processing = ready.result()
         atexit.register(_close, weakref.ref(self))
 
@@ -240,8 +238,7 @@ class VLMBatcher:
         if first:
             self._inbox.put(self._cancel_all)
             self._inbox.put(_stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._engine_thread.join()
         self._loaders.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> VLMBatcher:

@@ -1,0 +1,80 @@
+"""Engine threads: they wait for the next engine when theirs is done, hold nothing of it, and survive an exception."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from vlm_batch import threads
+
+NAME = "engine-of-test-threads"
+
+
+@pytest.fixture(autouse=True)
+def no_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_idle", [])
+
+
+def on_thread(work: Callable[[], None]) -> None:
+    threads.start(work, NAME).join()
+
+
+def test_one_thread_serves_one_after_another() -> None:
+    seen: list[int] = []
+    for _ in range(4):
+        on_thread(lambda: seen.append(threading.get_ident()))
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
+
+
+def test_two_at_a_time_have_two_threads() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def meet() -> None:
+        both.wait()
+
+    for running in [threads.start(meet, NAME), threads.start(meet, NAME)]:
+        running.join()
+    assert not both.broken
+
+
+def test_nothing_is_held_afterwards() -> None:
+    class Engine:
+        def run(self) -> None:
+            pass
+
+    engine = Engine()
+    gone = weakref.ref(engine)
+    on_thread(engine.run)
+    del engine
+    on_thread(lambda: None)  # the thread is waiting again once this has run
+    assert gone() is None
+
+
+def test_join_on_the_thread_itself_returns() -> None:
+    held: list[threads.Running] = []
+    began = threading.Event()
+
+    def work() -> None:
+        began.wait(10)
+        held[0].join()
+
+    held.append(threads.start(work, NAME))
+    began.set()
+    held[0].join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_ends_the_work_and_not_the_thread() -> None:
+    seen: list[int] = []
+
+    def fail() -> None:
+        seen.append(threading.get_ident())
+        raise RuntimeError("of the test")
+
+    threads.start(fail, NAME).join()
+    on_thread(lambda: seen.append(threading.get_ident()))
+    assert seen[0] == seen[1]
