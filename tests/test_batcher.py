@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -378,14 +379,14 @@ def test_submitting_while_another_thread_closes_never_hangs() -> None:
         assert all(handle.result(timeout=10).finish_reason == "cancelled" for handle in handles)
 
 
-def test_a_forgotten_batcher_lets_its_thread_go() -> None:
+def test_a_forgotten_batcher_lets_its_model_go() -> None:
     own = VLMBatcher(CHECKPOINT)
     own.submit(None, "count to 3").result(timeout=60)
-    thread = own._thread
+    engine, generator = own._engine_thread, weakref.ref(own._generator)
     del own
     gc.collect()
-    thread.join(timeout=10)
-    assert not thread.is_alive()
+    engine.join()
+    assert generator() is None
 
 
 def test_a_defect_of_the_engine_ends_its_requests_and_the_next_one_works(
