@@ -44,7 +44,6 @@ class Row:
     submitted: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     encode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
     first_token: float = 0.0
 
     @property

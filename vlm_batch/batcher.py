@@ -69,8 +69,8 @@ class VLMBatcher:
     """Answer requests about pictures with one model, batched: every answer is the one that the request would get alone.
 
     ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
-    decode together; ``prefill_budget`` bounds the prompt tokens that are prefilled in a step beside them.
-    ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
+    decode together. Prompts are prefilled beside them in chunks that keep the gap between two tokens near ``token_gap``
+    seconds, or of ``prefill_budget`` tokens a step if that is given. ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
     is decoded; None lifts it. ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many
     requests in flight.
 
@@ -86,13 +86,14 @@ class VLMBatcher:
         processor: Any = None,
         *,
         max_rows: int = 8,
-        prefill_budget: int = 256,
+        prefill_budget: int | None = None,
+        token_gap: float = 0.1,
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         look_ahead: int = 16,
         trust_remote_code: bool = False,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("prefill_budget", prefill_budget), ("look_ahead", look_ahead)):
+        for name, value in (("max_rows", max_rows), ("look_ahead", look_ahead)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if isinstance(model, nn.Module) and processor is None:
@@ -108,9 +109,7 @@ class VLMBatcher:
         self._ids = itertools.count()
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0}
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
-        settings = SchedulerConfig(
-            max_rows=max_rows, prefill_budget=prefill_budget, idle_budget=max(2048, prefill_budget)
-        )
+        settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         ready: Future[tuple[BatchGenerator, Processing]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             ready.set_result(_engine(model, processor, settings, max_prompt_tokens))

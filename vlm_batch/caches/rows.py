@@ -146,15 +146,16 @@ class RowsCache:
 
     def arrays(self) -> list[mx.array]:
         """Every array that is held, to be evaluated."""
-        return _arrays([cache.state for cache in self.places if cache is not None])
+        return arrays_of([cache.state for cache in self.places if cache is not None])
 
     def _states(self, rows: Sequence[Any | None]) -> RowStates:
         return RowStates(tuple(rows), tuple(self.places))
 
 
-def _arrays(tree: Any) -> list[mx.array]:
+def arrays_of(tree: Any) -> list[mx.array]:
+    """Every array in a tree of lists and tuples."""
     if isinstance(tree, mx.array):
         return [tree]
     if isinstance(tree, (list, tuple)):
-        return [array for item in tree for array in _arrays(item)]
+        return [array for item in tree for array in arrays_of(item)]
     return []
