@@ -1,0 +1,451 @@
+"""``VLMBatcher`` end to end on the embedded checkpoint: every way to ask, every way to fail, from any thread and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import shutil
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx_vlm
+import numpy as np
+import pytest
+from mlx_vlm.prompt_utils import apply_chat_template
+from mlx_vlm.utils import prepare_inputs
+from PIL import Image
+
+from vlm_batch import (
+    BatcherClosed,
+    InvalidImage,
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidRequest,
+    Request,
+    RequestFailed,
+    Result,
+    SamplingParams,
+    UnsupportedModel,
+    VLMBatcher,
+    assets,
+)
+
+CHECKPOINT = assets.default_checkpoint()
+IMAGES = Path(__file__).parent.parent / "fixtures" / "images"
+CIRCLE = IMAGES / "red_circle.png"
+SQUARE = IMAGES / "blue_square.png"
+TWO = IMAGES / "red_circle_above_blue_triangle.png"
+DESCRIBE = "describe the picture"
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def batcher() -> Iterator[VLMBatcher]:
+    with VLMBatcher(CHECKPOINT) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """The answer that mlx-vlm itself gives, one request at a time, on a model of its own in float32."""
+    import mlx.core as mx
+
+    model, processor = mlx_vlm.load(str(CHECKPOINT))
+    model.set_dtype(mx.float32)
+
+    def ask(prompt: str, images: list[Path]) -> str:
+        text = apply_chat_template(processor, model.config, prompt, num_images=len(images))
+        paths: Any = [str(path) for path in images]
+        found = mlx_vlm.generate(model, processor, text, paths or None, max_tokens=40, temperature=0.0, verbose=False)
+        return str(found.text)
+
+    return ask
+
+
+QUESTIONS: list[tuple[str, list[Path]]] = [
+    (DESCRIBE, [CIRCLE]),
+    (DESCRIBE, [TWO]),
+    ("repeat: a a a a", []),
+    ("what colour is the square?", [SQUARE]),
+    ("count to 7", []),
+    ("read the digits", [IMAGES / "digits_12036.png"]),
+    ("what is in the first picture?", [CIRCLE, SQUARE]),
+    ("what is in the second picture?", [CIRCLE, SQUARE]),
+    ("reverse: a b c d", []),
+    (DESCRIBE, [IMAGES / "receipt.jpg"]),
+    ("repeat: b b b b b b", []),
+    (DESCRIBE, [IMAGES / "page_of_text.png"]),
+]
+
+
+def test_a_mixed_job_gets_mlx_vlms_own_answers(batcher: VLMBatcher, alone: Any) -> None:
+    """Pictures, two pictures and texts in one batch: the words that each request gets alone through mlx-vlm."""
+    requests = [
+        Request(prompt=prompt, images=images, params=SamplingParams(max_tokens=40)) for prompt, images in QUESTIONS
+    ]
+    for order in (requests, requests[::-1]):
+        for result, request in zip(batcher.generate(order), order, strict=True):
+            assert result.error is None
+            assert request.prompt is not None
+            assert result.text == alone(request.prompt, list(request.images)), request.prompt
+
+
+# Ways to ask ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
+    """A path, an image, an array, a chat, a rendered prompt, processed inputs and token ids."""
+    model, processor = mlx_vlm.load(str(CHECKPOINT))
+    picture = Image.open(CIRCLE)
+    rendered = apply_chat_template(processor, model.config, DESCRIBE, num_images=1)
+    inputs = prepare_inputs(processor, images=[picture], prompts=rendered)
+    part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}
+    chat = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, part]}]
+    bare = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, {"type": "image"}]}]
+    handles = [
+        batcher.submit(CIRCLE, DESCRIBE),
+        batcher.submit(str(CIRCLE), DESCRIBE),
+        batcher.submit([picture], DESCRIBE),
+        batcher.submit(CIRCLE.read_bytes(), DESCRIBE),
+        batcher.submit(np.asarray(picture.convert("RGB")), DESCRIBE),
+        batcher.submit(messages=chat),
+        batcher.submit([CIRCLE], messages=bare),
+        batcher.submit(CIRCLE, messages=[{"role": "user", "content": DESCRIBE}]),
+        batcher.submit(CIRCLE, rendered, rendered=True),
+        batcher.submit(inputs=inputs),
+        batcher.submit(CIRCLE, token_ids=np.array(inputs["input_ids"])[0].tolist()),
+    ]
+    results = [handle.result(timeout=60) for handle in handles]
+    assert [result.error for result in results] == [None] * len(results)
+    assert {(result.text, result.usage) for result in results} == {(results[0].text, results[0].usage)}
+    assert results[0].image_sizes == (picture.size,)
+    assert results[0].model_image_sizes
+
+
+def test_a_chat_of_several_turns_and_pictures(batcher: VLMBatcher) -> None:
+    chat: list[dict[str, Any]] = [
+        {"role": "system", "content": "You look at pictures."},
+        {"role": "user", "content": [{"type": "image", "image": CIRCLE}, {"type": "text", "text": DESCRIBE}]},
+        {"role": "assistant", "content": "a red circle"},
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": Image.open(SQUARE)}, {"type": "text", "text": DESCRIBE}],
+        },
+    ]
+    result = batcher.submit(messages=chat).result(timeout=60)
+    assert result.error is None
+    assert len(result.image_sizes) == 2
+
+
+def test_a_stream_joins_to_the_text_and_can_be_read_again(batcher: VLMBatcher) -> None:
+    handle = batcher.submit(TWO, DESCRIBE)
+    pieces = list(handle)
+    assert "".join(pieces) == handle.result().text
+    assert list(handle) == pieces
+    assert handle.done()
+    assert not handle.cancel()
+
+
+def test_generate_keeps_the_order_and_reads_generators_lazily(batcher: VLMBatcher) -> None:
+    produced = 0
+
+    def source() -> Iterator[Request]:
+        nonlocal produced
+        for n in range(40):
+            produced += 1
+            yield Request(prompt=f"count to {n % 9 + 1}", request_id=f"lazy-{n}", params=SamplingParams(max_tokens=8))
+
+    first = next(stream := batcher.as_completed(source()))
+    assert first.request_id.startswith("lazy-")
+    assert produced <= batcher.look_ahead + 1
+    stream.close()  # type: ignore[attr-defined]
+    results = batcher.generate(source())
+    assert [result.request_id for result in results] == [f"lazy-{n}" for n in range(40)]
+
+
+def test_generate_takes_mappings_and_shows_progress(batcher: VLMBatcher, capfd: pytest.CaptureFixture[str]) -> None:
+    results = batcher.generate([{"prompt": "count to 3"}, {"prompt": ""}, {"prompt": "count to 4"}], progress=True)
+    assert [result.error is None for result in results] == [True, False, True]
+    assert "3/3" in capfd.readouterr().err
+
+
+def test_asyncio(batcher: VLMBatcher) -> None:
+    async def main() -> tuple[list[str], list[Result]]:
+        handles = [batcher.submit(CIRCLE, DESCRIBE), batcher.submit(None, "count to 5"), batcher.submit(TWO, DESCRIBE)]
+        pieces = [piece async for piece in handles[2]]
+        return pieces, list(await asyncio.gather(*handles))
+
+    pieces, results = asyncio.run(main())
+    assert "".join(pieces) == results[2].text
+    assert [result.text for result in results] == [
+        batcher.submit(image, prompt).result().text
+        for image, prompt in ((CIRCLE, DESCRIBE), (None, "count to 5"), (TWO, DESCRIBE))
+    ]
+
+
+def test_many_threads_submit_at_once(batcher: VLMBatcher) -> None:
+    right = batcher.submit(CIRCLE, DESCRIBE).result().text
+    texts: list[str] = []
+
+    def ask() -> None:
+        for _ in range(5):
+            texts.append(batcher.submit(CIRCLE, DESCRIBE).result(timeout=60).text)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [right] * 40
+
+
+def test_logprobs_and_seeds_through_the_api(batcher: VLMBatcher) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.5, seed=7, logprobs=3, ignore_eos=True)
+    alone = batcher.submit(CIRCLE, DESCRIBE, params=params).result()
+    beside = [batcher.submit(TWO, DESCRIBE, params=params) for _ in range(3)]
+    again = batcher.submit(CIRCLE, DESCRIBE, params=params).result()
+    assert again.token_ids == alone.token_ids
+    assert alone.logprobs is not None
+    assert [entry.token_id for entry in alone.logprobs] == list(alone.token_ids)
+    assert len({handle.result().token_ids for handle in beside}) == 1
+    other = SamplingParams(max_tokens=12, temperature=1.5, seed=8, ignore_eos=True)
+    assert batcher.submit(CIRCLE, DESCRIBE, params=other).result().token_ids != alone.token_ids
+
+
+# Bad input --------------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "empty_prompt": ({"prompt": "  "}, InvalidPrompt, "the prompt is empty"),
+    "nothing_asked": ({"images": CIRCLE}, InvalidPrompt, "exactly one of prompt, messages, token_ids and inputs"),
+    "asked_twice": ({"prompt": "a", "token_ids": [1]}, InvalidPrompt, "given: prompt, token_ids"),
+    "empty_chat": ({"messages": []}, InvalidPrompt, "no messages"),
+    "no_role": ({"messages": [{"content": "a"}]}, InvalidPrompt, "role"),
+    "no_token_ids": ({"token_ids": []}, InvalidPrompt, "token_ids is empty"),
+    "too_few_placeholders": (
+        {"images": [CIRCLE, SQUARE], "prompt": "<|vision_start|><|image_pad|><|vision_end|> what?", "rendered": True},
+        InvalidPrompt,
+        "1 picture placeholders for 2 pictures",
+    ),
+    "more_parts_than_pictures": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
+        InvalidPrompt,
+        "more picture parts than pictures",
+    ),
+    "inputs_without_ids": ({"inputs": {"pixel_values": np.zeros((4, 3))}}, InvalidPrompt, "input_ids"),
+    "inputs_of_two_rows": ({"inputs": {"input_ids": np.zeros((2, 3), int)}}, InvalidPrompt, r"\(1, L\)"),
+    "inputs_and_images": (
+        {"inputs": {"input_ids": np.zeros((1, 3), int)}, "images": CIRCLE}, InvalidPrompt, "pixel_values"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_at_submit_is_raised_there(batcher: VLMBatcher, case: str) -> None:
+    arguments, error, said = REFUSED[case]
+    with pytest.raises(error, match=said):
+        batcher.submit(**arguments)
+
+
+def test_parameters_are_checked_where_they_are_made() -> None:
+    with pytest.raises(InvalidParameters, match="temperature is -1"):
+        SamplingParams(temperature=-1)
+
+
+FAILING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "missing_file": ({"images": "no_such.png", "prompt": DESCRIBE}, InvalidImage, "no_such.png does not exist"),
+    "not_a_picture": (
+        {"images": IMAGES / "awkward/not_a_picture.jpg", "prompt": DESCRIBE},
+        InvalidImage,
+        "not a picture",
+    ),
+    "truncated": ({"images": IMAGES / "awkward/truncated.jpg", "prompt": DESCRIBE}, InvalidImage, "truncated"),
+    "bomb": ({"images": IMAGES / "awkward/decompression_bomb.png", "prompt": DESCRIBE}, InvalidImage, "too large"),
+    "second_is_missing": (
+        {"images": [CIRCLE, "gone.png"], "prompt": DESCRIBE},
+        InvalidImage,
+        "gone.png does not exist",
+    ),
+    "too_narrow": (
+        {"images": IMAGES / "awkward/too_long_2500x10.png", "prompt": DESCRIBE},
+        InvalidPrompt,
+        "aspect ratio",
+    ),
+    "too_long": ({"prompt": "repeat: " + "a " * 3000}, InvalidRequest, "the model's context holds 2048"),
+    "ids_without_placeholders": ({"images": CIRCLE, "token_ids": [5, 6, 7]}, InvalidPrompt, "4 placeholder tokens"),
+    "broken_processor": (
+        {"prompt": "count to 3", "params": SamplingParams(logits_processors=[lambda tokens, logits: 1 / 0])},
+        ZeroDivisionError,
+        "division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_bad_request_fails_alone(batcher: VLMBatcher, case: str) -> None:
+    """Its own result says why; the tokens of requests around it are the same as without it."""
+    arguments, error, said = FAILING[case]
+    right = [batcher.submit(image, DESCRIBE).result().token_ids for image in (TWO, SQUARE)]
+    before = batcher.submit(TWO, DESCRIBE)
+    bad = batcher.submit(**arguments)
+    after = batcher.submit(SQUARE, DESCRIBE)
+    result = bad.result(timeout=60)
+    assert result.finish_reason == "error"
+    assert isinstance(result.exception, error)
+    assert said in str(result.error)
+    assert list(bad) == []
+    with pytest.raises(RequestFailed, match=result.request_id):
+        result.raise_for_error()
+    assert [before.result().token_ids, after.result().token_ids] == right
+
+
+def test_raise_on_error_raises_the_first_once_all_are_done(batcher: VLMBatcher) -> None:
+    done = batcher.stats().finished
+    with pytest.raises(RequestFailed, match=r"gone\.png"):
+        batcher.generate(
+            [Request(prompt="count to 2"), Request(prompt="x", images=["gone.png"]), Request(prompt="count to 3")],
+            raise_on_error=True,
+        )
+    assert batcher.stats().finished == done + 2
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards(batcher: VLMBatcher) -> None:
+    first = batcher.submit(None, "count to 9", request_id="mine", params=LONG)
+    with pytest.raises(InvalidRequest, match="'mine' is in use"):
+        batcher.submit(None, "count to 3", request_id="mine")
+    first.cancel()
+    assert first.result(timeout=60).finish_reason == "cancelled"
+    assert batcher.submit(None, "count to 3", request_id="mine").result(timeout=60).request_id == "mine"
+
+
+def test_result_times_out(batcher: VLMBatcher) -> None:
+    handle = batcher.submit(None, "count to 9", params=LONG)
+    with pytest.raises(TimeoutError, match="has not ended within"):
+        handle.result(timeout=0.01)
+    assert handle.cancel()
+
+
+# Ends -------------------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_while_queued_and_while_decoding(batcher: VLMBatcher) -> None:
+    handles = [batcher.submit(None, "count to 9", params=LONG) for _ in range(24)]
+    while not any(handle._pieces for handle in handles):
+        time.sleep(0.001)
+    for handle in handles:
+        assert batcher.cancel(handle.request_id)
+    results = [handle.result(timeout=60) for handle in handles]
+    assert {result.finish_reason for result in results} == {"cancelled"}
+    assert any(result.token_ids for result in results)
+    assert any(not result.token_ids for result in results)
+    assert not batcher.cancel(handles[0].request_id)
+    stats = batcher.stats()
+    assert (stats.queued, stats.waiting, stats.prefilling, stats.decoding, stats.kv_bytes) == (0, 0, 0, 0, 0)
+
+
+def test_closing_ends_every_request_with_a_result() -> None:
+    with VLMBatcher(CHECKPOINT, max_rows=2) as own:
+        handles = [own.submit(CIRCLE, DESCRIBE, params=LONG) for _ in range(12)]
+        next(iter(handles[0]))
+    assert all(handle.done() for handle in handles)
+    assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
+    with pytest.raises(BatcherClosed, match="closed"):
+        own.submit(None, "count to 3")
+    own.close()
+
+
+def test_submitting_while_another_thread_closes_never_hangs() -> None:
+    for _ in range(5):
+        own = VLMBatcher(CHECKPOINT, max_rows=2)
+        handles: list[Any] = []
+
+        def submit(own: VLMBatcher = own, handles: list[Any] = handles) -> None:
+            try:
+                while True:
+                    handles.append(own.submit(None, "count to 3", params=LONG))
+            except BatcherClosed:
+                pass
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        time.sleep(0.02)
+        own.close()
+        thread.join()
+        assert all(handle.result(timeout=10).finish_reason == "cancelled" for handle in handles)
+
+
+def test_a_forgotten_batcher_lets_its_model_go() -> None:
+    own = VLMBatcher(CHECKPOINT)
+    own.submit(None, "count to 3").result(timeout=60)
+    engine, generator = own._engine_thread, weakref.ref(own._generator)
+    del own
+    gc.collect()
+    engine.join()
+    assert generator() is None
+
+
+def test_a_defect_of_the_engine_ends_its_requests_and_the_next_one_works(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the plan is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(batcher._generator.scheduler), "plan", broken)
+        results = [batcher.submit(None, "count to 3").result(timeout=60) for _ in range(2)]
+    assert all("the plan is broken" in str(result.error) for result in results)
+    assert batcher.submit(None, "count to 3").result(timeout=60).error is None
+
+
+# Loading ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_with_its_processor(batcher: VLMBatcher) -> None:
+    """The caller's model and processor; it answers as before when the batcher is gone."""
+    model, processor = mlx_vlm.load(str(CHECKPOINT))
+    with VLMBatcher(model, processor) as own:
+        assert own.submit(CIRCLE, DESCRIBE).result(timeout=60).text == batcher.submit(CIRCLE, DESCRIBE).result().text
+    with pytest.raises(ValueError, match="needs its processor"):
+        VLMBatcher(model)
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="no folder here"):
+        VLMBatcher("/no/such/folder")
+
+
+def copied(folder: Path, **changes: Any) -> Path:
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    return folder
+
+
+def test_an_unknown_model_type_names_the_known_families(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"'no_such_model' is not known; .*qwen2_vl"):
+        VLMBatcher(copied(tmp_path / "model", model_type="no_such_model"))
+
+
+def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, alone: Any
+) -> None:
+    """As if qwen2_vl were not verified: its requests queue for one place, and the answers are mlx-vlm's own."""
+    monkeypatch.setattr("vlm_batch.models.loading.spec_for", lambda model_type: None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        own = VLMBatcher(CHECKPOINT)
+    assert len([w for w in said if "one at a time" in str(w.message)]) == 1
+    with own:
+        handles = [own.submit(images, prompt, params=SamplingParams(max_tokens=40)) for prompt, images in QUESTIONS]
+        for handle, (prompt, images) in zip(handles, QUESTIONS, strict=True):
+            assert handle.result(timeout=60).text == alone(prompt, images), prompt
+
+
+def test_settings_out_of_range() -> None:
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        VLMBatcher(CHECKPOINT, max_rows=0)
