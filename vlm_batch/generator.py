@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from vlm_batch.batch import DecodeBatch, Row
 from vlm_batch.caches import Placement, arrays_of
+from vlm_batch.compiled import CompiledDecode, pays_to_compile
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
 from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow
@@ -42,6 +43,8 @@ T = TypeVar("T")
 class ModelAdapter(Protocol):
     """What the engine asks of a family (``vlm_batch.models.base.Adapter`` says what each call does)."""
 
+    @property
+    def compiles(self) -> bool: ...
     @property
     def max_context(self) -> int | None: ...
     def image_token_ids(self) -> frozenset[int]: ...
@@ -76,6 +79,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
     """
 
     def __init__(
@@ -87,8 +91,11 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
+        compile_decode: bool | None = None,
     ) -> None:
         self.adapter = adapter
+        wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
+        self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
         self.scheduler = Scheduler(config or SchedulerConfig())
         self.decode_text = decode_text or (lambda ids: "")
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -261,7 +268,11 @@ class BatchGenerator:
         tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.decode_extras for row in places]
-        logits = self.adapter.decode(DecodeStep(tokens, positions, self.batch.layers, extras))  # (B, V)
+        step = DecodeStep(tokens, positions, self.batch.layers, extras)
+        if self._compiled is not None and CompiledDecode.can_compile(self.batch.layers, extras):
+            logits = self._compiled(step)  # (B, V)
+        else:
+            logits = self.adapter.decode(step)
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> _Flight | None:
