@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_batch.scheduler import PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end
+from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end
 from vlm_batch.types import Chunk
 
 SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
@@ -34,17 +34,19 @@ def test_chunks_never_cut_an_atomic_span_and_cover_the_prompt(budget: int) -> No
             assert (start, end) in atomic
 
 
-def test_decoding_rows_leave_the_small_budget_to_prefill() -> None:
+def test_the_budget_goes_to_the_oldest_row_first() -> None:
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)]
-    assert SCHEDULER.plan(rows, ["x"]).prefill == (Chunk("a", 0, 10),)
-    assert SCHEDULER.plan(rows, []).prefill == (Chunk("a", 0, 50), Chunk("b", 0, 50))
+    assert SCHEDULER.plan(rows, 10) == (Chunk("a", 0, 10),)
+    assert SCHEDULER.plan(rows, 100) == (Chunk("a", 0, 50), Chunk("b", 0, 50))
 
 
 def test_what_the_first_row_leaves_of_the_budget_goes_to_the_next() -> None:
     rows = [PrefillRow("a", 6, 0), PrefillRow("b", 50, 8)]
-    plan = SCHEDULER.plan(rows, ["x"])
-    assert plan.prefill == (Chunk("a", 0, 6), Chunk("b", 8, 12))
-    assert plan.decode == ("x",)
+    assert SCHEDULER.plan(rows, 10) == (Chunk("a", 0, 6), Chunk("b", 8, 12))
+
+
+def test_nothing_to_prefill_is_an_empty_plan() -> None:
+    assert SCHEDULER.plan([], 10) == ()
 
 
 def test_free_places_go_by_priority_then_age() -> None:
@@ -59,5 +61,23 @@ def test_waiting_lifts_a_row_over_any_priority() -> None:
     assert SCHEDULER.admit(waiting, num_live=3) == ["patient"]
 
 
-def test_nothing_to_do_is_an_empty_plan() -> None:
-    assert SCHEDULER.plan([], []).is_empty
+def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
+    pace = Pace(SchedulerConfig(prefill_budget=10, idle_budget=100))
+    pace.record(0.01, 50, 0.5)
+    assert pace.budget(is_decoding=True) == 10
+    assert pace.budget(is_decoding=False) == 100
+
+
+def test_a_budget_in_time_follows_what_is_measured() -> None:
+    """0.1 s between tokens, of which decoding takes 0.04: 0.06 s at 2,000 tokens/s are 120 tokens."""
+    pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
+    assert pace.budget(is_decoding=True) == Pace.FIRST_CHUNK
+    for _ in range(30):
+        pace.record(0.04, 200, 0.1)
+    assert pace.budget(is_decoding=True) == pytest.approx(120, abs=1)
+    for _ in range(30):
+        pace.record(0.2, 200, 0.1)
+    assert pace.budget(is_decoding=True) == Pace.SMALLEST_CHUNK  # progress, however slow decoding is
+    for _ in range(30):
+        pace.record(0.001, 200, 0.0001)
+    assert pace.budget(is_decoding=True) == 2048
