@@ -32,12 +32,22 @@ def to_mlx(ask: Ask) -> dict[str, Any]:
 
 
 class OneAfterAnother:
-    """mlx-vlm's ``generate_step``, a request at a time in order of arrival."""
+    """mlx-vlm's ``generate_step``, a request at a time in order of arrival.
 
-    def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
+    ``see`` is shown every step's (ask, token, log-probabilities (V,)).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        workload: Workload,
+        contexts: Contexts | None = None,
+        see: Callable[[Ask, int, Any], None] | None = None,
+    ) -> None:
         self.model = model
+        self.see = see
         self.waiting: deque[Ask] = deque()
-        self.current: tuple[str, Iterator[int]] | None = None
+        self.current: tuple[Ask, Iterator[tuple[int, Any]]] | None = None
 
     def add(self, ask: Ask) -> None:
         self.waiting.append(ask)
@@ -47,13 +57,15 @@ class OneAfterAnother:
             if not self.waiting:
                 return []
             ask = self.waiting.popleft()
-            self.current = (ask.name, (token for token, _ in alone(self.model, ask)))
-        name, tokens = self.current
-        token = next(tokens, None)
-        if token is None:
+            self.current = (ask, alone(self.model, ask))
+        ask, steps = self.current
+        found = next(steps, None)
+        if found is None:
             self.current = None
             return []
-        return [(name, token)]
+        if self.see is not None:
+            self.see(ask, *found)
+        return [(ask.name, found[0])]
 
     def close(self) -> None:
         pass
@@ -253,7 +265,8 @@ class Processor:
         """As stopping criterion: no token stops. As processor: a group's inputs, left-padded."""
         if text is None:
             return False
-        names = [text] if isinstance(text, str) else list(text)
+        rendered = [text] if isinstance(text, str) else list(text)
+        names = [prompt.split()[-1] for prompt in rendered]  # after the picture marker of the template
         self.groups.append(names)
         return _stack([self.asks[name] for name in names])
 
@@ -293,26 +306,13 @@ ENGINES: dict[str, MakeEngine] = {
     "one after another": OneAfterAnother,
 }
 
-#: Which engines can do a workload, or have something to show in it.
+#: Which engines can do a workload, or have something to show in it. One after another answers each once, for reference.
+_OFFLINE = ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "mlx-vlm batch_generate", "vllm-mlx")
 WANTED: dict[str, tuple[str, ...]] = {
     "single": ("vlm_batch", "mlx-vlm best", "one after another"),
-    "captions": (
-        "vlm_batch",
-        "mlx-vlm defaults",
-        "mlx-vlm best",
-        "mlx-vlm batch_generate",
-        "vllm-mlx",
-        "one after another",
-    ),
-    "documents": (
-        "vlm_batch",
-        "mlx-vlm defaults",
-        "mlx-vlm best",
-        "mlx-vlm batch_generate",
-        "vllm-mlx",
-        "one after another",
-    ),
-    "chat-8": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm capped", "mlx-vlm best", "vllm-mlx", "one after another"),
+    "captions": _OFFLINE,
+    "documents": _OFFLINE,
+    "chat-8": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm capped", "mlx-vlm best", "vllm-mlx"),
     "chat-32": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "vllm-mlx"),
     "churn-2": ("vlm_batch", "mlx-vlm best"),
     "churn-8": ("vlm_batch", "mlx-vlm best"),

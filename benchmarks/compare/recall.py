@@ -35,7 +35,7 @@ class Contexts:
                     ids[:, start:end],
                     inputs_embeds=features.inputs_embeds[:, start:end],
                     cache=cache,
-                    position_ids=features.position_ids[:, :, start:end],
+                    position_ids=features.position_ids[..., start:end],
                 )
                 mx.eval([layer.state for layer in cache])
             logits = mx.contiguous(output.logits[:, -1])  # (1, V)

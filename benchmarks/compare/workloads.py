@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +21,12 @@ class Ask:
     inputs: Mapping[str, np.ndarray]  # input_ids (1, L); pixel_values (patches, values), image_grid_thw (1, 3)
     max_tokens: int
     arrival: float = 0.0
-    source: str = ""  # asks of one source have the same inputs
+    same_as: str = ""  # asks of one source have the same inputs
+
+    @property
+    def source(self) -> str:
+        """What names the inputs."""
+        return self.same_as or self.name
 
     @property
     def length(self) -> int:
@@ -48,7 +52,7 @@ class Workload:
     in_flight: int | None = None
     recalled: bool = False
     chunk: int | None = None  # prompt tokens a step, where the workload needs a whole prompt in one
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    answers_of: str = ""  # the workload whose answers hold for this one's asks too; its own by default
 
 
 def make_workload(name: str, shape: Shape) -> Workload:
@@ -116,6 +120,7 @@ def _chat(rows: int) -> Callable[[Shape], Workload]:
             f"{scale.chat_tokens[0]}-{scale.chat_tokens[1]} tokens",
             asks,
             rows,
+            answers_of="chat-8",
         )
 
     return make
@@ -133,7 +138,7 @@ def _churn(every: int) -> Callable[[Shape], Workload]:
         ends = [every * (row + 1) for row in range(rows)]  # the first rows leave one by one
         ends += [every * rows] * (scale.churn_steps // every)
         asks = [
-            Ask(f"churn-{i}", contexts[i % 4], tokens, source=f"context-{i % 4}") for i, tokens in enumerate(ends)
+            Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}") for i, tokens in enumerate(ends)
         ]
         return Workload(
             f"churn-{every}",
@@ -144,6 +149,7 @@ def _churn(every: int) -> Callable[[Shape], Workload]:
             in_flight=rows,
             recalled=True,
             chunk=2 * scale.churn_context,
+            answers_of="churn-8",
         )
 
     return make
@@ -154,9 +160,18 @@ def _single(shape: Shape) -> Workload:
     side = shape.scale.image_patches[-1]
     text = _words(random, shape, shape.scale.document_prompts[0])
     ask = Ask("single", _prompt(random, shape, text[:4], (side, side), text[4:]), shape.scale.caption_tokens * 2)
-    asks = [replace(ask, name=f"single-{i}", source="single") for i in range(4)]
+    asks = [replace(ask, name=f"single-{i}", same_as="single") for i in range(4)]
     title = f"one request at a time: a picture of {side * 14} x {side * 14}, {ask.length} prompt tokens, {ask.max_tokens} tokens"
     return Workload("single", title, asks, rows=1, in_flight=1)
+
+
+def _steady(shape: Shape) -> Workload:
+    random = _random(shape, 7)
+    asks = [
+        Ask(f"steady-{i}", {"input_ids": _ids(_words(random, shape, 40 + 8 * i))}, 2 * shape.scale.caption_tokens)
+        for i in range(8)
+    ]
+    return Workload("steady", f"8 rows of text, {asks[0].max_tokens} tokens each, nothing joins", asks, rows=8)
 
 
 WORKLOADS: dict[str, Callable[[Shape], Workload]] = {
@@ -167,6 +182,7 @@ WORKLOADS: dict[str, Callable[[Shape], Workload]] = {
     "chat-32": _chat(32),
     "churn-2": _churn(2),
     "churn-8": _churn(8),
+    "steady": _steady,
 }
 
 
