@@ -4,7 +4,7 @@ One process for each engine; the engines take turns, round by round. The answers
 measure: a run with other tokens is reported as wrong, not as fast. Beside the tables come a picture and, as the last
 line, JSON.
 
-    python -m benchmarks.compare                                   a CPU, 72 M parameters, float32
+    python -m benchmarks.compare                                   a CPU, 47 M parameters, float32
     python -m benchmarks.compare --shape 3b                        a GPU, the sizes of Qwen2.5-VL-3B, bfloat16
     python -m benchmarks.compare --vllm-python PATH/bin/python     with vllm-mlx, from an environment of its own
 """

@@ -31,10 +31,10 @@ class Scale:
 CPU_SCALE = Scale(
     captions=16,
     caption_tokens=32,
-    documents=20,
+    documents=16,
     document_prompts=(200, 400),
-    document_tokens=48,
-    chat_requests=32,
+    document_tokens=40,
+    chat_requests=24,
     chat_prompts=(32, 1200),
     chat_tokens=(8, 128),
     chat_rate=4.0,
@@ -43,11 +43,11 @@ CPU_SCALE = Scale(
     image_patches=(8, 10, 12, 14, 16, 18),
 )
 GPU_SCALE = Scale(
-    captions=64,
-    caption_tokens=64,
-    documents=40,
+    captions=48,
+    caption_tokens=48,
+    documents=24,
     document_prompts=(600, 1600),
-    document_tokens=192,
+    document_tokens=128,
     chat_requests=64,
     chat_prompts=(32, 1200),
     chat_tokens=(8, 128),
@@ -124,7 +124,7 @@ def _vision(depth: int, hidden: int, inner: int, heads: int, out: int, full: lis
     }
 
 
-#: tiny: for tests. small: 72 M parameters for a CPU, 8 KV heads. 3b: the published sizes of Qwen2.5-VL-3B-Instruct.
+#: tiny: for tests. small: 47 M parameters for a CPU, 8 KV heads. 3b: the published sizes of Qwen2.5-VL-3B-Instruct.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -133,7 +133,7 @@ SHAPES = {
         ),
         Shape(
             "small",
-            _text(512, 8, 2048, 8, 8, 32768, False),
+            _text(512, 6, 2048, 8, 8, 16384, False),
             _vision(4, 256, 768, 4, 512, [3]),
             "float32",
             1e-3,
