@@ -120,7 +120,7 @@ def _needs_order(params: SamplingParams) -> bool:
 
 def _column(values: Sequence[float]) -> mx.array:
     """(R, 1) float32."""
-    return mx.array(values, dtype=mx.float32)[:, None]
+    return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
