@@ -155,7 +155,7 @@ def plain_text(text: str) -> str:
 def _answer(result: Result) -> Text:
     if result.error is not None:
         return Text(plain_text(result.error), style="red")
-    return Text(plain_text(result.text))
+    return Text(plain_text(result.text)) if result.text else Text("(empty)", style="dim")
 
 
 def _count(number: int, noun: str) -> str:

@@ -21,9 +21,9 @@ from vlm_batch.types import Result
 
 
 class Bar:
-    """Results counted against a total (None: without an end), with their tokens and failures. Shown on terminals only, and in notebooks.
+    """Results counted against a total (None: without an end), with their tokens and failures.
 
-    ``stays``: the finished bar remains to be seen.
+    ``stays``: the finished bar remains, in files and pipes too; otherwise it is for terminals alone.
     """
 
     def __init__(self, console: Console, total: int | None, doing: str, *, stays: bool) -> None:
@@ -38,9 +38,8 @@ class Bar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(
-            *columns, console=console, disable=not (console.is_terminal or console.is_jupyter), transient=not stays
-        )
+        unseen = not stays and not console.is_terminal
+        self._progress = Progress(*columns, console=console, disable=unseen, transient=not stays)
         self._task = self._progress.add_task(doing, total=total, note="")
 
     def __enter__(self) -> Bar:
