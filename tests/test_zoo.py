@@ -147,6 +147,11 @@ WRONG_ALONE = [
     ("moondream3", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.also["four_images"](4)),
+    *[
+        (name, lambda tiny, request=request: requests_of(tiny)[request])  # type: ignore[misc]
+        for name, tiny in FAMILIES.items()
+        for request in tiny.wrong_alone
+    ],
 ]
 
 
@@ -189,7 +194,7 @@ def test_falcon_ocr_recomputed_agrees(size: int) -> None:
 
 
 REFERENCES = Path(__file__).parent / "references"
-NO_REFERENCE = {
+NO_REFERENCE = {name: tiny.no_reference for name, tiny in FAMILIES.items() if tiny.no_reference} | {
     "moondream3": "transformers has no such class; test_moondream3_call_agrees stands in",
     "falcon_ocr": "transformers has no such class; test_falcon_ocr_recomputed_agrees stands in",
 }
