@@ -23,7 +23,9 @@ from tests.zoo import (
     to_mx,
     weights_hash,
 )
+from tests.zoo._moondream import averages
 from tests.zoo._oracle import generate_by_recomputing
+from vlm_batch.models.moondream import adaptive_average
 
 STEPS = 8
 SEEN = 1e-2
@@ -147,6 +149,11 @@ WRONG_ALONE = [
     ("moondream3", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.also["four_images"](4)),
+    *[
+        (name, lambda tiny, request=request: requests_of(tiny)[request])  # type: ignore[misc]
+        for name, tiny in FAMILIES.items()
+        for request in tiny.wrong_alone
+    ],
 ]
 
 
@@ -157,15 +164,23 @@ def test_mlx_vlm_alone_is_wrong(name: str, make: Callable[[TinyFamily], Inputs])
     assert farthest_step(tiny.greedy(model, request, 4), generate_alone(model, request, 4)) > SEEN
 
 
+@pytest.mark.parametrize("name", ["moondream2", "moondream3"])
 @pytest.mark.parametrize("request_name", ["text", "image"])
-def test_moondream3_call_agrees(request_name: str) -> None:
-    tiny = family("moondream3")
+def test_moondream_call_agrees(name: str, request_name: str) -> None:
+    """For a picture of one crop, where there is nothing to be averaged."""
+    tiny = family(name)
     model = tiny.build()
-    request = tiny.text(2, 14) if request_name == "text" else tiny.image(4, 2)
+    request = tiny.text(2, 14) if request_name == "text" else tiny.image(4, 0)
     arrays = to_mx(request)
     logits = model(arrays.pop("input_ids"), pixel_values=arrays.pop("pixel_values", None), **arrays).logits[0, -1]
     logprobs = np.array(logits - mx.logsumexp(logits))
     np.testing.assert_allclose(logprobs, tiny.greedy(model, request, 1).logprobs[0], atol=2e-5)
+
+
+@pytest.mark.parametrize(("high", "wide"), [(27, 27), (27, 46), (65, 46), (103, 27)])
+def test_adaptive_average_is_the_formula(high: int, wide: int) -> None:
+    grid = np.random.RandomState(high + wide).standard_normal((high, wide, 3)).astype(np.float32)
+    np.testing.assert_allclose(adaptive_average(mx.array(grid), 27), averages(grid, 27), atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
@@ -189,8 +204,8 @@ def test_falcon_ocr_recomputed_agrees(size: int) -> None:
 
 
 REFERENCES = Path(__file__).parent / "references"
-NO_REFERENCE = {
-    "moondream3": "transformers has no such class; test_moondream3_call_agrees stands in",
+NO_REFERENCE = {name: tiny.no_reference for name, tiny in FAMILIES.items() if tiny.no_reference} | {
+    "moondream3": "transformers has no such class; test_moondream_call_agrees stands in",
     "falcon_ocr": "transformers has no such class; test_falcon_ocr_recomputed_agrees stands in",
 }
 REFERENCE_TOLERANCE = 1e-4

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
@@ -51,6 +51,8 @@ class Recipe:
     """Weights of the zoo that transformers has no place for (a pattern)."""
     logit_scale: float = 1.0
     """What transformers forgets to multiply logits with."""
+    regroup: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = field(default=lambda weights: weights)
+    """Splits or joins the zoo's weights where transformers holds them otherwise, before they are renamed."""
 
 
 def mrope(section: list[int], **more: Any) -> dict[str, Any]:
@@ -196,6 +198,64 @@ def ready_features(inputs: Inputs) -> dict[str, Any]:
     return {"mm_encoder_outputs": {"image": output}, "pixel_values": None}
 
 
+def molmo2(zoo: nn.Module) -> torch.nn.Module:
+    config = zoo.config
+    sides = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    text, vision, pooling = config.text_config, config.vision_config.vit_config, config.vision_config.adapter_config
+    names = (*sides, "num_hidden_layers", "vocab_size", "additional_vocab_size")
+    markers = ("image_start_token_id", "low_res_image_start_token_id", "image_end_token_id", "image_patch_id")
+    markers += ("frame_start_token_id", "frame_end_token_id")
+    rope = {"rope_type": "default", "rope_theta": text.rope_theta}
+    vision_config = {name: getattr(vision, name) for name in (*sides, "num_hidden_layers")}
+    vision_config |= {"image_size": vision.image_default_input_size, "patch_size": vision.image_patch_size}
+    return transformers.Molmo2ForConditionalGeneration(
+        transformers.Molmo2Config(
+            text_config={name: getattr(text, name) for name in names} | {"rope_parameters": rope},
+            vision_config=vision_config,
+            adapter_config={name: getattr(pooling, name) for name in sides}
+            | {"text_hidden_size": text.hidden_size, "vision_feature_layer": pooling.vit_layers},
+            **{name: getattr(config, name) for name in markers},
+        )
+    )
+
+
+def molmo2_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One embedding table, and projections of their own for queries, keys, values, gates and ups."""
+    found = {}
+    for path, value in weights.items():
+        if path.endswith("wte.embedding"):
+            found[path] = np.concatenate([value, weights[path.replace("embedding", "new_embedding")]])
+        elif path.endswith("att_proj.weight"):
+            quarters = np.split(
+                value, [value.shape[0] // 2, value.shape[0] * 3 // 4]
+            )  # twice as many heads as KV heads
+            found |= {path.replace("att_proj", f"{n}_proj"): part for n, part in zip("qkv", quarters, strict=True)}
+        elif path.endswith("ff_proj.weight"):
+            halves = zip(("up_proj", "gate_proj"), np.split(value, 2), strict=True)
+            found |= {path.replace("ff_proj", name): part for name, part in halves}
+        elif not path.endswith("new_embedding"):
+            found[path] = value
+    return found
+
+
+def molmo2_inputs(inputs: Inputs) -> dict[str, Any]:
+    from tests.zoo.molmo2 import is_picture
+
+    if "pixel_values" not in inputs:
+        return {}
+    # transformers' processor counts patches over all pictures, mlx-vlm's (and the published one) within each.
+    pooling, done = inputs["image_token_pooling"].copy(), 0
+    tokens = inputs["image_grids"].reshape(-1, 2, 2).prod(axis=2).sum(axis=1)
+    patches = np.cumsum([0, *inputs["image_num_crops"]]) * inputs["pixel_values"].shape[1]
+    for count, before in zip(tokens, patches, strict=False):
+        pooling[done : done + count][pooling[done : done + count] >= 0] += before
+        done += count
+    return {
+        "mm_token_type_ids": torch.tensor(is_picture(inputs["input_ids"]).astype(np.int64)),
+        "image_token_pooling": torch.tensor(pooling),
+    }
+
+
 VISUAL = ((r"^vision_tower\.", "model.visual."), *LANGUAGE)
 RECIPES: dict[str, Recipe] = {
     "qwen2_vl": Recipe(qwen2_vl, VISUAL, token_types),
@@ -226,13 +286,41 @@ RECIPES: dict[str, Recipe] = {
         ready_features,
         unused=r"layers\.[34]\.self_attn\.(k_proj|v_proj|k_norm)\.",
     ),
+    "molmo2": Recipe(
+        molmo2,
+        (
+            (r"^language_model\.lm_head", "lm_head"),
+            (r"^language_model\.model\.", "model.language_model."),
+            (r"wte\.embedding", "embed_tokens.weight"),
+            (r"ln_f", "norm"),
+            (r"attn_out", "o_proj"),
+            (r"ff_out", "down_proj"),
+            (r"ff_norm", "post_attention_layernorm"),
+            (r"attn_norm", "input_layernorm"),
+            (r"^vision_tower\.image_vit\.transformer\.", "model.vision_tower.layers."),
+            (r"^vision_tower\.image_vit\.", "model.vision_tower."),
+            (r"^vision_tower\.image_p", "model.multi_modal_projector.image_p"),
+            (r"attention_norm", "layer_norm1"),
+            (r"ffn_norm", "layer_norm2"),
+            (r"feed_forward\.w([12])", r"mlp.fc\1"),
+            (r"image_projector\.w1", "image_projector.gate_proj"),
+            (r"image_projector\.w2", "image_projector.down_proj"),
+            (r"image_projector\.w3", "image_projector.up_proj"),
+            (r"\.attention\.w", ".self_attn.w"),
+            (r"\.w([qkvo])\.", r".\1_proj."),
+            (r"layers\.(\d)\.self_attn\.attn_out", r"layers.\1.self_attn.o_proj"),
+            (r"language_model\.blocks", "language_model.layers"),
+        ),
+        molmo2_inputs,
+        regroup=molmo2_weights,
+    ),
 }
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The zoo's weights under transformers' names; convolutions have their channels second there."""
     renamed = {}
-    for path, value in weights_of(zoo).items():
+    for path, value in recipe.regroup(weights_of(zoo)).items():
         if re.search(recipe.unused, path):
             continue
         name = path

@@ -49,3 +49,7 @@ class TinyFamily:
     """Why `two_images` is None, when it is."""
     also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
+    no_reference: str = ""
+    """Why no answer of transformers is recorded for the family, when none is, and what stands in."""
+    wrong_alone: tuple[str, ...] = ()
+    """Requests (names of `requests_of`) that mlx-vlm's own loop answers wrongly, where `greedy` is another path."""

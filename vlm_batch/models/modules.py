@@ -113,3 +113,35 @@ def attention(
     if isinstance(keys, RowStates):
         return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """The attention of a module with one projection for queries, keys and values: (B, L, D) -> (B, L, D).
+
+    For families that call ``mx.fast`` themselves, past the hook. ``module`` has ``n_heads``, ``n_kv_heads``,
+    ``head_dim``, ``scale`` and ``rope``.
+    """
+    batch, length, _ = x.shape
+    heads, kv_heads = module.n_heads, module.n_kv_heads
+    split = project(x).reshape(batch, length, heads + 2 * kv_heads, module.head_dim).swapaxes(1, 2)
+    queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+    queries, keys = (module.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+    keys, values = cache.update_and_fetch(keys, values)
+    return output(attention(queries, keys, values, cache, module.scale, mask).swapaxes(1, 2).flatten(-2))
+
+
+def two_tables(parent: type) -> type:
+    """An embedding of two tables that looks both up, instead of joining them for every forward as upstream does.
+
+    ``parent`` has ``embedding`` (V, D) and ``new_embedding`` (W, D); ids from V on are the second one's.
+    """
+
+    class TwoTables(parent):  # type: ignore[misc]
+        def __call__(self, ids: mx.array) -> mx.array:
+            """(B, L) -> (B, L, D)"""
+            size = self.embedding.shape[0]
+            is_new = ids >= size
+            old, new = self.embedding[mx.where(is_new, 0, ids)], self.new_embedding[mx.where(is_new, ids - size, 0)]
+            return mx.where(is_new[..., None], new, old)
+
+    return TwoTables
