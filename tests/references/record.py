@@ -26,10 +26,11 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
+from tests.references.towers import TOWERS
 from tests.zoo.aya_vision import LOGIT_SCALE
 
 STEPS = 8
@@ -227,6 +228,9 @@ RECIPES: dict[str, Recipe] = {
         unused=r"layers\.[34]\.self_attn\.(k_proj|v_proj|k_norm)\.",
     ),
 }
+
+
+RECIPES |= {name: Recipe(**facts) for name, facts in TOWERS.items()}
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:

@@ -47,5 +47,7 @@ class TinyFamily:
     window: int | None = None
     no_two_images: str = ""
     """Why `two_images` is None, when it is."""
+    no_reference: str = ""
+    """Why transformers' answers are not recorded in tests/references, when they are not."""
     also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""

@@ -27,8 +27,10 @@ class Adapter:
     """
 
     spec: ClassVar[ModelSpec]
-    #: Processor outputs that ``get_input_embeddings`` needs; others than these and ``IGNORED_INPUTS`` are refused.
+    #: Processor outputs that ``get_input_embeddings`` needs; others than these and the ignored ones are refused.
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
+    #: Further outputs of the family's processor that its model does not read.
+    ignored_inputs: ClassVar[frozenset[str]] = frozenset()
     #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed
     #: whole).
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
@@ -178,7 +180,7 @@ class Adapter:
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
-        unknown = set(given) - self.input_keys - IGNORED_INPUTS
+        unknown = set(given) - self.input_keys - self.ignored_inputs - IGNORED_INPUTS
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
@@ -193,6 +195,19 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
     index = [slice(None)] * value.ndim
     index[axis] = slice(start, end)
     return value[tuple(index)]
+
+
+def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
+    """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
+
+    Raises InvalidPrompt if the prompt has another number of placeholders.
+    """
+    places = [index for index, token in enumerate(np.array(ids[0]).tolist()) if token in markers]
+    if len(places) != len(features):
+        raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
+    filled = mx.array(embeds)
+    filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
+    return filled
 
 
 def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -> mx.array | None:
