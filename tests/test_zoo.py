@@ -53,7 +53,7 @@ def farthest(one: np.ndarray, other: np.ndarray) -> float:
 
 def test_name_is_the_model_type(tiny: TinyFamily, model: Any) -> None:
     assert FAMILIES[tiny.name] is tiny
-    assert model.config.model_type == tiny.name
+    assert model.config.model_type == tiny.registered
 
 
 def test_weights_repeat(tiny: TinyFamily, model: Any) -> None:
@@ -147,6 +147,12 @@ WRONG_ALONE = [
     ("moondream3", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.also["four_images"](4)),
+    ("gemma3", lambda tiny: tiny.image(4, 1)),
+    ("idefics2", lambda tiny: tiny.image(4, 1)),
+    ("llava_next", lambda tiny: tiny.image(4, 1)),
+    ("multi_modality", lambda tiny: tiny.two_images(4)),
+    ("paligemma", lambda tiny: tiny.image(4, 1)),
+    ("paligemma", lambda tiny: tiny.two_images(4)),
 ]
 
 
@@ -166,6 +172,15 @@ def test_moondream3_call_agrees(request_name: str) -> None:
     logits = model(arrays.pop("input_ids"), pixel_values=arrays.pop("pixel_values", None), **arrays).logits[0, -1]
     logprobs = np.array(logits - mx.logsumexp(logits))
     np.testing.assert_allclose(logprobs, tiny.greedy(model, request, 1).logprobs[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_multi_modality_one_picture_agrees_with_mlx_vlm(size: int) -> None:
+    tiny = family("multi_modality")
+    model, request = tiny.build(), tiny.image(4, size)
+    alone, right = generate_alone(model, request, STEPS), tiny.greedy(model, request, STEPS)
+    assert alone.tokens == right.tokens
+    np.testing.assert_allclose(alone.logprobs, right.logprobs, atol=2e-5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])

@@ -50,6 +50,8 @@ class Recipe:
     inputs: Callable[[Inputs], Mapping[str, Any]] = field(default=lambda inputs: {})
     unused: str = "^$"
     """Weights of the zoo that transformers has no place for (a pattern)."""
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = field(default=lambda weights: weights)
+    """What else must be done to the renamed weights."""
     logit_scale: float = 1.0
     """What transformers forgets to multiply logits with."""
 
@@ -243,7 +245,7 @@ def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
         for pattern, replacement in recipe.rename:
             name = re.sub(pattern, replacement, name)
         renamed[name] = torch.tensor(np.moveaxis(value, -1, 1).copy() if value.ndim >= 4 else value)
-    return renamed
+    return recipe.convert(renamed)
 
 
 def load(zoo: nn.Module, recipe: Recipe) -> torch.nn.Module:

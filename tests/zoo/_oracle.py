@@ -39,8 +39,9 @@ def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's own single-request path, with nothing left over from an earlier request."""
     arrays = to_mx(inputs)
     input_ids, pixel_values = arrays.pop("input_ids"), arrays.pop("pixel_values", None)
+    mask = arrays.pop("attention_mask", None)
     with nothing_remembered(model):
-        steps = generate_step(input_ids, model, pixel_values, None, max_tokens=num_tokens, temperature=0.0, **arrays)
+        steps = generate_step(input_ids, model, pixel_values, mask, max_tokens=num_tokens, temperature=0.0, **arrays)
         pairs = [(int(token), np.array(logprobs, dtype=np.float32)) for token, logprobs in steps]
     return Trace([token for token, _ in pairs], np.stack([logprobs for _, logprobs in pairs]))
 
