@@ -43,7 +43,7 @@ def test_no_request_leaves_anything_on_a_model(name: str) -> None:
     """A, then B, then A again: the same attributes after each, and the caller's model as it was before."""
     model = tiny_family(name).build()
     untouched = snapshot(model)
-    adapter = adapter_for(name)(model)
+    adapter = adapter_for(tiny_family(name).registered)(model)
     seen = []
     for key in ("image:1:0", "text:4:9", "image:1:0", "image:3:2"):
         check(name, run(adapter, lambda key: inputs_of(name, key), [Ask(key)]))

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
+from tests.references.towers import TOWERS
 from tests.zoo.aya_vision import LOGIT_SCALE
 
 STEPS = 8
@@ -49,6 +50,8 @@ class Recipe:
     inputs: Callable[[Inputs], Mapping[str, Any]] = field(default=lambda inputs: {})
     unused: str = "^$"
     """Weights of the zoo that transformers has no place for (a pattern)."""
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = field(default=lambda weights: weights)
+    """What else must be done to the renamed weights."""
     logit_scale: float = 1.0
     """What transformers forgets to multiply logits with."""
     regroup: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = field(default=lambda weights: weights)
@@ -317,6 +320,9 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+RECIPES |= {name: Recipe(**facts) for name, facts in TOWERS.items()}
+
+
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The zoo's weights under transformers' names; convolutions have their channels second there."""
     renamed = {}
@@ -327,7 +333,7 @@ def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
         for pattern, replacement in recipe.rename:
             name = re.sub(pattern, replacement, name)
         renamed[name] = torch.tensor(np.moveaxis(value, -1, 1).copy() if value.ndim >= 4 else value)
-    return renamed
+    return recipe.convert(renamed)
 
 
 def load(zoo: nn.Module, recipe: Recipe) -> torch.nn.Module:
