@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -110,6 +111,31 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-vlm's ``scaled_dot_product_attention``, and the same over rows that keep their own caches."""
+    if isinstance(mask, SealedMask):
+        mask = mask.mask
     if isinstance(keys, RowStates):
         return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+@dataclass(frozen=True)
+class SealedMask:
+    """A mask that only the hook in attention looks into."""
+
+    mask: mx.array
+
+
+def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The same attention, which hands its mask on unread.
+
+    For classes that cut a mask to the longest row's length, which they read back from the device for every layer: a
+    slab's mask is as wide as the slab's keys already.
+    """
+
+    class SealedAttention(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **positions: Any) -> mx.array:
+            """(B, L, D) -> (B, L, D)"""
+            sealed = SealedMask(mask) if isinstance(mask, mx.array) else mask
+            return super().__call__(x, mask=sealed, cache=cache, **positions)
+
+    return SealedAttention

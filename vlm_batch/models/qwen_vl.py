@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with and without experts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from vlm_batch.models.base import MRoPEAdapter, cut
+from vlm_batch.models.modules import seal_masks
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 
@@ -56,3 +58,48 @@ class Qwen3VL(MRoPEAdapter):
             return {}
         features = [layer[before : before + inside] for layer in encoded.prefill["deepstack_visual_embeds"]]
         return {"visual_pos_masks": cut(mask, 1, start, end), "deepstack_visual_embeds": features}
+
+
+@register(
+    ModelSpec(
+        family="qwen3_vl_moe",
+        model_types=("qwen3_vl_moe",),
+        notes=(
+            "the vision blocks take the tanh form of GELU and the mergers the exact one, as in transformers; mlx-vlm has "
+            "them the other way round (qwen3_vl_moe/vision.py:109 and :164)",
+        ),
+    )
+)
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL with experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        # transformers: Qwen3VLMoeVisionMLP takes hidden_act, gelu_pytorch_tanh; Qwen3VLMoeVisionPatchMerger nn.GELU().
+        tower = self.model.vision_tower
+        for block in tower.blocks:
+            block.mlp.act_fn = nn.GELU(approx="tanh")
+        for merger in (tower.merger, *tower.deepstack_merger_list):
+            merger.act_fn = nn.GELU()
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl_moe.language import Attention
+
+        return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107
+
+
+@register(ModelSpec(family="qwen3_5", model_types=("qwen3_5",)))
+class Qwen35(MRoPEAdapter):
+    """M-RoPE; most layers keep a recurrent state and not keys and values."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention
+
+        return {Qwen3_5Attention: seal_masks(Qwen3_5Attention)}  # cut to the longest row at qwen3_5/language.py:1024
+
+
+@register(ModelSpec(family="qwen3_5_moe", model_types=("qwen3_5_moe",)))
+class Qwen35Moe(Qwen35):
+    """Qwen3.5 with experts."""
