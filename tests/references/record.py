@@ -51,6 +51,8 @@ class Recipe:
     """Weights of the zoo that transformers has no place for (a pattern)."""
     logit_scale: float = 1.0
     """What transformers forgets to multiply logits with."""
+    absent: str = "^$"
+    """Parameters of transformers that no request reaches (a pattern)."""
     less_one: str = "^$"
     """Norms whose weight transformers keeps as the distance from one (a pattern)."""
 
@@ -205,6 +207,67 @@ def glm_ocr(zoo: nn.Module) -> torch.nn.Module:
     return transformers.GlmOcrForConditionalGeneration(config)
 
 
+def qwen3_omni_moe(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.thinker_config
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2}
+    vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1], **patches(ours)}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": ours.text_config.vocab_size, "rms_norm_eps": 1e-6}
+    text |= {**experts(ours.text_config), "decoder_sparse_step": 2, "norm_topk_prob": True}
+    text["rope_parameters"] = mrope([4, 2, 2], mrope_interleaved=True)
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    audio |= {"num_mel_bins": 16, "output_dim": 64, "downsample_hidden_size": 8}
+    names = ["image_token_id", "video_token_id", "audio_token_id", "audio_start_token_id", "vision_start_token_id"]
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        tie_word_embeddings=False,
+        **{name: getattr(ours, name) for name in names},
+    )
+    return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+
+
+def paddleocr_vl(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 4}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": zoo.config.text_config.vocab_size, "rms_norm_eps": 1e-5}
+    text |= {"rope_parameters": mrope([2, 3, 3]), "tie_word_embeddings": False}
+    config = transformers.PaddleOCRVLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **marker_ids(zoo.config)
+    )
+    return transformers.PaddleOCRVLForConditionalGeneration(config)
+
+
+def unbatched(inputs: Inputs) -> dict[str, Any]:
+    """transformers' processor has no batch axis before the patches."""
+    pixels = {"pixel_values": torch.tensor(inputs["pixel_values"][0])} if "pixel_values" in inputs else {}
+    return {**token_types(inputs), **pixels}
+
+
+def ernie4_5_moe_vl(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+    text = {**TEXT, **HEADS, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-5}
+    text |= {"moe_intermediate_size": ours.moe_intermediate_size, "moe_k": 2, "moe_num_experts": 4}
+    text |= {"moe_num_shared_experts": 1, "rope_parameters": mrope(ours.mrope_section)}
+    names = ["image_start_token_id", "image_end_token_id", "image_token_id", "video_token_id"]
+    config = transformers.Ernie4_5_VLMoeConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{name: getattr(zoo.config, name) for name in names},
+    )
+    return transformers.Ernie4_5_VLMoeForConditionalGeneration(config)
+
+
+def ernie_token_types(inputs: Inputs) -> dict[str, Any]:
+    """Besides, which tokens go to the vision experts."""
+    from tests.zoo.ernie4_5_moe_vl import MARKS
+
+    types = torch.tensor(np.isin(inputs["input_ids"], MARKS).astype(np.int64))
+    return {**token_types(inputs), "moe_mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
+
+
 def aya_vision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "num_attention_heads": 2, "patch_size": 4}
@@ -289,6 +352,46 @@ RECIPES: dict[str, Recipe] = {
     "qwen3_5_moe": Recipe(qwen3_5_moe, VISUAL, token_types, less_one=r"(_layernorm|[qk]_norm|model\.norm)\.weight$"),
     "glm4v": Recipe(glm4v, VISUAL, token_types),
     "glm4v_moe": Recipe(glm4v_moe, VISUAL, token_types),
+    "qwen3_omni_moe": Recipe(
+        qwen3_omni_moe,
+        (
+            (r"^thinker\.", ""),
+            (r"^vision_tower\.deepstack_merger_list", "vision_tower.merger_list"),
+            (r"(merger[^.]*(?:\.\d)?)\.norm\.", r"\1.ln_q."),
+            (r"(merger[^.]*(?:\.\d)?)\.linear_fc1\.", r"\1.mlp.0."),
+            (r"(merger[^.]*(?:\.\d)?)\.linear_fc2\.", r"\1.mlp.2."),
+            *VISUAL,
+        ),
+        unused="audio_tower",
+        absent="audio_tower",
+    ),
+    "paddleocr_vl": Recipe(
+        paddleocr_vl,
+        (
+            (r"^visual\.projector\.", "model.projector."),
+            (r"^visual\.layers\.", "model.visual.vision_model.encoder.layers."),
+            (r"^visual\.", "model.visual.vision_model."),
+            *LANGUAGE,
+        ),
+        unbatched,
+    ),
+    "ernie4_5_moe_vl": Recipe(
+        ernie4_5_moe_vl,
+        (
+            (r"mlp\.switch_mlp\.", "mlp.text_moe.switch_mlp."),
+            (r"mlp\.switch_mlp_1\.", "mlp.vision_moe.switch_mlp."),
+            (r"mlp\.gate\.", "mlp.text_moe.gate."),
+            (r"mlp\.gate_1\.", "mlp.vision_moe.gate."),
+            (r"mlp\.e_score_correction_bias$", "mlp.text_moe.gate.moe_statics.e_score_correction_bias"),
+            (r"mlp\.e_score_correction_bias_1$", "mlp.vision_moe.gate.moe_statics.e_score_correction_bias"),
+            (r"_linear\.layers\.0\.", "_linear.fc1."),
+            (r"_linear\.layers\.2\.", "_linear.fc2."),
+            (r"_linear\.layers\.3\.", "_linear.ln."),
+            (r"^(vision_tower|resampler_model)\.", r"model.\1."),
+            *LANGUAGE,
+        ),
+        ernie_token_types,
+    ),
     "glm_ocr": Recipe(glm_ocr, VISUAL, token_types),
     "aya_vision": Recipe(
         aya_vision,
@@ -330,6 +433,11 @@ def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
             name = re.sub(pattern, replacement, name)
         is_convolution = value.ndim >= 4 or (value.ndim == 3 and ".conv" in path)
         renamed[name] = torch.tensor(np.moveaxis(value, -1, 1).copy() if is_convolution else value)
+    for name in [name for name in renamed if re.search(r"vision_model.*\.self_attn\.qkv\.", name)]:
+        for part, value in zip("qkv", renamed.pop(name).chunk(3), strict=True):
+            renamed[name.replace(".qkv.", f".{part}_proj.")] = value
+    for name in [name for name in renamed if name.endswith("moe_statics.e_score_correction_bias")]:
+        renamed[name] = renamed[name][None]
     return join_experts(renamed)
 
 
@@ -353,8 +461,9 @@ def load(zoo: nn.Module, recipe: Recipe) -> torch.nn.Module:
     model.set_attn_implementation("eager")
     missing, unexpected = model.load_state_dict(torch_weights(zoo, recipe), strict=False)
     parameters = {name for name, _ in model.named_parameters()}  # a tied head appears once, as the embedding
-    if unexpected or parameters & set(missing):
-        raise LookupError(f"no place for {unexpected}, nothing for {sorted(parameters & set(missing))}")
+    lacking = sorted(name for name in parameters & set(missing) if not re.search(recipe.absent, name))
+    if unexpected or lacking:
+        raise LookupError(f"no place for {unexpected}, nothing for {lacking}")
     model.tie_weights()
     return model
 

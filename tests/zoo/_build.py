@@ -11,6 +11,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -158,3 +159,16 @@ def ids(*parts: Sequence[int]) -> np.ndarray:
 def text_request(seed: int, length: int) -> Inputs:
     """A request of plain text."""
     return {"input_ids": ids(words(seed, length))}
+
+
+@contextmanager
+def activated(holders: Sequence[nn.Module], activation: nn.Module) -> Iterator[None]:
+    """Modules with another `act_fn` for a while: the one of their configuration, where mlx-vlm has fixed another."""
+    before = [holder.act_fn for holder in holders]
+    for holder in holders:
+        holder.act_fn = activation
+    try:
+        yield
+    finally:
+        for holder, own in zip(holders, before, strict=True):
+            holder.act_fn = own

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import mlx.nn as nn
 from mlx_vlm.models import qwen3_vl_moe as upstream
 
 from . import _qwen
-from ._build import Rule, enliven, fan_in, text_request
+from ._build import Rule, activated, enliven, fan_in, text_request
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 from .qwen3_vl import image, two_images
@@ -65,26 +62,12 @@ def build() -> nn.Module:
     return model
 
 
-@contextmanager
-def right_activations(model: nn.Module) -> Iterator[None]:
-    """The tower's blocks with the tanh form of GELU and its mergers with the exact one, and not the other way round."""
-    tower = model.vision_tower
-    holders = [block.mlp for block in tower.blocks], [tower.merger, *tower.deepstack_merger_list]
-    before = [[holder.act_fn for holder in group] for group in holders]
-    for group, activation in zip(holders, (nn.GELU(approx="tanh"), nn.GELU()), strict=True):
-        for holder in group:
-            holder.act_fn = activation
-    try:
-        yield
-    finally:
-        for group, activations in zip(holders, before, strict=True):
-            for holder, activation in zip(group, activations, strict=True):
-                holder.act_fn = activation
-
-
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's loop over a tower with the activations of the configuration."""
-    with right_activations(model):
+    tower = model.vision_tower
+    mergers = [tower.merger, *tower.deepstack_merger_list]
+    blocks = activated([block.mlp for block in tower.blocks], nn.GELU(approx="tanh"))
+    with blocks, activated(mergers, nn.GELU()):
         return generate_alone(model, inputs, num_tokens)
 
 

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_vlm.models.cache import CacheList
 
 
-class ListedCache:
-    """What ``CacheList`` is for one row: a model takes each part by its index. Every part is a layer cache of its own."""
+class ListedCache(CacheList):
+    """mlx-vlm's ``CacheList`` whose parts are layer caches of a batch; a model takes each part by its index."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = tuple(parts)
+    caches: tuple[Any, ...]
 
-    def __getitem__(self, index: int) -> Any:
-        return self.parts[index]
-
-    def put(self, place: int, cache: Any) -> None:
-        for part, single in zip(self.parts, cache.caches, strict=True):
+    def put(self, place: int, cache: CacheList) -> None:
+        """Give each part the row's own."""
+        for part, single in zip(self.caches, cache.caches, strict=True):
             part.put(place, single)
 
     def clear(self, place: int) -> None:
-        for part in self.parts:
+        """Free a place in every part."""
+        for part in self.caches:
             part.clear(place)
 
     def remove(self, place: int) -> None:
-        for part in self.parts:
+        """Forget the row at a place in every part and close the gaps."""
+        for part in self.caches:
             part.remove(place)
 
     def truncate(self, num_places: int) -> None:
-        for part in self.parts:
+        """Keep the first places only (the others are empty)."""
+        for part in self.caches:
             part.truncate(num_places)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(int(part.nbytes) for part in self.parts)
-
     def arrays(self) -> list[mx.array]:
-        return [array for part in self.parts for array in part.arrays()]
+        """Every array that is held, to be evaluated."""
+        return [array for part in self.caches for array in part.arrays()]

@@ -47,7 +47,7 @@ class DenseCache(Protocol):
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
     if isinstance(single, CacheList):
-        return ListedCache([make_layer_cache(part, placement, num_places) for part in single.caches])
+        return ListedCache(*(make_layer_cache(part, placement, num_places) for part in single.caches))
     if type(single) is ArraysCache:
         return RecurrentCache()
     if placement is Placement.SLAB and type(single) is KVCache:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from vlm_batch.models.base import Adapter, MRoPEAdapter
+from vlm_batch.models.base import GridAdapter, MRoPEAdapter
+from vlm_batch.models.modules import attend_apart
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -30,7 +30,7 @@ from vlm_batch.registry import ModelSpec, register
 class GLM4V(MRoPEAdapter):
     """Pictures only: mlx-vlm's model ignores ``pixel_values_videos``, so videos are refused."""
 
-    input_keys = Adapter.input_keys | {"image_grid_thw"}
+    input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -50,11 +50,7 @@ class GLM4V(MRoPEAdapter):
                 """(N, D) patches of all pictures -> (N, D)"""
                 split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
                 queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
-                bounds = np.array(cu_seqlens[1:-1]).tolist()
-                parts = [mx.split(part.swapaxes(1, 2), bounds, axis=2) for part in (queries, keys, split[2])]
-                pictures = zip(*parts, strict=True)
-                outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=self.scale) for picture in pictures]
-                return self.proj(mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(len(x), -1))
+                return self.proj(attend_apart(queries, keys, split[2], cu_seqlens, self.scale))
 
         return {
             upstream.Glm4vVisionAttention: PictureAttention,
@@ -98,7 +94,7 @@ class GLM4VMoe(GLM4V):
 class GLMOCR(MRoPEAdapter):
     """Pictures only, as GLM-4.1V."""
 
-    input_keys = Adapter.input_keys | {"image_grid_thw"}
+    input_keys = GridAdapter.input_keys
 
 
 def bicubic_embeddings(embeddings_class: type[nn.Module]) -> type[nn.Module]:

@@ -118,6 +118,14 @@ def attention(
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
+def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries: mx.array, scale: float) -> mx.array:
+    """Attention of patches (1, N, H, D) within their own picture: (N, H * D). ``boundaries`` are 0, ..., N."""
+    cuts = boundaries[1:-1].tolist()
+    parts = [mx.split(part.swapaxes(1, 2), cuts, axis=2) for part in (queries, keys, values)]
+    outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=scale) for picture in zip(*parts, strict=True)]
+    return mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(queries.shape[1], -1)
+
+
 @dataclass(frozen=True)
 class SealedMask:
     """A mask that only the hook in attention looks into."""
