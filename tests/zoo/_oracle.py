@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,13 +36,15 @@ def nothing_remembered(model: nn.Module) -> Iterator[None]:
             setattr(language, name, value)
 
 
-def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
-    """mlx-vlm's own single-request path, with nothing left over from an earlier request."""
+def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int, **settings: Any) -> Trace:
+    """mlx-vlm's own single-request path, with nothing left over from an earlier request. `settings` are the loop's."""
     arrays = to_mx(inputs)
     input_ids, pixel_values = arrays.pop("input_ids"), arrays.pop("pixel_values", None)
     mask = arrays.pop("attention_mask", None)
     with nothing_remembered(model):
-        steps = generate_step(input_ids, model, pixel_values, mask, max_tokens=num_tokens, temperature=0.0, **arrays)
+        steps = generate_step(
+            input_ids, model, pixel_values, mask, max_tokens=num_tokens, temperature=0.0, **arrays, **settings
+        )
         pairs = [(int(token), np.array(logprobs, dtype=np.float32)) for token, logprobs in steps]
     return Trace([token for token, _ in pairs], np.stack([logprobs for _, logprobs in pairs]))
 

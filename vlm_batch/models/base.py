@@ -258,14 +258,10 @@ def bidirectional_mask(
     return mask[None, None]
 
 
-class MRoPEAdapter(Adapter):
-    """Families with three-dimensional positions (time, height, width), given to every forward.
+class GridAdapter(Adapter):
+    """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
-    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
-    (Qwen2-VL, arXiv:2409.12191, section 2.1).
-    """
-
-    input_keys = Adapter.input_keys | {"image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+    input_keys = Adapter.input_keys | {"image_grid_thw"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
@@ -276,6 +272,22 @@ class MRoPEAdapter(Adapter):
             pictures = sum(len(grid) for grid in grids)
             raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_thw" not in extra:
+            return ()
+        patch = int(self.config.vision_config.patch_size)
+        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
+
+
+class MRoPEAdapter(GridAdapter):
+    """Families with three-dimensional positions (time, height, width), given to every forward.
+
+    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
+    (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """
+
+    input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
@@ -288,9 +300,3 @@ class MRoPEAdapter(Adapter):
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}
-
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        if "image_grid_thw" not in extra:
-            return ()
-        patch = int(self.config.vision_config.patch_size)
-        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
