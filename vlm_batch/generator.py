@@ -196,20 +196,35 @@ class BatchGenerator:
             self._pace.record(decoded - begin, sum(count for _, count, _ in launched.chunks), prefilled - decoded)
 
     def _admit(self, is_decoding: bool) -> None:
-        """Give free places to waiting rows and encode them: one a step beside decoding rows, else a budget's worth."""
+        """Give free places to waiting rows, and encode a few rows ahead: one a step beside decoding rows, else more."""
         now = time.perf_counter()
-        waiting = [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
-        for request_id in self.scheduler.admit(waiting, len(self._prefilling) + len(self.batch)):
-            row = self._waiting.pop(request_id)
-            row.started = now
-            self._guard(row, self._encode, row)
-            pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
-            if is_decoding or pending >= self.scheduler.config.idle_budget:
-                break
+        order = self.scheduler.order(
+            [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
+        )
+        num_free = self.scheduler.num_free(len(self._prefilling) + len(self.batch))
+        num_encoded = 0
+        for index, request_id in enumerate(order[: num_free + self.scheduler.config.encode_ahead]):
+            row = self._waiting[request_id]
+            has_place = index < num_free
+            if row.encoded is None:
+                if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
+                    return
+                self._guard(row, self._encode, row)
+                num_encoded += 1
+            if has_place and row.encoded is not None:
+                row.started = row.started or now
+                row.cache = self.adapter.make_cache()
+                row.status = Status.PREFILL
+                self._prefilling[request_id] = self._waiting.pop(request_id)
+
+    def _has_prefill_work(self) -> bool:
+        """Whether the prompts that have places fill a step."""
+        pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
+        return pending >= self.scheduler.config.idle_budget
 
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None
-        begin = time.perf_counter()
+        row.started = begin = time.perf_counter()
         encoded = self.adapter.encode(row.inputs)
         row.inputs = None
         context = self.adapter.max_context
@@ -223,10 +238,7 @@ class BatchGenerator:
         row.decode_extras = encoded.decode
         if needs_history(row.params):
             row.history = encoded.input_ids[0].astype(mx.int32)
-        row.cache = self.adapter.make_cache()
-        row.status = Status.PREFILL
         row.encode_seconds = time.perf_counter() - begin
-        self._prefilling[row.request_id] = row
 
     def _prefill(self, chunk: Chunk) -> Row | None:
         """Run one chunk; the row, if that ended its prompt."""
