@@ -38,11 +38,11 @@ REFERENCE = "one after another"
 class Remote:
     """An engine's process, asked a line at a time."""
 
-    def __init__(self, engine: str, shape: str, python: str, threads: int, log: Path) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, python: str, args: argparse.Namespace, log: Path) -> None:
         self.log = log
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(threads), "PYTHONPATH": _python_path()}
-        command = [python, "-m", "benchmarks.compare.worker", "--engine", engine, "--shape", shape]
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(args.threads), "PYTHONPATH": _python_path()}
+        command = [python, "-m", "benchmarks.compare.worker", "--engine", engine]
+        command += ["--shape", args.shape, "--clock", args.clock, "--threads", str(args.threads)]
         self.errors = log.open("w", encoding="utf-8")
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 python = args.vllm_python if engine == "vllm-mlx" else sys.executable
                 if python is None:
                     continue
-                remotes[engine] = Remote(engine, args.shape, python, args.threads, Path(folder, f"{engine}.log"))
+                remotes[engine] = Remote(engine, python, args, Path(folder, f"{engine}.log"))
             for engine, remote in remotes.items():
                 said = remote.wait().get("error", "ready")
                 console.print(f"[{_clock(began)}] {engine}: {said}", highlight=False, markup=False)
@@ -141,6 +141,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "device": ready["device"],
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         "versions": {"mlx": ready["mlx"], "mlx_vlm": version("mlx-vlm"), "python": platform.python_version()},
+        "clock": args.clock,
         "rounds": args.rounds,
         "seconds": round(time.perf_counter() - began, 1),
         "workloads": {name: {"title": titles[name], "engines": found[name]} for name in found},
@@ -209,6 +210,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=0, help="rounds before them that do not count (default: 0)")
     parser.add_argument("--vllm-python", help="the interpreter of an environment with vllm-mlx; without it, left out")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "work"),
+        default="wall",
+        help="work: count each engine's CPU time instead of wall time, for a CPU that is busy with other things",
+    )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")
     return parser.parse_args(arguments)

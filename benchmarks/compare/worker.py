@@ -76,7 +76,12 @@ def main() -> None:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "work"), default="wall")
     args = parser.parse_args()
+    if args.clock == "work":
+        from benchmarks.compare.measure import WorkClock
+
+        WorkClock().install()
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever a library prints must not get between
     os.dup2(2, 1)
 
