@@ -280,9 +280,7 @@ def _stack(asks: Sequence[Ask]) -> dict[str, Any]:
     for row, ask in enumerate(asks):
         ids[row, width - ask.length :] = ask.inputs["input_ids"][0]
         mask[row, width - ask.length :] = 1
-    pictures = {
-        name: np.concatenate([ask.inputs[name] for ask in asks]) for name in ("pixel_values", "image_grid_thw")
-    }
+    pictures = {name: np.concatenate([ask.inputs[name] for ask in asks]) for name in ("pixel_values", "image_grid_thw")}
     return {"input_ids": ids, "attention_mask": mask, **pictures}
 
 
@@ -309,11 +307,11 @@ ENGINES: dict[str, MakeEngine] = {
 #: Which engines can do a workload, or have something to show in it. One after another answers each once, for reference.
 _OFFLINE = ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "mlx-vlm batch_generate", "vllm-mlx")
 WANTED: dict[str, tuple[str, ...]] = {
-    "single": ("vlm_batch", "mlx-vlm best", "one after another"),
-    "captions": _OFFLINE,
-    "documents": _OFFLINE,
     "chat-8": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm capped", "mlx-vlm best", "vllm-mlx"),
-    "chat-32": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "vllm-mlx"),
     "churn-2": ("vlm_batch", "mlx-vlm best"),
     "churn-8": ("vlm_batch", "mlx-vlm best"),
+    "captions": _OFFLINE,
+    "documents": _OFFLINE,
+    "chat-32": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "vllm-mlx"),
+    "single": ("vlm_batch", "mlx-vlm best", "one after another"),
 }

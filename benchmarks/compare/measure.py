@@ -8,7 +8,9 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,8 @@ def measure(make: Any, model: Any, workload: Workload, contexts: Any) -> Trace:
         engine.close()
     trace.peak = mx.get_peak_memory() - before
     trace.rss = _peak_rss()
+    del engine
+    mx.clear_cache()  # the other engines' processes need the room
     return trace
 
 
@@ -121,7 +125,7 @@ def forget(model: Any) -> None:
 def figures(workload: Workload, trace: Trace) -> dict[str, float]:
     """Requests and tokens a second, waiting times in seconds, memory in MB."""
     ttft = [times[0] - trace.handed[name] for name, times in trace.times.items()]
-    gaps = [later - sooner for times in trace.times.values() for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for times in trace.times.values() for sooner, later in pairwise(times)]
     count = sum(len(tokens) for tokens in trace.tokens.values())
     found = {
         "seconds": trace.seconds,
@@ -223,9 +227,7 @@ def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Ma
             gaps[ask.name] = math.inf
             continue
         best, logprobs = answers[f"{ask.source}/best"][step].tolist(), answers[f"{ask.source}/logprobs"][step]
-        gaps[ask.name] = (
-            float(logprobs.max() - logprobs[best.index(given[step])]) if given[step] in best else math.inf
-        )
+        gaps[ask.name] = float(logprobs.max() - logprobs[best.index(given[step])]) if given[step] in best else math.inf
     return Verdict(len(workload.asks), gaps)
 
 
@@ -235,10 +237,8 @@ def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Ma
 
 def _reset_rss() -> None:
     """Linux can start its high-water mark again; elsewhere it is the whole process's."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass
 
 
 def _peak_rss() -> int:

@@ -137,9 +137,7 @@ def _churn(every: int) -> Callable[[Shape], Workload]:
         ]
         ends = [every * (row + 1) for row in range(rows)]  # the first rows leave one by one
         ends += [every * rows] * (scale.churn_steps // every)
-        asks = [
-            Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}") for i, tokens in enumerate(ends)
-        ]
+        asks = [Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}") for i, tokens in enumerate(ends)]
         return Workload(
             f"churn-{every}",
             f"(d) churn: {rows} rows at {scale.churn_context} tokens, a leave and a join every {every} steps, "
@@ -161,7 +159,9 @@ def _single(shape: Shape) -> Workload:
     text = _words(random, shape, shape.scale.document_prompts[0])
     ask = Ask("single", _prompt(random, shape, text[:4], (side, side), text[4:]), shape.scale.caption_tokens * 2)
     asks = [replace(ask, name=f"single-{i}", same_as="single") for i in range(4)]
-    title = f"one request at a time: a picture of {side * 14} x {side * 14}, {ask.length} prompt tokens, {ask.max_tokens} tokens"
+    title = (
+        f"one request at a time: a picture of {side * 14} x {side * 14}, prompt {ask.length}, {ask.max_tokens} tokens"
+    )
     return Workload("single", title, asks, rows=1, in_flight=1)
 
 
