@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,6 @@ def reference(model: Any, workload: Workload, path: Path) -> dict[str, float]:
     """Answer every distinct ask one after another and store the answers, with each step's likeliest tokens; its figures."""
     import mlx.core as mx
 
-    forget(model)
     top: dict[str, list[tuple[Any, Any]]] = {}
 
     def see(ask: Ask, token: int, logprobs: Any) -> None:
@@ -179,8 +179,7 @@ def reference(model: Any, workload: Workload, path: Path) -> dict[str, float]:
         if known is None or known.max_tokens < ask.max_tokens:
             distinct[ask.source] = ask
     asked = Workload(workload.name, workload.title, list(distinct.values()), rows=1)
-    trace = Trace()
-    drive(OneAfterAnother(model, asked, see=see), asked, trace)
+    trace = measure(partial(OneAfterAnother, see=see), model, asked, None)
     arrays: dict[str, np.ndarray] = {}
     for source, ask in distinct.items():
         arrays[f"{source}/tokens"] = np.array(trace.tokens[ask.name])

@@ -160,7 +160,7 @@ def draw(path: Path, titles: Mapping[str, str], found: Found) -> bool:
             values = [factor * (median(runs, name) or 0.0) for runs in engines.values()]
             colours = ["tab:blue" if engine == OURS else "lightgrey" for engine in engines]
             bars = axis.barh(list(engines), values, color=colours)
-            axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+            axis.bar_label(bars, [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values], fontsize=7, padding=2)
             axis.invert_yaxis()
             axis.margins(x=0.18)
             axis.tick_params(labelsize=7)
