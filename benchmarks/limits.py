@@ -14,14 +14,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare.recall import RecallingAdapter
-from benchmarks.compare.shapes import IMAGE, SHAPES, VISION_END, VISION_START, Shape, build
+from benchmarks.compare.recall import Contexts, RecallingAdapter
+from benchmarks.compare.shapes import IMAGE, SHAPES, VISION_END, VISION_START, Shape, build, parameters
 from vlm_batch import SamplingParams, blas
 
 STEPS = 24
@@ -63,12 +65,8 @@ def product_rate(dtype: Any, size: int) -> float:
 
 def weights_of_a_step(model: Any, shape: Shape) -> tuple[int, int]:
     """(bytes, values) of the weights that a decode step reads: the layers and the head, not the table of embeddings."""
-    from mlx.utils import tree_flatten
-
     tied = bool(shape.text["tie_word_embeddings"])
-    read = [
-        value for path, value in tree_flatten(model.language_model.parameters()) if tied or "embed_tokens" not in path
-    ]
+    read = [value for path, value in parameters(model.language_model) if tied or "embed_tokens" not in path]
     return sum(value.nbytes for value in read), sum(value.size for value in read)
 
 
@@ -79,7 +77,7 @@ def kv_bytes(shape: Shape, tokens: int, item: int) -> int:
     return int(2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head * tokens * item)
 
 
-class RandomContexts:
+class RandomContexts(Contexts):
     """Stands for computed prompts of any length: the time of a step does not depend on what its keys are."""
 
     def __init__(self, shape: Shape, dtype: Any, longest: int) -> None:
@@ -155,7 +153,7 @@ def engine_step(model: Any, contexts: RandomContexts, rows: int, context: int) -
 
 
 def _median_gap(times: Sequence[float]) -> float:
-    gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in pairwise(times)]
     return statistics.median(gaps[2:])
 
 
@@ -243,7 +241,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {
         "shape": shape.name,
         "device": str(mx.default_device()),
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "gb_per_s": bandwidth / 1e9,
         "gflops": rate / 1e9,
         "weight_mb": weight_bytes / 1e6,
@@ -255,17 +253,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _show(console: Console, title: str, points: Sequence[dict[str, float]]) -> None:
     table = Table(title=title, title_justify="left")
-    for heading in (
-        "rows",
-        "context",
-        "bytes ms",
-        "flops ms",
-        "floor ms",
-        "bare loop ms",
-        "engine ms",
-        "engine/bare",
-        "of the floor",
-    ):
+    measures = ("bytes ms", "flops ms", "floor ms", "bare loop ms", "engine ms", "engine/bare", "of the floor")
+    for heading in ("rows", "context", *measures):
         table.add_column(heading, justify="right")
     for found in points:
         names = ("bytes_ms", "flops_ms", "floor_ms", "bare_ms", "engine_ms")

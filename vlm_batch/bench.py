@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, TextIO
 
 import numpy as np
@@ -26,9 +27,22 @@ from vlm_batch.types import Request, Result, SamplingParams
 #: Sides of the pictures in pixels; a photo is scaled to such sizes for most models.
 PICTURE_SIDES = (224, 336, 448, 560)
 WORDS = (
-    "the picture shows a small red boat on a quiet lake near green hills where two people look at old maps and "
-    "count birds while it rains behind the white house"
-).split()
+    "the",
+    "picture",
+    "shows",
+    "a",
+    "small",
+    "red",
+    "boat",
+    "near",
+    "green",
+    "hills",
+    "two",
+    "people",
+    "look",
+    "at",
+    "old",
+)
 
 
 class Batcher(Protocol):
@@ -68,7 +82,7 @@ class Report:
         stages = ("queue", "encode", "prefill", "decode")
         spent = {stage: sum(getattr(result.timings, stage) for result in done) for stage in stages}
         whole = sum(spent.values())
-        gaps = [b - a for times in self.pieces for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for times in self.pieces for a, b in pairwise(times)]
         prompts = [result.usage.prompt_tokens for result in done]
         return {
             "requests": len(self.results),

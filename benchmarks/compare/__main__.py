@@ -75,8 +75,12 @@ class Remote:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(timeout=60)
-        self.errors.close()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # still at work on a run that nobody waits for
+            self.process.kill()
+        with self.process, self.errors:
+            pass
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -114,22 +118,37 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 remotes[engine] = Remote(engine, python, args, Path(folder, f"{engine}.log"))
             for engine, remote in remotes.items():
                 said = remote.wait().get("error", "ready")
-                console.print(f"[{_clock(began)}] {engine}: {said}", highlight=False, markup=False)
-            reference = remotes[REFERENCE]
-            ready = reference.ready
+                console.print(f"{_clock(began)} {engine}: {said}", highlight=False, markup=False)
+            ready = remotes[REFERENCE].ready
             if "error" in ready:
                 raise SystemExit(f"the reference cannot run: {ready['error']}")
             is_gpu = "gpu" in ready["device"]
-            answers = _references(reference, workloads, found, Path(folder), console, began)
-            for name in workloads:
-                order = [engine for engine in wanted[name] if engine in remotes]
-                for number in range(-args.warm, args.rounds):
+            answers: dict[str, Path] = {}
+            taken: dict[str, float] = {}  # seconds of each workload's last round
+            for number in range(args.rounds):
+                for name, workload in workloads.items():
+                    start = time.perf_counter()
+                    if args.seconds is not None and start - began + taken.get(name, 0.0) > args.seconds:
+                        console.print(f"{_clock(began)} {name}, round {number + 1}: left out, time is up", markup=False)
+                        continue
+                    source = workload.answers_of or name
+                    if source not in answers:
+                        answers[source] = Path(folder, f"{source}.npz")
+                        result = _answer_alone(remotes[REFERENCE], source, answers[source])
+                        _say(console, began, source, "the answers", REFERENCE, result)
+                        if source == name and REFERENCE not in wanted[name] and not workload.recalled:
+                            found[name][REFERENCE] = [result]
+                        start = time.perf_counter()
+                    order = [engine for engine in wanted[name] if engine in remotes]
                     for engine in order if number % 2 == 0 else order[::-1]:
-                        result = remotes[engine].ask(do="run", workload=name, answers=str(answers[name]))
-                        if number >= 0:
-                            found[name][engine].append(result)
-                        _say(console, began, name, number, engine, result)
-            probes = {
+                        remote = remotes[engine]
+                        if number == 0 and is_gpu:  # kernels are built and chosen with their first use
+                            remote.ask(do="warm", workload=name)
+                        result = remote.ask(do="run", workload=name, answers=str(answers[source]))
+                        found[name][engine].append(result)
+                        _say(console, began, name, f"round {number + 1}", engine, result)
+                    taken[name] = time.perf_counter() - start
+            probes: dict[str, dict[str, Any]] = {
                 engine: _probe(remotes[engine], list(workloads))
                 for engine in ("vlm_batch", "mlx-vlm best")
                 if engine in remotes and args.probes
@@ -160,29 +179,12 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def _references(
-    reference: Remote,
-    workloads: Mapping[str, Any],
-    found: report.Found,
-    folder: Path,
-    console: Console,
-    began: float,
-) -> dict[str, Path]:
-    """The answers one after another, once for each set of asks; their run is that engine's row in the tables."""
-    answers: dict[str, Path] = {}
-    made: dict[str, Path] = {}
-    for name, workload in workloads.items():
-        source = workload.answers_of or name
-        if source not in made:
-            made[source] = folder / f"{source}.npz"
-            result = reference.ask(do="reference", workload=source, answers=str(made[source]))
-            if "error" in result:
-                raise SystemExit(f"the reference failed on {source}: {result['error']}")
-            _say(console, began, source, 0, "the answers", result)
-            if source == name and REFERENCE not in WANTED[name] and not workload.recalled:
-                found[name][REFERENCE] = [result]
-        answers[name] = made[source]
-    return answers
+def _answer_alone(reference: Remote, workload: str, path: Path) -> dict[str, Any]:
+    """The answers one after another, stored for the engines' processes; that run's figures are a row in the tables."""
+    result = reference.ask(do="reference", workload=workload, answers=str(path))
+    if "error" in result:
+        raise SystemExit(f"the reference failed on {workload}: {result['error']}")
+    return result
 
 
 def _probe(remote: Remote, workloads: Sequence[str]) -> dict[str, Any]:
@@ -192,14 +194,13 @@ def _probe(remote: Remote, workloads: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _say(console: Console, began: float, workload: str, number: int, engine: str, result: Mapping[str, Any]) -> None:
-    word = "warm" if number < 0 else f"round {number + 1}"
+def _say(console: Console, began: float, workload: str, word: str, engine: str, result: Mapping[str, Any]) -> None:
     said = result.get("error") or f"{result['seconds']:.2f} s, {result.get('answers', 'recorded')}"
-    console.print(f"[{_clock(began)}] {workload}, {word}, {engine}: {said}", highlight=False, markup=False)
+    console.print(f"{_clock(began)} {workload}, {word}, {engine}: {said}", highlight=False, markup=False)
 
 
 def _clock(began: float) -> str:
-    return f"{time.perf_counter() - began:5.0f} s"
+    return f"[{time.perf_counter() - began:4.0f} s]"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -213,7 +214,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES)
     )
     parser.add_argument("--rounds", type=int, default=2, help="timed rounds, of which the median counts (default: 2)")
-    parser.add_argument("--warm", type=int, default=0, help="rounds before them that do not count (default: 0)")
+    parser.add_argument("--seconds", type=float, help="begin no workload's round that would end after this")
     parser.add_argument("--vllm-python", help="the interpreter of an environment with vllm-mlx; without it, left out")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
     parser.add_argument(

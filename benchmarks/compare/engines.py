@@ -307,11 +307,11 @@ ENGINES: dict[str, MakeEngine] = {
 #: Which engines can do a workload, or have something to show in it. One after another answers each once, for reference.
 _OFFLINE = ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "mlx-vlm batch_generate", "vllm-mlx")
 WANTED: dict[str, tuple[str, ...]] = {
-    "single": ("vlm_batch", "mlx-vlm best", "one after another"),
-    "captions": _OFFLINE,
-    "documents": _OFFLINE,
     "chat-8": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm capped", "mlx-vlm best", "vllm-mlx"),
-    "chat-32": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "vllm-mlx"),
     "churn-2": ("vlm_batch", "mlx-vlm best"),
     "churn-8": ("vlm_batch", "mlx-vlm best"),
+    "captions": _OFFLINE,
+    "documents": _OFFLINE,
+    "chat-32": ("vlm_batch", "mlx-vlm defaults", "mlx-vlm best", "vllm-mlx"),
+    "single": ("vlm_batch", "mlx-vlm best", "one after another"),
 }

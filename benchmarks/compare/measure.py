@@ -8,7 +8,10 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,8 @@ def measure(make: Any, model: Any, workload: Workload, contexts: Any) -> Trace:
         engine.close()
     trace.peak = mx.get_peak_memory() - before
     trace.rss = _peak_rss()
+    del engine
+    mx.clear_cache()  # the other engines' processes need the room
     return trace
 
 
@@ -121,7 +126,7 @@ def forget(model: Any) -> None:
 def figures(workload: Workload, trace: Trace) -> dict[str, float]:
     """Requests and tokens a second, waiting times in seconds, memory in MB."""
     ttft = [times[0] - trace.handed[name] for name, times in trace.times.items()]
-    gaps = [later - sooner for times in trace.times.values() for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for times in trace.times.values() for sooner, later in pairwise(times)]
     count = sum(len(tokens) for tokens in trace.tokens.values())
     found = {
         "seconds": trace.seconds,
@@ -160,7 +165,6 @@ def reference(model: Any, workload: Workload, path: Path) -> dict[str, float]:
     """Answer every distinct ask one after another and store the answers, with each step's likeliest tokens; its figures."""
     import mlx.core as mx
 
-    forget(model)
     top: dict[str, list[tuple[Any, Any]]] = {}
 
     def see(ask: Ask, token: int, logprobs: Any) -> None:
@@ -175,8 +179,7 @@ def reference(model: Any, workload: Workload, path: Path) -> dict[str, float]:
         if known is None or known.max_tokens < ask.max_tokens:
             distinct[ask.source] = ask
     asked = Workload(workload.name, workload.title, list(distinct.values()), rows=1)
-    trace = Trace()
-    drive(OneAfterAnother(model, asked, see=see), asked, trace)
+    trace = measure(partial(OneAfterAnother, see=see), model, asked, None)
     arrays: dict[str, np.ndarray] = {}
     for source, ask in distinct.items():
         arrays[f"{source}/tokens"] = np.array(trace.tokens[ask.name])
@@ -233,10 +236,8 @@ def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Ma
 
 def _reset_rss() -> None:
     """Linux can start its high-water mark again; elsewhere it is the whole process's."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass
 
 
 def _peak_rss() -> int:

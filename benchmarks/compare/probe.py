@@ -143,7 +143,7 @@ def _watch_ours(joins: list[int], leaves: list[int], rows: list[int]) -> Iterato
         if len(batch):
             leaves.append(_moved(before, [_places(layer) for layer in batch.layers], set()))
 
-    DecodeBatch.join, DecodeBatch.leave = watched_join, watched_leave  # type: ignore[method-assign]
+    DecodeBatch.join, DecodeBatch.leave = watched_join, watched_leave  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -19,11 +19,11 @@ class Contexts:
         import mlx.core as mx
         from mlx_vlm.models.cache import make_prompt_cache
 
-        self.stored: dict[int, tuple[list[tuple[Any, Any]], Any]] = {}
+        self.stored: dict[int, tuple[list[Any], Any]] = {}
         language = model.language_model
         for ask in asks:
             ids = mx.array(ask.inputs["input_ids"])
-            first = int(ids[0, 0].item())
+            first = int(ask.inputs["input_ids"][0, 0])
             if first in self.stored:
                 continue
             features = model.get_input_embeddings(ids, None)

@@ -143,8 +143,12 @@ def draw(path: Path, titles: Mapping[str, str], found: Found) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = (("seconds", 1, "total, s"), ("ttft_p95", 1, "TTFT p95, s"), ("itl_max", 1000, "longest gap, ms"))
-    shown += (("peak_mb", 1, "peak memory beyond weights, MB"),)
+    shown = (
+        ("seconds", 1, "total, s"),
+        ("ttft_p95", 1, "TTFT p95, s"),
+        ("itl_max", 1000, "longest gap, ms"),
+        ("peak_mb", 1, "peak memory beyond weights, MB"),
+    )
     workloads = [name for name, engines in found.items() if engines]
     figure, axes = pyplot.subplots(
         len(workloads), len(shown), figsize=(4 * len(shown), 2.2 * len(workloads)), squeeze=False
@@ -156,7 +160,7 @@ def draw(path: Path, titles: Mapping[str, str], found: Found) -> bool:
             values = [factor * (median(runs, name) or 0.0) for runs in engines.values()]
             colours = ["tab:blue" if engine == OURS else "lightgrey" for engine in engines]
             bars = axis.barh(list(engines), values, color=colours)
-            axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+            axis.bar_label(bars, [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values], fontsize=7, padding=2)
             axis.invert_yaxis()
             axis.margins(x=0.18)
             axis.tick_params(labelsize=7)

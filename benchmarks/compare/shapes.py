@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 #: Ids at the end of every vocabulary that mark pictures.
 VISION_START, VISION_END, IMAGE, VIDEO = -4, -3, -2, -1
@@ -188,11 +187,11 @@ def enliven(model: Any, dtype: Any, seed: int) -> None:
     peaked beyond what a trained model is. One parameter at a time: the 3B shape never exists in float32.
     """
     import mlx.core as mx
-    from mlx.utils import tree_flatten, tree_unflatten
+    from mlx.utils import tree_unflatten
 
     mx.random.seed(seed)
-    tied = not any(path.endswith("lm_head.weight") for path, _ in tree_flatten(model.parameters()))
-    for path, value in tree_flatten(model.parameters()):
+    tied = not any(path.endswith("lm_head.weight") for path, _ in parameters(model))
+    for path, value in parameters(model):
         noise = mx.random.normal(value.shape)
         if path.endswith("bias"):
             noise = 0.2 * noise
@@ -200,7 +199,7 @@ def enliven(model: Any, dtype: Any, seed: int) -> None:
             noise = 1 + 0.2 * noise
         elif "embed_tokens" in path:
             noise = noise * (3.0 / value.shape[-1] ** 0.5 if tied else 1.0)
-        elif re.search(r"lm_head", path):
+        elif "lm_head" in path:
             noise = noise * (3.0 / value.shape[-1] ** 0.5)
         else:
             noise = noise * (1.3 / (value.size / value.shape[0]) ** 0.5)
@@ -212,6 +211,11 @@ def enliven(model: Any, dtype: Any, seed: int) -> None:
 
 def count_parameters(model: Any) -> int:
     """All parameters, the vision tower's included."""
+    return sum(value.size for _, value in parameters(model))
+
+
+def parameters(module: Any) -> list[tuple[str, Any]]:
+    """(dotted path, array) of all parameters of a module."""
     from mlx.utils import tree_flatten
 
-    return sum(value.size for _, value in tree_flatten(model.parameters()))
+    return cast("list[tuple[str, Any]]", tree_flatten(module.parameters()))

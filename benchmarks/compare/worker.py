@@ -8,6 +8,8 @@ import math
 import os
 import sys
 import traceback
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,13 @@ class Worker:
         self.contexts: Any = None
         self.ready = {
             "device": str(mx.default_device()),
-            "mlx": mx.__version__,
+            "mlx": version("mlx"),
             "parameters": count_parameters(self.model),
             "weights_mb": mx.get_active_memory() / 1e6,
         }
 
     def do(self, command: dict[str, Any]) -> dict[str, Any]:
-        """One command: {"do": run | reference | own_share | copied_bytes, "workload": name, "answers": path}."""
+        """One command: {"do": run | warm | reference | own_share | copied_bytes, "workload": name, "answers": path}."""
         from benchmarks.compare import measure, probe
         from benchmarks.compare.workloads import make_workload
 
@@ -46,6 +48,10 @@ class Worker:
         if command["do"] == "reference":
             return measure.reference(self.model, workload, Path(command["answers"]))
         contexts = self._contexts(workload)
+        if command["do"] == "warm":
+            asks = [replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0) for ask in workload.asks[:8]]
+            measure.measure(self.make, self.model, replace(workload, asks=asks), contexts)
+            return {}
         if command["do"] == "run":
             trace = measure.measure(self.make, self.model, workload, contexts)
             with np.load(command["answers"]) as answers:

@@ -159,7 +159,9 @@ def _single(shape: Shape) -> Workload:
     text = _words(random, shape, shape.scale.document_prompts[0])
     ask = Ask("single", _prompt(random, shape, text[:4], (side, side), text[4:]), shape.scale.caption_tokens * 2)
     asks = [replace(ask, name=f"single-{i}", same_as="single") for i in range(4)]
-    title = f"one request at a time: a picture of {side * 14} x {side * 14}, {ask.length} prompt tokens, {ask.max_tokens} tokens"
+    title = (
+        f"one request at a time: a picture of {side * 14} x {side * 14}, prompt {ask.length}, {ask.max_tokens} tokens"
+    )
     return Workload("single", title, asks, rows=1, in_flight=1)
 
 
