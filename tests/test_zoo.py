@@ -127,8 +127,14 @@ def test_swapped_pictures_matter(tiny: TinyFamily, model: Any) -> None:
         pytest.skip(tiny.no_two_images)
     request = tiny.two_images(1)
     name = "cached_image_features" if "cached_image_features" in request else "pixel_values"
-    axis = 1 if tiny.name == "mllama" else 0  # (1, images, ...) there
-    turned = {**request, name: np.roll(request[name], request[name].shape[axis] // 2, axis=axis)}
+    axis = 1 if tiny.name in ("mllama", "deepseek_vl_v2") else 0  # (1, images, ...) there
+
+    def turn(value: Any) -> Any:
+        if isinstance(value, list):
+            return [turn(item) for item in value]
+        return np.roll(value, value.shape[axis] // 2, axis=axis)
+
+    turned = {**request, name: turn(request[name])}
     assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, turned, 1).logprobs) > SEEN
 
 
