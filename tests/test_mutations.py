@@ -32,7 +32,9 @@ IMAGES = ("image:1:0", "image:2:1", "image:3:2")
 TEXT = "text:5:26"
 
 #: Families that are given positions; the others count what is in their caches.
-POSITIONED = ["falcon_ocr", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+POSITIONED = ["cohere_compass", "falcon_ocr", "florence2", "glm4v", "minicpmo", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+#: Those of them whose pictures move the positions after them; minicpmo's are plain counts.
+SHIFTED = [name for name in POSITIONED if name != "minicpmo"]
 COUNTED = [name for name in every_family() if name not in POSITIONED]
 
 
@@ -40,7 +42,7 @@ def worst(name: str, answers: Sequence[Answer]) -> float:
     return max(difference(answer, oracle(name, answer.ask.key)) for answer in answers)
 
 
-@pytest.mark.parametrize("name", POSITIONED)
+@pytest.mark.parametrize("name", SHIFTED)
 def test_without_rope_deltas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "position", property(lambda row: row.prompt_length + row.num_sampled - 1))
     assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(IMAGES[2])])) > FAR

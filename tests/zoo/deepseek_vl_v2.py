@@ -87,7 +87,7 @@ FAMILY = TinyFamily(
     image=image,
     two_images=two_images,
     greedy=greedy,
-    oracle_note="mlx-vlm's generate_step on tile counts that end in zeros (deepseek_vl_v2.py:333 reads past their end, and what "
-    "lies there decides whether the picture is dropped); experts are chosen greedily, as in the two smaller published models.",
+    oracle_note="mlx-vlm's generate_step on tile counts that end in zeros (deepseek_vl_v2.py:333 reads past them, and what "
+    "lies there may drop the picture); experts are chosen greedily, as in the two smaller published models.",
     no_reference="transformers has no class of this family (its DeepSeek-VL is the first version)",
 )
