@@ -33,7 +33,7 @@ class Tower(nn.Module):
     ) -> mx.array:
         """Features of (N, most features, channels) into the embeddings, one picture's placeholders after another's."""
         done = 0
-        for features, (high, wide) in zip(self.project(pixel_values), (sizes // CROP).tolist(), strict=True):
+        for features, (high, wide) in zip(self.project(pixel_values), np.array(sizes // CROP).tolist(), strict=True):
             row, start = positions[done]
             count = num_features(high, wide)
             embeds[row, start : start + count] = features[:count]

@@ -16,12 +16,16 @@ class BlockCache(ChunkedKVCache):
     mlx-vlm's own keeps a sliding window of the block's size instead and leaves the rest to a mask over it.
     """
 
+    keys: mx.array | None  # (1, H, L, D), and room for more
+    values: mx.array | None
+    start_position: int
+
     def maybe_trim_front(self) -> None:
         """Drop the blocks that no later token can see."""
         start = self.offset // self.chunk_size * self.chunk_size
         if self.keys is not None and start > self.start_position:
             kept = slice(start - self.start_position, self.offset - self.start_position)
-            self.keys, self.values = self.keys[..., kept, :], self.values[..., kept, :]
+            self.keys, self.values = self.keys[..., kept, :], self.values[..., kept, :]  # type: ignore[index]
             self.start_position = start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -42,7 +46,7 @@ class BlockCache(ChunkedKVCache):
         if self.keys is None:
             return None, None
         kept = self.offset - self.start_position
-        return self.keys[..., :kept, :], self.values[..., :kept, :]
+        return self.keys[..., :kept, :], self.values[..., :kept, :]  # type: ignore[index]
 
 
 class BlockSlabCache(RingSlabCache):

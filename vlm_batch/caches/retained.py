@@ -21,7 +21,7 @@ class RetainedPromptCache(KVCache):
         """What comes from now on is the answer."""
         self.prompt = self.offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, mx.array | None]:
         if self.prompt is None or self.offset < self.prompt + self.window:
             return super().update_and_fetch(keys, values)
         place = self.prompt + (self.offset - self.prompt) % self.window

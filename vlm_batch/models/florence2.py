@@ -105,5 +105,6 @@ class Florence2(Adapter):
 def _attend(module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any) -> mx.array:
     """Attention of (B, 1, D) over fetched keys and values, projected."""
     queries = _heads(module.q_proj(hidden), module.num_heads)
-    output = attention(queries, *fetched, cache, module.scaling, mask)
+    keys, values = fetched
+    output = attention(queries, keys, values, cache, module.scaling, mask)
     return module.out_proj(output.swapaxes(1, 2).flatten(-2))
