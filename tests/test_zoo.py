@@ -128,7 +128,13 @@ def test_swapped_pictures_matter(tiny: TinyFamily, model: Any) -> None:
     request = tiny.two_images(1)
     name = "cached_image_features" if "cached_image_features" in request else "pixel_values"
     axis = 1 if len(request[name]) == 1 else 0  # (1, images, ...) in some families
-    turned = {**request, name: np.roll(request[name], request[name].shape[axis] // 2, axis=axis)}
+
+    def turn(value: Any) -> Any:
+        if isinstance(value, list):
+            return [turn(item) for item in value]
+        return np.roll(value, value.shape[axis] // 2, axis=axis)
+
+    turned = {**request, name: turn(request[name])}
     assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, turned, 1).logprobs) > SEEN
 
 

@@ -19,7 +19,13 @@ _REMEMBERED = ("_position_ids", "_rope_deltas")
 
 def to_mx(inputs: Inputs) -> dict:
     """The same mapping with MLX arrays."""
-    return {key: mx.array(value) if isinstance(value, np.ndarray) else value for key, value in inputs.items()}
+
+    def convert(value: object) -> object:
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        return mx.array(value) if isinstance(value, np.ndarray) else value
+
+    return {key: convert(value) for key, value in inputs.items()}
 
 
 @contextmanager
