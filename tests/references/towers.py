@@ -67,6 +67,21 @@ def llava_next(zoo: nn.Module) -> torch.nn.Module:
     return transformers.LlavaNextForConditionalGeneration(config)
 
 
+def granite_vision(zoo: nn.Module) -> torch.nn.Module:
+    ours, text = zoo.config, zoo.config.text_config
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    config = transformers.LlavaNextConfig(
+        text_config={"model_type": "granite", **text_of(zoo), **{name: getattr(text, name) for name in names}},
+        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        image_token_index=ours.image_token_index,
+        image_grid_pinpoints=ours.image_grid_pinpoints,
+        vision_feature_layer=ours.vision_feature_layer,
+        vision_feature_select_strategy=ours.vision_feature_select_strategy,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
 def llava_onevision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
     config = transformers.LlavaOnevisionConfig(
@@ -239,6 +254,13 @@ TOWERS: dict[str, dict[str, Any]] = {
     "paligemma2": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
     "pixtral": {"build": pixtral, "rename": RENAME},
     "gemma3": {"build": gemma3, "rename": RENAME, "inputs": picture_types},
+    # Granite's logits are divided (modeling_granite.py), LLaVA-NeXT's class forgets it, as it does for Cohere2.
+    "granite_vision": {
+        "build": granite_vision,
+        "rename": RENAME,
+        "unused": r"vision_model\.head\.",
+        "logit_scale": 0.5,
+    },
     "idefics2": {"build": idefics2, "rename": IDEFICS},
     "idefics3": {"build": idefics3, "rename": IDEFICS},
     "smolvlm": {"build": idefics3, "rename": IDEFICS},
