@@ -172,3 +172,8 @@ def activated(holders: Sequence[nn.Module], activation: nn.Module) -> Iterator[N
     finally:
         for holder, own in zip(holders, before, strict=True):
             holder.act_fn = own
+
+
+def text_by_size(seed: int, size: int) -> Inputs:
+    """For models without pictures: a text of 7, 11 or 15 ids in a picture's place."""
+    return text_request(seed, 7 + 4 * size)

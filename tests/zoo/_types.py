@@ -49,3 +49,7 @@ class TinyFamily:
     """Why `two_images` is None, when it is."""
     also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
+    no_reference: str = ""
+    """Why no answer of transformers is recorded for the family, when none is, and what stands in."""
+    text_only: bool = False
+    """Whether the model has no pictures: `image` then makes texts, of three lengths."""

@@ -27,8 +27,10 @@ class Adapter:
     """
 
     spec: ClassVar[ModelSpec]
-    #: Processor outputs that ``get_input_embeddings`` needs; others than these and ``IGNORED_INPUTS`` are refused.
+    #: Processor outputs that ``get_input_embeddings`` needs; others than these and the ignored ones are refused.
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
+    #: Further outputs of the family's processor that its model does not read.
+    ignored_inputs: ClassVar[frozenset[str]] = frozenset()
     #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed
     #: whole).
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
@@ -178,7 +180,7 @@ class Adapter:
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
-        unknown = set(given) - self.input_keys - IGNORED_INPUTS
+        unknown = set(given) - self.input_keys - self.ignored_inputs - IGNORED_INPUTS
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
