@@ -35,6 +35,7 @@ TEXT = "text:5:26"
 POSITIONED = [
     "ernie4_5_moe_vl",
     "falcon_ocr",
+    "falcon_perception",
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
@@ -135,7 +136,7 @@ def test_swapped_images(name: str) -> None:
     assert worst(name, run(shared_adapter(name), swapped, [Ask("image:1:1"), Ask("image:9:1")])) > FAR
 
 
-@pytest.mark.parametrize("name", ["falcon_ocr", "moondream3"])
+@pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "moondream3"])
 def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = shared_adapter(name)
     right = type(adapter).chunk
@@ -147,7 +148,7 @@ def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyP
     assert worst(name, run_family(name, [Ask(IMAGES[2])])) > FAR
 
 
-@pytest.mark.parametrize("name", ["falcon_ocr", "moondream3"])
+@pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "moondream3"])
 def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
     from tests.harness import SchedulerConfig
@@ -201,3 +202,9 @@ def test_per_layer_inputs_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(type(adapter), "forward", reversed_rows)
     assert worst("gemma3n", run_family("gemma3n", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
+
+
+def test_points_not_fed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter("falcon_perception")
+    monkeypatch.setattr(type(adapter), "_take", lambda self, row, token: None)
+    assert worst("falcon_perception", run_family("falcon_perception", [Ask(image) for image in IMAGES])) > FAR

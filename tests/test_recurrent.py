@@ -25,7 +25,7 @@ def row(value: float, *, second: bool = True) -> ArraysCache:
 
 
 def values(cache: RecurrentCache) -> list[list[float]]:
-    return [[float(state[b].reshape(-1)[0].item()) for b in range(len(state))] for state in cache.arrays()]
+    return [np.array(state).reshape(len(state), -1)[:, 0].tolist() for state in cache.arrays()]
 
 
 def test_rows_are_put_replaced_removed_and_cut() -> None:

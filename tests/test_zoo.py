@@ -150,6 +150,7 @@ WRONG_ALONE = [
     ("glm4v", lambda tiny: tiny.image(4, 1)),
     ("glm4v", lambda tiny: tiny.also["four_images"](4)),
     ("glm4v_moe", lambda tiny: tiny.image(4, 1)),
+    ("falcon_perception", lambda tiny: tiny.text(2, 14)),
     ("ernie4_5_moe_vl", lambda tiny: tiny.image(4, 1)),
 ]
 
@@ -190,6 +191,16 @@ def test_falcon_ocr_recomputed_agrees(size: int) -> None:
     whole, alone = generate_by_recomputing(logits, STEPS), tiny.greedy(model, tiny.image(4, size), STEPS)
     assert whole.tokens == alone.tokens
     np.testing.assert_allclose(whole.logprobs, alone.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_falcon_perception_alone_agrees(size: int) -> None:
+    tiny = family("falcon_perception")
+    alone = generate_alone(tiny.build(), tiny.image(4, size), STEPS, prefill_step_size=None)
+    right = tiny.greedy(tiny.build(), tiny.image(4, size), STEPS)
+    assert {7, 8, 9} & set(right.tokens), "it points at nothing"
+    assert alone.tokens == right.tokens
+    np.testing.assert_allclose(alone.logprobs, right.logprobs, atol=2e-5)
 
 
 REFERENCES = Path(__file__).parent / "references"

@@ -268,6 +268,40 @@ def ernie_token_types(inputs: Inputs) -> dict[str, Any]:
     return {**token_types(inputs), "moe_mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
 
 
+def lfm2_vl(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_patches": 16, "vision_use_head": False}
+    text = {**TEXT, **HEADS, "model_type": "lfm2", "vocab_size": zoo.config.text_config.vocab_size, "norm_eps": 1e-5}
+    text |= {"layer_types": zoo.config.text_config.layer_types, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    config = transformers.Lfm2VlConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=zoo.config.image_token_id,
+        downsample_factor=zoo.config.downsample_factor,
+        projector_hidden_size=zoo.config.projector_hidden_size,
+    )
+    return transformers.Lfm2VlForConditionalGeneration(config)
+
+
+def falcon_h1(zoo: nn.Module) -> torch.nn.Module:
+    """With all multipliers 1: mlx-vlm multiplies them into the weights when it loads a checkpoint."""
+    names = [
+        name for name in vars(zoo.config) if name.startswith("mamba_") and name not in ("mamba_expand", "mamba_use_mlp")
+    ]
+    config = transformers.FalconH1Config(
+        **{**TEXT, "num_hidden_layers": 3},
+        **HEADS,
+        **{name: getattr(zoo.config, name) for name in names},
+        vocab_size=zoo.config.vocab_size,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        mlp_multipliers=[1.0] * 2,
+        ssm_multipliers=[1.0] * 5,
+    )
+    return transformers.FalconH1ForCausalLM(config)
+
+
 def aya_vision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "num_attention_heads": 2, "patch_size": 4}
@@ -392,6 +426,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         ernie_token_types,
     ),
+    "lfm2_vl": Recipe(lfm2_vl, ((r"^(vision_tower|multi_modal_projector)\.", r"model.\1."), *LANGUAGE)),
+    "falcon_h1": Recipe(falcon_h1, ((r"^language_model\.", ""),)),
     "glm_ocr": Recipe(glm_ocr, VISUAL, token_types),
     "aya_vision": Recipe(
         aya_vision,

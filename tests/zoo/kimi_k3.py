@@ -72,14 +72,16 @@ def build() -> nn.Module:
     )
     head = "language_model.lm_head.weight"
     rules = [
-        Rule(head, fan_in(3.0)),
-        Rule(r"\.A_log$", spread(0.5, 0.5)),
-        Rule(r"\.dt_bias$", spread(0.5, -1.0)),
+        Rule(head, fan_in(2.6)),
+        Rule(r"\.A_log$", spread(0.5, -0.5)),
+        Rule(r"\.dt_bias$", spread(0.5, -2.0)),
+        Rule(r"self_attn\.(b_proj|f_b_proj)\.weight$", fan_in(0.7)),
         Rule(r"\.(embed_q|unembed_out)\.weight$", per_expert(1.3)),
+        Rule(r"_res_proj\.weight$", fan_in(0.3)),  # peaked, the mixture over blocks would magnify rounding
         Rule(r"e_score_correction_bias$", spread(0.1)),
         Rule(r"pos_emb\.weight$", spread(0.5)),
     ]
-    enliven(model, seed=30, rules=rules, quiet=head)
+    enliven(model, seed=31, rules=rules, quiet=head)
     return model
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models.minicpmv4_6.config import VisionConfig
 from mlx_vlm.models.minicpmv4_7 import config as upstream_config
 from mlx_vlm.models.minicpmv4_7 import minicpmv4_7 as upstream
-from mlx_vlm.models.minicpmv4_6.config import VisionConfig
 from mlx_vlm.models.qwen3_5_moe.config import TextConfig
 
 from . import minicpmv4_6 as before

@@ -15,6 +15,8 @@ class RecurrentCache(ArraysCache):
     join or a leave, which writes one row or closes its gap, costs no more than a step writes; no KV is involved.
     """
 
+    cache: list[Any]
+
     def __init__(self) -> None:
         super().__init__(0)
 
