@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.caches.rows import RowsCache
@@ -127,7 +128,7 @@ def new_point(logits: mx.array, found: Sequence[tuple[float, float]]) -> tuple[f
     last = logits.shape[-1] - 1
     point = (0.0, 0.0)
     for _ in range(MAX_RETRIES):
-        x, y = mx.argmax(logits, axis=-1).tolist()
+        x, y = np.array(mx.argmax(logits, axis=-1)).tolist()
         point = (x / last, y / last)
         if not any(abs(a - point[0]) < SAME_POINT and abs(b - point[1]) < SAME_POINT for a, b in found):
             break
