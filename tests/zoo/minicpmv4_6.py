@@ -9,9 +9,9 @@ import numpy as np
 from mlx_vlm.models.minicpmv4_6 import config as upstream_config
 from mlx_vlm.models.minicpmv4_6 import minicpmv4_6 as upstream
 
-from ._build import enliven, ids, pixels, text_request, words
+from ._build import activated, enliven, ids, pixels, text_request, words
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
+from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 from .qwen3_5 import HEAD, RULES, TEXT, rope
 
 PATCH = 4
@@ -66,13 +66,19 @@ def two_images(seed: int) -> Inputs:
     return request(seed, GRIDS[1], 2)
 
 
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """mlx-vlm's loop with the exact GELU in the merger after the tower."""
+    with activated(model.merger.mlp, nn.GELU(), "act"):
+        return generate_alone(model, inputs, num_tokens)
+
+
 FAMILY = TinyFamily(
     name="minicpmv4_6",
     build=build,
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step with a clean language model.",
-    no_reference="not recorded; the text model is qwen3_5's, which is, and every scenario is compared with mlx-vlm alone",
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model and the exact GELU in the merger after the tower, where "
+    "mlx-vlm has its tanh form; transformers agrees (tests/references).",
 )

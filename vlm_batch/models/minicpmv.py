@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.models.base import Adapter
@@ -21,6 +22,8 @@ from vlm_batch.types import PositionState
         notes=(
             "positions travel with the row: mlx-vlm keeps the last request's on the model (minicpmv4_6.py, "
             "_set_position_state)",
+            "the merger after the tower takes the exact GELU, as in transformers (MiniCPMV4_6DownsampleMLP); mlx-vlm takes "
+            "its tanh form (minicpmv4_6.py, MergerBlock)",
         ),
     )
 )
@@ -38,6 +41,11 @@ class MiniCPMV46(Qwen35):
             "video_sizes",
         }
     )
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for block in self.model.merger.mlp:
+            block.act = nn.GELU()
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, which checks itself that every slice has its tokens."""
@@ -59,9 +67,7 @@ class MiniCPMV46(Qwen35):
     ModelSpec(
         family="minicpmv4_7",
         model_types=("minicpmv4_7",),
-        notes=(
-            "positions travel with the row: mlx-vlm keeps the last request's on the model, too (minicpmv4_7.py:110)",
-        ),
+        notes=("positions and the merger's GELU: as minicpmv4_6",),
     )
 )
 class MiniCPMV47(MiniCPMV46):
