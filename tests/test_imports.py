@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("types",),
     ("registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
     ("caches",),
-    ("batch",),
+    ("batch", "compiled"),
     ("models", "generator"),
     ("batcher",),
     ("console", "cli"),

@@ -49,16 +49,17 @@ def test_nothing_to_prefill_is_an_empty_plan() -> None:
     assert SCHEDULER.plan([], 10) == ()
 
 
-def test_free_places_go_by_priority_then_age() -> None:
+def test_rows_wait_by_priority_then_age() -> None:
     waiting = [WaitingRow("old", 0, 3.0), WaitingRow("new", 0, 1.0), WaitingRow("urgent", 2, 0.0)]
-    assert SCHEDULER.admit(waiting, num_live=1) == ["urgent", "old", "new"]
-    assert SCHEDULER.admit(waiting, num_live=3) == ["urgent"]
-    assert SCHEDULER.admit(waiting, num_live=4) == []
+    assert SCHEDULER.order(waiting) == ["urgent", "old", "new"]
 
 
 def test_waiting_lifts_a_row_over_any_priority() -> None:
-    waiting = [WaitingRow("patient", 0, 16.0), WaitingRow("urgent", 2, 0.0)]
-    assert SCHEDULER.admit(waiting, num_live=3) == ["patient"]
+    assert SCHEDULER.order([WaitingRow("urgent", 2, 0.0), WaitingRow("patient", 0, 16.0)]) == ["patient", "urgent"]
+
+
+def test_places_are_bounded() -> None:
+    assert [SCHEDULER.num_free(live) for live in (0, 3, 4, 5)] == [4, 1, 0, 0]
 
 
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:

@@ -427,7 +427,8 @@ def _engine(
 ) -> tuple[BatchGenerator, Processing]:
     adapter = adapt(model)
     if adapter.max_rows is not None:
-        settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows))
+        # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
+        settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
     processing = Processing(processor, model.config)
     generator = BatchGenerator(
         adapter,

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from vlm_batch.batch import DecodeBatch, Row
 from vlm_batch.caches import Placement, arrays_of
+from vlm_batch.compiled import CompiledDecode, pays_to_compile
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
 from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow
@@ -42,6 +43,8 @@ T = TypeVar("T")
 class ModelAdapter(Protocol):
     """What the engine asks of a family (``vlm_batch.models.base.Adapter`` says what each call does)."""
 
+    @property
+    def compiles(self) -> bool: ...
     @property
     def max_context(self) -> int | None: ...
     def image_token_ids(self) -> frozenset[int]: ...
@@ -76,6 +79,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
     """
 
     def __init__(
@@ -87,8 +91,11 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
+        compile_decode: bool | None = None,
     ) -> None:
         self.adapter = adapter
+        wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
+        self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
         self.scheduler = Scheduler(config or SchedulerConfig())
         self.decode_text = decode_text or (lambda ids: "")
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -189,20 +196,35 @@ class BatchGenerator:
             self._pace.record(decoded - begin, sum(count for _, count, _ in launched.chunks), prefilled - decoded)
 
     def _admit(self, is_decoding: bool) -> None:
-        """Give free places to waiting rows and encode them: one a step beside decoding rows, else a budget's worth."""
+        """Give free places to waiting rows, and encode a few rows ahead: one a step beside decoding rows, else more."""
         now = time.perf_counter()
-        waiting = [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
-        for request_id in self.scheduler.admit(waiting, len(self._prefilling) + len(self.batch)):
-            row = self._waiting.pop(request_id)
-            row.started = now
-            self._guard(row, self._encode, row)
-            pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
-            if is_decoding or pending >= self.scheduler.config.idle_budget:
-                break
+        order = self.scheduler.order(
+            [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
+        )
+        num_free = self.scheduler.num_free(len(self._prefilling) + len(self.batch))
+        num_encoded = 0
+        for index, request_id in enumerate(order[: num_free + self.scheduler.config.encode_ahead]):
+            row = self._waiting[request_id]
+            has_place = index < num_free
+            if row.encoded is None:
+                if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
+                    return
+                self._guard(row, self._encode, row)
+                num_encoded += 1
+            if has_place and row.encoded is not None:
+                row.started = row.started or now
+                row.cache = self.adapter.make_cache()
+                row.status = Status.PREFILL
+                self._prefilling[request_id] = self._waiting.pop(request_id)
+
+    def _has_prefill_work(self) -> bool:
+        """Whether the prompts that have places fill a step."""
+        pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
+        return pending >= self.scheduler.config.idle_budget
 
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None
-        begin = time.perf_counter()
+        row.started = begin = time.perf_counter()
         encoded = self.adapter.encode(row.inputs)
         row.inputs = None
         context = self.adapter.max_context
@@ -216,10 +238,7 @@ class BatchGenerator:
         row.decode_extras = encoded.decode
         if needs_history(row.params):
             row.history = encoded.input_ids[0].astype(mx.int32)
-        row.cache = self.adapter.make_cache()
-        row.status = Status.PREFILL
         row.encode_seconds = time.perf_counter() - begin
-        self._prefilling[row.request_id] = row
 
     def _prefill(self, chunk: Chunk) -> Row | None:
         """Run one chunk; the row, if that ended its prompt."""
@@ -261,7 +280,11 @@ class BatchGenerator:
         tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.decode_extras for row in places]
-        logits = self.adapter.decode(DecodeStep(tokens, positions, self.batch.layers, extras))  # (B, V)
+        step = DecodeStep(tokens, positions, self.batch.layers, extras)
+        if self._compiled is not None and CompiledDecode.can_compile(self.batch.layers, extras):
+            logits = self._compiled(step)  # (B, V)
+        else:
+            logits = self.adapter.decode(step)
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> _Flight | None:

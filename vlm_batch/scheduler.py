@@ -19,12 +19,14 @@ class SchedulerConfig:
     """Limits of a step.
 
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
-    tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing decodes.
+    tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
+    decodes. ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step.
     """
 
     max_rows: int = 8
     prefill_budget: int | None = None
     idle_budget: int = 2048
+    encode_ahead: int = 2
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
 
@@ -54,12 +56,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
 
-    def admit(self, waiting: Sequence[WaitingRow], num_live: int) -> list[str]:
-        """Which waiting rows get a place now, in order."""
-        free = max(0, self.config.max_rows - num_live)
-        return [
-            row.request_id for row in sorted(waiting, key=lambda row: self.urgency(row.priority, row.waited))[:free]
-        ]
+    def order(self, waiting: Sequence[WaitingRow]) -> list[str]:
+        """Waiting rows, most urgent first."""
+        return [row.request_id for row in sorted(waiting, key=lambda row: self.urgency(row.priority, row.waited))]
+
+    def num_free(self, num_live: int) -> int:
+        """How many rows can be given a place."""
+        return max(0, self.config.max_rows - num_live)
 
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
         """The chunks to prefill, oldest row first, within the step's budget.

@@ -80,7 +80,6 @@ class RowsCache:
 
     def put(self, place: int, cache: Any) -> None:
         """Adopt a row's own cache; nothing is copied."""
-        self.places.extend([None] * (place + 1 - len(self.places)))
         self.places[place] = cache
 
     def clear(self, place: int) -> None:
@@ -91,9 +90,10 @@ class RowsCache:
         """Forget the row at a place and close the gap."""
         del self.places[place]
 
-    def truncate(self, num_places: int) -> None:
+    def resize(self, num_places: int) -> None:
         """Keep the first places only (the others are empty)."""
         del self.places[num_places:]
+        self.places.extend([None] * (num_places - len(self.places)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
