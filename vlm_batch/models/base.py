@@ -27,8 +27,10 @@ class Adapter:
     """
 
     spec: ClassVar[ModelSpec]
-    #: Processor outputs that ``get_input_embeddings`` needs; others than these and ``IGNORED_INPUTS`` are refused.
+    #: Processor outputs that ``get_input_embeddings`` needs; others than these and the ignored ones are refused.
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
+    #: Further outputs of the family's processor that its model does not read.
+    ignored_inputs: ClassVar[frozenset[str]] = frozenset()
     #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed
     #: whole).
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
@@ -64,8 +66,8 @@ class Adapter:
 
         Raises InvalidPrompt for a key that the family does not know.
         """
-        ids = inputs["input_ids"]
         extra = self._known_inputs(inputs)
+        ids = self.expand_ids(inputs["input_ids"], extra)
         features = self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
         prefill, decode = self.split(features)
@@ -81,6 +83,10 @@ class Adapter:
         )
         self.forget()
         return encoded
+
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
+        return ids
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's ``get_input_embeddings`` makes of a request; None values are dropped."""
@@ -180,7 +186,7 @@ class Adapter:
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
-        unknown = set(given) - self.input_keys - IGNORED_INPUTS
+        unknown = set(given) - self.input_keys - self.ignored_inputs - IGNORED_INPUTS
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
@@ -197,10 +203,48 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
     return value[tuple(index)]
 
 
-def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -> mx.array | None:
+def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """The runs [start, end) of placeholder ids in a prompt (1, L)."""
+    inside = np.isin(np.array(ids[0]), list(markers)).astype(np.int8)
+    edges = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int], fill: int | None = None) -> mx.array:
+    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times, as ``fill`` if the marker is no token.
+
+    Raises InvalidPrompt if there are not as many placeholders as counts.
+    """
+    tokens = np.array(ids[0])
+    places = np.flatnonzero(tokens == marker)
+    if len(places) != len(counts):
+        raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
+    repeats = np.ones(len(tokens), dtype=np.int64)
+    repeats[places] = counts
+    tokens[places] = marker if fill is None else fill
+    return mx.array(np.repeat(tokens, repeats)[None])
+
+
+def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
+    """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
+
+    Raises InvalidPrompt if the prompt has another number of placeholders.
+    """
+    places = [index for index, token in enumerate(np.array(ids[0]).tolist()) if token in markers]
+    if len(places) != len(features):
+        raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
+    filled = mx.array(embeds)
+    filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
+    return filled
+
+
+def bidirectional_mask(
+    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None
+) -> mx.array | None:
     """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
 
-    None if no span lies in the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
+    With a ``window``, a token sees no further back than that many positions, its own included. None if no span lies in
+    the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
     """
     inside = [(first, stop) for first, stop in spans if start <= first < end]
     if not inside:
@@ -209,17 +253,15 @@ def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -
     mask = columns <= rows
     for first, stop in inside:
         mask = mask | ((rows >= first) & (rows < stop) & (columns >= first) & (columns < stop))
+    if window is not None:
+        mask = mask & (columns > rows - window)
     return mask[None, None]
 
 
-class MRoPEAdapter(Adapter):
-    """Families with three-dimensional positions (time, height, width), given to every forward.
+class GridAdapter(Adapter):
+    """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
-    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
-    (Qwen2-VL, arXiv:2409.12191, section 2.1).
-    """
-
-    input_keys = Adapter.input_keys | {"image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+    input_keys = Adapter.input_keys | {"image_grid_thw"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
@@ -230,6 +272,22 @@ class MRoPEAdapter(Adapter):
             pictures = sum(len(grid) for grid in grids)
             raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_thw" not in extra:
+            return ()
+        patch = int(self.config.vision_config.patch_size)
+        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
+
+
+class MRoPEAdapter(GridAdapter):
+    """Families with three-dimensional positions (time, height, width), given to every forward.
+
+    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
+    (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """
+
+    input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
@@ -242,9 +300,3 @@ class MRoPEAdapter(Adapter):
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}
-
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        if "image_grid_thw" not in extra:
-            return ()
-        patch = int(self.config.vision_config.patch_size)
-        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
