@@ -38,15 +38,18 @@ def read(path: Path) -> list[Record]:
 
 
 def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
-    """Scenarios down, families across; each cell the largest difference of log-probabilities, or why there is none."""
+    """Families down, numbered scenarios across; each cell the largest difference of log-probabilities, or why there is none."""
     cells = {(record["scenario"], record["family"]): _number(record["difference"]) for record in records}
     for spec in specs:
-        cells |= {(scenario, spec.family): "known gap" for scenario, _ in spec.known_gaps}
+        cells |= {(scenario, spec.family): "gap" for scenario, _ in spec.known_gaps}
     scenarios = sorted({scenario for scenario, _ in cells})
-    lines = ["| | " + " | ".join(spec.family for spec in specs) + " |", "|---" * (len(specs) + 1) + "|"]
-    for scenario in scenarios:
-        row = [cells.get((scenario, spec.family), FAILED) for spec in specs]
-        lines.append("| " + " | ".join([scenario.replace("_", " "), *row]) + " |")
+    numbers = [str(number) for number in range(1, len(scenarios) + 1)]
+    lines = ["| | " + " | ".join(numbers) + " |", "|---" * (len(scenarios) + 1) + "|"]
+    for spec in specs:
+        row = [cells.get((scenario, spec.family), FAILED) for scenario in scenarios]
+        lines.append("| " + " | ".join([spec.family, *row]) + " |")
+    named = [f"{number}. {scenario.replace('_', ' ')}" for number, scenario in zip(numbers, scenarios, strict=True)]
+    lines += ["", "The scenarios:", "", *named]
     gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
     notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
     if gaps:
@@ -57,7 +60,7 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
 
 
 def _number(difference: float) -> str:
-    return f"{difference:.1e}".replace("e-0", "e-") if difference else "0"
+    return f"{difference:.0e}".replace("e-0", "e-") if difference else "0"
 
 
 def insert(page: str, table: str) -> str:

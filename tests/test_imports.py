@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("batch", "compiled"),
     ("models", "generator"),
     ("batcher",),
+    ("bench",),
     ("console", "cli"),
     ("__main__",),
 )
