@@ -218,7 +218,12 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         _show(console, title, points)
     sides = shape.scale.image_patches
     pictures = [
-        {"pixels": side * 14, "tokens": side * side // 4, "pictures": n, "ms": 1000 * encode_seconds(model, shape, side, n)}
+        {
+            "pixels": side * 14,
+            "tokens": side * side // 4,
+            "pictures": n,
+            "ms": 1000 * encode_seconds(model, shape, side, n),
+        }
         for side in (sides[0], sides[len(sides) // 2], sides[-1])
         for n in (1, 4)
     ]
@@ -250,7 +255,17 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _show(console: Console, title: str, points: Sequence[dict[str, float]]) -> None:
     table = Table(title=title, title_justify="left")
-    for heading in ("rows", "context", "bytes ms", "flops ms", "floor ms", "bare loop ms", "engine ms", "engine/bare", "of the floor"):
+    for heading in (
+        "rows",
+        "context",
+        "bytes ms",
+        "flops ms",
+        "floor ms",
+        "bare loop ms",
+        "engine ms",
+        "engine/bare",
+        "of the floor",
+    ):
         table.add_column(heading, justify="right")
     for found in points:
         names = ("bytes_ms", "flops_ms", "floor_ms", "bare_ms", "engine_ms")

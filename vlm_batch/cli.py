@@ -324,12 +324,14 @@ def parser() -> argparse.ArgumentParser:
     _add_answering(showing)
     showing.set_defaults(command=demo, model=None, trust_remote_code=False)
 
-    _add_bench(commands.add_parser(
-        "bench",
-        help="put a chat load on a model and show where its time goes",
-        description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
-        "how fast this machine answers them, and where the time goes.",
-    ))
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="put a chat load on a model and show where its time goes",
+            description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
+            "how fast this machine answers them, and where the time goes.",
+        )
+    )
 
     listing = commands.add_parser(
         "families", help="list the model families", description="List the model families that are batched."

@@ -45,7 +45,13 @@ class Remote:
         command += ["--shape", args.shape, "--clock", args.clock, "--threads", str(args.threads)]
         self.errors = log.open("w", encoding="utf-8")
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
         )
         self.ready: dict[str, Any] = {}
 

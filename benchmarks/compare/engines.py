@@ -280,9 +280,7 @@ def _stack(asks: Sequence[Ask]) -> dict[str, Any]:
     for row, ask in enumerate(asks):
         ids[row, width - ask.length :] = ask.inputs["input_ids"][0]
         mask[row, width - ask.length :] = 1
-    pictures = {
-        name: np.concatenate([ask.inputs[name] for ask in asks]) for name in ("pixel_values", "image_grid_thw")
-    }
+    pictures = {name: np.concatenate([ask.inputs[name] for ask in asks]) for name in ("pixel_values", "image_grid_thw")}
     return {"input_ids": ids, "attention_mask": mask, **pictures}
 
 

@@ -223,9 +223,7 @@ def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Ma
             gaps[ask.name] = math.inf
             continue
         best, logprobs = answers[f"{ask.source}/best"][step].tolist(), answers[f"{ask.source}/logprobs"][step]
-        gaps[ask.name] = (
-            float(logprobs.max() - logprobs[best.index(given[step])]) if given[step] in best else math.inf
-        )
+        gaps[ask.name] = float(logprobs.max() - logprobs[best.index(given[step])]) if given[step] in best else math.inf
     return Verdict(len(workload.asks), gaps)
 
 

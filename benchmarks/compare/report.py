@@ -146,7 +146,9 @@ def draw(path: Path, titles: Mapping[str, str], found: Found) -> bool:
     shown = (("seconds", 1, "total, s"), ("ttft_p95", 1, "TTFT p95, s"), ("itl_max", 1000, "longest gap, ms"))
     shown += (("peak_mb", 1, "peak memory beyond weights, MB"),)
     workloads = [name for name, engines in found.items() if engines]
-    figure, axes = pyplot.subplots(len(workloads), len(shown), figsize=(4 * len(shown), 2.2 * len(workloads)), squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(workloads), len(shown), figsize=(4 * len(shown), 2.2 * len(workloads)), squeeze=False
+    )
     for row, workload in enumerate(workloads):
         engines = {name: runs for name, runs in found[workload].items() if runs and all(_counts(run) for run in runs)}
         for column, (name, factor, title) in enumerate(shown):

@@ -93,7 +93,9 @@ class Shape:
         return 2 * 3 * int(self.vision["patch_size"]) ** 2
 
 
-def _text(hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> dict[str, Any]:
+def _text(
+    hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
     half = hidden // heads // 2
     section = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]  # the published models' shares
     return {
@@ -128,9 +130,7 @@ def _vision(depth: int, hidden: int, inner: int, heads: int, out: int, full: lis
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape(
-            "tiny", _text(64, 2, 96, 4, 2, 256, False), _vision(2, 32, 64, 2, 64, [1]), "float32", 1e-3, TINY_SCALE
-        ),
+        Shape("tiny", _text(64, 2, 96, 4, 2, 256, False), _vision(2, 32, 64, 2, 64, [1]), "float32", 1e-3, TINY_SCALE),
         Shape(
             "small",
             _text(512, 6, 2048, 8, 8, 16384, False),
@@ -156,6 +156,8 @@ def build(shape: Shape, seed: int = 25) -> Any:
     import mlx.core as mx
     from mlx_vlm.models import qwen2_5_vl as upstream
 
+    from vlm_batch.registry import adapter_for
+
     size = shape.vocabulary
     model = upstream.Model(
         upstream.ModelConfig(
@@ -170,6 +172,10 @@ def build(shape: Shape, seed: int = 25) -> Any:
             vision_config=upstream.VisionConfig(**shape.vision),
         )
     )
+    if mx.default_device().type == mx.DeviceType.gpu:
+        # For every engine: on CUDA mlx-vlm's own vision tower ends the process (SIGFPE) at windows of no patches.
+        tower = model.vision_tower
+        tower.__class__ = adapter_for("qwen2_5_vl").mends()[type(tower)]
     enliven(model, getattr(mx, shape.dtype), seed)
     model.eval()
     return model

@@ -86,7 +86,9 @@ def main() -> None:
     os.dup2(2, 1)
 
     def say(line: dict[str, Any]) -> None:
-        finite = {name: None if value in (math.inf, -math.inf) or value != value else value for name, value in line.items()}
+        finite = {
+            name: None if value in (math.inf, -math.inf) or value != value else value for name, value in line.items()
+        }
         answer.write(json.dumps(finite) + "\n")
         answer.flush()
 

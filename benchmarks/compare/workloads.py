@@ -137,9 +137,7 @@ def _churn(every: int) -> Callable[[Shape], Workload]:
         ]
         ends = [every * (row + 1) for row in range(rows)]  # the first rows leave one by one
         ends += [every * rows] * (scale.churn_steps // every)
-        asks = [
-            Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}") for i, tokens in enumerate(ends)
-        ]
+        asks = [Ask(f"churn-{i}", contexts[i % 4], tokens, same_as=f"context-{i % 4}") for i, tokens in enumerate(ends)]
         return Workload(
             f"churn-{every}",
             f"(d) churn: {rows} rows at {scale.churn_context} tokens, a leave and a join every {every} steps, "
