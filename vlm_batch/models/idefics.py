@@ -88,7 +88,7 @@ class Idefics2(Idefics3):
         """(3, H, W) and which pixels are its own (H, W) -> (latents, D)"""
         patch = self.config.vision_config.patch_size
         high, wide = (
-            min(-(-int(mx.any(mask != 0, axis=axis).sum().item()) // patch), mask.shape[1 - axis] // patch) * patch
+            min(-(-int(np.array(mask).any(axis=axis).sum()) // patch), mask.shape[1 - axis] // patch) * patch
             for axis in (1, 0)
         )
         states, *_ = self.model.vision_model(picture[:, :high, :wide].transpose(1, 2, 0)[None])

@@ -121,7 +121,7 @@ def best_grid(size: Sequence[int], tile: int, grids: Sequence[tuple[int, int]]) 
     """Which grid (rows, columns) of tiles the processor cut a picture of (high, wide) pixels into."""
     from transformers.image_processing_utils import select_best_resolution
 
-    best = select_best_resolution(list(size), [(tile * rows, tile * columns) for rows, columns in grids])
+    best = select_best_resolution((size[0], size[1]), [(tile * rows, tile * columns) for rows, columns in grids])
     return best[0] // tile, best[1] // tile
 
 
