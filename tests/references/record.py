@@ -28,9 +28,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.references.towers import TOWERS
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
-from tests.references.towers import TOWERS
 from tests.zoo.aya_vision import LOGIT_SCALE
 
 STEPS = 8

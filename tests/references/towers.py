@@ -84,6 +84,32 @@ def granite_vision(zoo: nn.Module) -> torch.nn.Module:
     return transformers.LlavaNextForConditionalGeneration(config)
 
 
+def granite4_vision(zoo: nn.Module) -> torch.nn.Module:
+    ours, text = zoo.config, zoo.config.text_config
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    config = transformers.Granite4VisionConfig(
+        text_config={
+            "model_type": "granitemoehybrid",
+            **text_of(zoo),
+            **{name: getattr(text, name) for name in names},
+            "layer_types": ["attention"] * 4,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        image_token_index=ours.image_token_index,
+        image_grid_pinpoints=ours.image_grid_pinpoints,
+        downsample_rate=ours.downsample_rate,
+        deepstack_layer_map=ours.deepstack_layer_map,
+        use_spatial_sampling=True,
+        spatial_target_layers=ours.spatial_target_layers,
+        spatial_vision_layer=ours.spatial_vision_layer,
+        vision_feature_select_strategy=ours.vision_feature_select_strategy,
+        tie_word_embeddings=False,
+    )
+    return transformers.Granite4VisionForConditionalGeneration(config)
+
+
 def llava_onevision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
     config = transformers.LlavaOnevisionConfig(
@@ -234,7 +260,9 @@ def gemma4_unified(zoo: nn.Module) -> torch.nn.Module:
 
 def as_patches(inputs: Inputs) -> dict[str, Any]:
     """transformers' processor cuts the patches, which mlx-vlm's model does, and says where they lie."""
-    found: dict[str, Any] = {"mm_token_type_ids": torch.tensor(inputs.get("mm_token_type_ids", inputs["input_ids"] * 0))}
+    found: dict[str, Any] = {
+        "mm_token_type_ids": torch.tensor(inputs.get("mm_token_type_ids", inputs["input_ids"] * 0))
+    }
     if "pixel_values" in inputs and "image_position_ids" not in inputs:
         pictures = inputs["pixel_values"]
         number, _, high, wide = pictures.shape
@@ -340,6 +368,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     "gemma4": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches},
     "gemma4_experts": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches, "convert": gemma4_experts},
     "gemma4_unified": {"build": gemma4_unified, "rename": GEMMA4_UNIFIED, "inputs": as_patches},
+    "granite4_vision": {
+        "build": granite4_vision,
+        "rename": (*RENAME, (r"^(layerwise|spatial)_projectors", r"model.\1_projectors")),
+        "unused": r"vision_model\.head\.",
+    },
     "idefics2": {"build": idefics2, "rename": IDEFICS},
     "idefics3": {"build": idefics3, "rename": IDEFICS},
     "smolvlm": {"build": idefics3, "rename": IDEFICS},

@@ -171,7 +171,7 @@ def greedy_both_ways(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace
         tail = trunk.embed_tokens(mx.array([generated], dtype=mx.int32)) * trunk.embed_scale
         full, sliding = _masks(np.append(inputs["input_ids"][0], np.array(generated, dtype=np.int32)))
         right = [full if kind == "full_attention" else sliding for kind in LAYER_TYPES]
-        with mock.patch.object(type(trunk), "_make_masks", lambda *_: right):
+        with mock.patch.object(type(trunk), "_make_masks", return_value=right):
             hidden = mx.concatenate([prompt, tail], axis=1)
             return model.language_model(None, inputs_embeds=hidden).logits[0, -1]
 

@@ -14,7 +14,6 @@ from ._types import Inputs, Trace
 from .mistral3 import build_with, tiny
 from .mistral3_ministral3 import ROPE
 
-
 #: Rotations as published (YaRN without a factor of its own for attention), over a length that short prompts exceed.
 YARN: dict[str, Any] = {**ROPE, "type": "yarn", "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}

@@ -86,9 +86,7 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         tokens = mx.array([ids])
     features = [model.aligner(model.vision_model(p[None].transpose(0, 2, 3, 1))[0])[0] for p in pictures]
     embeds = model.language_model.model.embed_tokens(tokens)
-    return generate_from_embeddings(
-        model, put_pictures(embeds, tokens, IMAGE, mx.concatenate(features)), num_tokens
-    )
+    return generate_from_embeddings(model, put_pictures(embeds, tokens, IMAGE, mx.concatenate(features)), num_tokens)
 
 
 FAMILY = TinyFamily(

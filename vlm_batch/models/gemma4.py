@@ -51,8 +51,8 @@ class Gemma4(Adapter):
                 for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
                     if layer.layer_type in kinds:
                         if entry is not None:  # without a cache, a layer shares the keys of one before it
-                            width = entry.make_mask(h.shape[1], window_size=self.window_size, return_array=True).shape[-1]
-                            kinds[layer.layer_type] = kinds[layer.layer_type][..., -width:]
+                            usual = entry.make_mask(h.shape[1], window_size=self.window_size, return_array=True)
+                            kinds[layer.layer_type] = kinds[layer.layer_type][..., -usual.shape[-1] :]
                         masks[index] = kinds[layer.layer_type]
                 return masks
 

@@ -12,7 +12,6 @@ import mlx.nn as nn
 from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
-
 #: transformers, modeling_mistral4.py, Mistral4RMSNorm.
 LATENT_EPS = 1e-6
 
