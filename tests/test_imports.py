@@ -21,7 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("batch", "compiled"),
     ("models", "generator"),
     ("batcher",),
-    ("console", "bench", "cli"),
+    ("console",),
+    ("bench",),
+    ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -237,7 +237,7 @@ class BatchGenerator:
         row.image_tokens, row.model_image_sizes = encoded.image_tokens, encoded.model_image_sizes
         row.decode_extras = encoded.decode
         if needs_history(row.params):
-            row.history = encoded.input_ids[0].astype(mx.int32)
+            row.history = mx.array([token for token in encoded.input_ids[0].tolist() if token >= 0], dtype=mx.int32)
         row.encode_seconds = time.perf_counter() - begin
 
     def _prefill(self, chunk: Chunk) -> Row | None:

@@ -273,6 +273,81 @@ def ernie_token_types(inputs: Inputs) -> dict[str, Any]:
     return {**token_types(inputs), "moe_mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
 
 
+def lfm2_vl(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_patches": 16, "vision_use_head": False}
+    text = {**TEXT, **HEADS, "model_type": "lfm2", "vocab_size": zoo.config.text_config.vocab_size, "norm_eps": 1e-5}
+    text |= {"layer_types": zoo.config.text_config.layer_types, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    config = transformers.Lfm2VlConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=zoo.config.image_token_id,
+        downsample_factor=zoo.config.downsample_factor,
+        projector_hidden_size=zoo.config.projector_hidden_size,
+    )
+    return transformers.Lfm2VlForConditionalGeneration(config)
+
+
+def falcon_h1(zoo: nn.Module) -> torch.nn.Module:
+    """With all multipliers 1: mlx-vlm multiplies them into the weights when it loads a checkpoint."""
+    names = [
+        name for name in vars(zoo.config) if name.startswith("mamba_") and name not in ("mamba_expand", "mamba_use_mlp")
+    ]
+    config = transformers.FalconH1Config(
+        **{**TEXT, "num_hidden_layers": 3},
+        **HEADS,
+        **{name: getattr(zoo.config, name) for name in names},
+        vocab_size=zoo.config.vocab_size,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        mlp_multipliers=[1.0] * 2,
+        ssm_multipliers=[1.0] * 5,
+    )
+    return transformers.FalconH1ForCausalLM(config)
+
+
+def minicpmv_parts(zoo: nn.Module) -> dict[str, Any]:
+    ours = zoo.config.text_config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 32, "patch_size": 4, "insert_layer_id": 0}
+    text = {**TEXT, **HEADS, "model_type": ours.model_type, "head_dim": 16, "vocab_size": ours.vocab_size}
+    names = ["linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"]
+    text |= {name: getattr(ours, name) for name in [*names, "linear_conv_kernel_dim"]}
+    text["layer_types"] = ["linear_attention", "full_attention"] * 2
+    text["rope_parameters"] = mrope([2, 1, 1], partial_rotary_factor=0.5, mrope_interleaved=True)
+    return {"text_config": text, "vision_config": vision, "insert_layer_id": 0, "image_size": 32}
+
+
+def minicpmv4_6(zoo: nn.Module) -> torch.nn.Module:
+    from tests.zoo.minicpmv4_6 import IMAGE
+
+    config = transformers.MiniCPMV4_6Config(**minicpmv_parts(zoo), image_token_id=IMAGE)
+    return transformers.MiniCPMV4_6ForConditionalGeneration(config)
+
+
+def minicpmv4_7(zoo: nn.Module) -> torch.nn.Module:
+    parts, ours = minicpmv_parts(zoo), zoo.config
+    shared = ours.text_config.shared_expert_intermediate_size
+    parts["text_config"] |= {**experts(ours.text_config), "shared_expert_intermediate_size": shared}
+    names = ["image_token_id", "video_token_id", "image_start_id", "image_end_id"]
+    names += ["slice_start_id", "slice_end_id", "newline_id"]
+    config = transformers.MiniCPMV4_7Config(**parts, **{name: getattr(ours, name) for name in names})
+    return transformers.MiniCPMV4_7ForConditionalGeneration(config)
+
+
+def packed(inputs: Inputs) -> dict[str, Any]:
+    """All patches side by side, and the tokens' kinds where positions are made of them."""
+    if "tgt_sizes" not in inputs:
+        return {}
+    from tests.zoo.minicpmv4_6 import IMAGE
+
+    pixels = np.concatenate(inputs["pixel_values"][0], axis=-1)[None]
+    found = {"pixel_values": torch.tensor(pixels), "target_sizes": torch.tensor(inputs["tgt_sizes"][0])}
+    kinds = {"mm_token_type_ids": torch.tensor((inputs["input_ids"] == IMAGE).astype(np.int64))}
+    return {**found, "tgt_sizes": None, "image_bound": None, **({} if "image_bound" in inputs else kinds)}
+
+
 def aya_vision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "num_attention_heads": 2, "patch_size": 4}
@@ -405,6 +480,14 @@ def molmo2_inputs(inputs: Inputs) -> dict[str, Any]:
     }
 
 
+MINICPM = (
+    (r"^vision_tower\.", "model.vision_tower."),
+    (r"^vit_merger\.", "model.vision_tower.vit_merger."),
+    (r"^merger\.", "model.merger."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
+MINICPM_NORMS = r"^language_model.*(_layernorm|[qk]_norm|model\.norm)\.weight$"
 VISUAL = ((r"^vision_tower\.", "model.visual."), *LANGUAGE)
 RECIPES: dict[str, Recipe] = {
     "qwen2_vl": Recipe(qwen2_vl, VISUAL, token_types),
@@ -455,6 +538,10 @@ RECIPES: dict[str, Recipe] = {
         ),
         ernie_token_types,
     ),
+    "lfm2_vl": Recipe(lfm2_vl, ((r"^(vision_tower|multi_modal_projector)\.", r"model.\1."), *LANGUAGE)),
+    "minicpmv4_6": Recipe(minicpmv4_6, MINICPM, packed, less_one=MINICPM_NORMS),
+    "minicpmv4_7": Recipe(minicpmv4_7, MINICPM, packed, less_one=MINICPM_NORMS),
+    "falcon_h1": Recipe(falcon_h1, ((r"^language_model\.", ""),)),
     "glm_ocr": Recipe(glm_ocr, VISUAL, token_types),
     "aya_vision": Recipe(
         aya_vision,

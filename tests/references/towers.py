@@ -67,6 +67,21 @@ def llava_next(zoo: nn.Module) -> torch.nn.Module:
     return transformers.LlavaNextForConditionalGeneration(config)
 
 
+def granite_vision(zoo: nn.Module) -> torch.nn.Module:
+    ours, text = zoo.config, zoo.config.text_config
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    config = transformers.LlavaNextConfig(
+        text_config={"model_type": "granite", **text_of(zoo), **{name: getattr(text, name) for name in names}},
+        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        image_token_index=ours.image_token_index,
+        image_grid_pinpoints=ours.image_grid_pinpoints,
+        vision_feature_layer=ours.vision_feature_layer,
+        vision_feature_select_strategy=ours.vision_feature_select_strategy,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
 def llava_onevision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
     config = transformers.LlavaOnevisionConfig(
@@ -142,6 +157,39 @@ def mistral3(zoo: nn.Module) -> torch.nn.Module:
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
+def idefics2(zoo: nn.Module) -> torch.nn.Module:
+    perceiver = zoo.config.perceiver_config
+    names = ("num_key_value_heads", "resampler_depth", "resampler_head_dim", "resampler_n_heads", "resampler_n_latents")
+    config = transformers.Idefics2Config(
+        text_config={"model_type": "mistral", "sliding_window": None, **text_of(zoo)},
+        vision_config=vision_of(zoo),
+        perceiver_config={name: getattr(perceiver, name) for name in names},
+        image_token_id=zoo.config.image_token_id,
+        tie_word_embeddings=False,
+    )
+    return transformers.Idefics2ForConditionalGeneration(config)
+
+
+def idefics3(zoo: nn.Module) -> torch.nn.Module:
+    kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[zoo.config.model_type]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={"model_type": "llama", **text_of(zoo), "pad_token_id": 0},
+        vision_config=vision_of(zoo),
+        image_token_id=zoo.config.image_token_id,
+        scale_factor=zoo.config.scale_factor,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+IDEFICS = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.", "model.text_model."),
+    (r"^(vision_model|connector)\.", r"model.\1."),
+)
+
+
 def internvl(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.InternVLConfig(
         text_config={"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False, **text_of(zoo)},
@@ -206,6 +254,16 @@ TOWERS: dict[str, dict[str, Any]] = {
     "paligemma2": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
     "pixtral": {"build": pixtral, "rename": RENAME},
     "gemma3": {"build": gemma3, "rename": RENAME, "inputs": picture_types},
+    # Granite's logits are divided (modeling_granite.py), LLaVA-NeXT's class forgets it, as it does for Cohere2.
+    "granite_vision": {
+        "build": granite_vision,
+        "rename": RENAME,
+        "unused": r"vision_model\.head\.",
+        "logit_scale": 0.5,
+    },
+    "idefics2": {"build": idefics2, "rename": IDEFICS},
+    "idefics3": {"build": idefics3, "rename": IDEFICS},
+    "smolvlm": {"build": idefics3, "rename": IDEFICS},
     "internvl": {"build": internvl, "rename": RENAME, "inputs": without_batch},
     "llava_next": {"build": llava_next, "rename": RENAME},
     "llava_onevision": {"build": llava_onevision, "rename": RENAME},

@@ -66,8 +66,8 @@ class Adapter:
 
         Raises InvalidPrompt for a key that the family does not know.
         """
+        ids = inputs["input_ids"]
         extra = self._known_inputs(inputs)
-        ids = self.expand_ids(inputs["input_ids"], extra)
         features = self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
         prefill, decode = self.split(features)
@@ -83,10 +83,6 @@ class Adapter:
         )
         self.forget()
         return encoded
-
-    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
-        """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
-        return ids
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's ``get_input_embeddings`` makes of a request; None values are dropped."""
@@ -210,8 +206,8 @@ def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], .
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int], fill: int | None = None) -> mx.array:
-    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times, as ``fill`` if the marker is no token.
+def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx.array:
+    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times.
 
     Raises InvalidPrompt if there are not as many placeholders as counts.
     """
@@ -221,7 +217,6 @@ def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int], fill:
         raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
     repeats = np.ones(len(tokens), dtype=np.int64)
     repeats[places] = counts
-    tokens[places] = marker if fill is None else fill
     return mx.array(np.repeat(tokens, repeats)[None])
 
 
