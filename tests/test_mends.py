@@ -45,6 +45,7 @@ def test_a_block_cache_shows_each_token_its_own_block(chunks: list[int]) -> None
 def test_block_slabs_show_each_row_its_own_block(lengths: tuple[int, int]) -> None:
     """Two rows with a hole between them, decoded over two block ends."""
     slab = BlockSlabCache(3, BLOCK)
+    slab.resize(3)
     for place, length in zip((0, 2), lengths, strict=True):
         single = BlockCache(BLOCK)
         single.make_mask(length)

@@ -489,6 +489,8 @@ MINICPM = (
     (r"^language_model\.lm_head\.", "lm_head."),
 )
 MINICPM_NORMS = r"^language_model.*(_layernorm|[qk]_norm|model\.norm)\.weight$"
+
+
 def cohere_compass(zoo: nn.Module) -> torch.nn.Module:
     ours, tower = zoo.config.text_config, zoo.config.vision_config
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

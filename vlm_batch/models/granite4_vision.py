@@ -62,7 +62,7 @@ class Granite4Vision(Adapter):
         sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
         packed = [self._encode(*picture) for picture in zip(extra["pixel_values"], sizes, strict=True)]
         empty, markers = mx.zeros_like(embeds), self.image_token_ids()
-        sets = [put_features(empty, ids, markers, mx.concatenate(one)) for one in zip(*packed, strict=True)]
+        sets = [put_features(empty, ids, markers, mx.concatenate(list(one))) for one in zip(*packed, strict=True)]
         is_picture = ids == self.config.image_token_index
         return {
             "inputs_embeds": mx.where(is_picture[..., None], 0, embeds),
