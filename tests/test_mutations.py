@@ -142,7 +142,7 @@ def test_swapped_images(name: str) -> None:
     assert worst(name, run(shared_adapter(name), swapped, [Ask("image:1:1"), Ask("image:9:1")])) > FAR
 
 
-@pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "molmo2", "moondream2", "moondream3"])
+@pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "gemma3", "molmo2", "moondream2", "moondream3"])
 def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = shared_adapter(name)
     right = type(adapter).chunk
@@ -154,7 +154,7 @@ def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyP
     assert worst(name, run_family(name, [Ask(IMAGES[2])])) > FAR
 
 
-@pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "molmo2", "moondream2", "moondream3"])
+@pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "gemma3", "molmo2", "moondream2", "moondream3"])
 def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
     from tests.harness import SchedulerConfig

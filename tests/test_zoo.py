@@ -163,7 +163,11 @@ WRONG_ALONE = [
         for request in tiny.wrong_alone
     ],
     ("gemma3", lambda tiny: tiny.image(4, 1)),
+    ("gemma4_experts", lambda tiny: tiny.image(4, 1)),
+    ("granite4_vision", lambda tiny: tiny.two_images(4)),
+    ("granite_vision", lambda tiny: tiny.image(4, 1)),
     ("idefics2", lambda tiny: tiny.image(4, 1)),
+    ("mistral3_mistral4", lambda tiny: tiny.text(2, 14)),
     ("llava_next", lambda tiny: tiny.image(4, 1)),
     ("fastvlm", lambda tiny: tiny.two_images(4)),
     ("llava_bunny", lambda tiny: tiny.two_images(4)),

@@ -13,6 +13,7 @@ moondream3 and falcon_ocr have no class in transformers, so nothing is recorded 
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -488,6 +489,75 @@ MINICPM = (
     (r"^language_model\.lm_head\.", "lm_head."),
 )
 MINICPM_NORMS = r"^language_model.*(_layernorm|[qk]_norm|model\.norm)\.weight$"
+def cohere_compass(zoo: nn.Module) -> torch.nn.Module:
+    ours, tower = zoo.config.text_config, zoo.config.vision_config
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("num_key_value_heads", "head_dim", "layer_norm_eps", "sliding_window", "layer_types", "logit_scale")
+    text = {name: getattr(ours, name) for name in same} | {"tie_word_embeddings": True, "pad_token_id": 0}
+    text["rope_parameters"] = {
+        kind: {"rope_type": "default", "mrope_interleaved": True, **rope} for kind, rope in ours.rope_parameters.items()
+    }
+    vision = {"depth": tower.depth, "hidden_size": tower.hidden_size, "intermediate_size": tower.intermediate_size}
+    vision |= {"num_heads": tower.num_heads, "out_hidden_size": tower.out_hidden_size, **patches(zoo.config)}
+    vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": tower.deepstack_visual_indexes}
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.CohereCompassConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        **{name: getattr(zoo.config, name) for name in names},
+    )
+    return transformers.CohereCompassForConditionalGeneration(config)
+
+
+def same_names(ours: Any, config: type, **more: Any) -> dict[str, Any]:
+    """The settings of mlx-vlm's config that transformers' config class also has."""
+    known = set(inspect.signature(config.__init__).parameters)
+    return {name: value for name, value in vars(ours).items() if name in known} | more
+
+
+def muse_glimmer(zoo: nn.Module) -> torch.nn.Module:
+    return transformers.MuseGlimmerForConditionalGeneration(
+        transformers.MuseGlimmerConfig(
+            text_config=same_names(zoo.config.text_config, transformers.MuseGlimmerTextConfig),
+            vision_config=same_names(
+                zoo.config.vision_config,
+                transformers.MuseGlimmerVisionConfig,
+                rope_parameters={"rope_type": "axial", "rope_theta": 10000.0},
+            ),
+            **{name: getattr(zoo.config, name) for name in ("image_token_id", "video_token_id", "out_hidden_size")},
+            projector_hidden_size=zoo.config.projector_hidden_size,
+        )
+    )
+
+
+def llama4(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config
+    text = same_names(ours.text_config, transformers.Llama4TextConfig, attn_temperature_tuning=True, pad_token_id=0)
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": ours.text_config.rope_theta}}
+    text.pop("moe_layers", None)
+    text.pop("no_rope_layers", None)
+    rope = {"rope_type": "default", "rope_theta": ours.vision_config.rope_theta}
+    vision = same_names(ours.vision_config, transformers.Llama4VisionConfig, rope_parameters=rope)
+    vision.pop("rope_theta", None)
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=ours.image_token_id)
+    return transformers.Llama4ForConditionalGeneration(config)
+
+
+def llama4_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as (experts, inputs, outputs), gates and ups in one."""
+    found = {}
+    for path, value in weights.items():
+        if path.endswith("experts.gate_proj.weight"):
+            both = np.concatenate([value, weights[path.replace("gate_proj", "up_proj")]], axis=1)
+            found[path.replace("gate_proj.weight", "gate_up_proj")] = both.swapaxes(1, 2).copy()
+        elif path.endswith("experts.down_proj.weight"):
+            found[path.removesuffix(".weight")] = value.swapaxes(1, 2).copy()
+        elif not path.endswith("experts.up_proj.weight"):
+            found[path] = value
+    return found
+
+
 VISUAL = ((r"^vision_tower\.", "model.visual."), *LANGUAGE)
 RECIPES: dict[str, Recipe] = {
     "qwen2_vl": Recipe(qwen2_vl, VISUAL, token_types),
@@ -567,6 +637,11 @@ RECIPES: dict[str, Recipe] = {
         ready_features,
         unused=r"layers\.[34]\.self_attn\.(k_proj|v_proj|k_norm)\.",
     ),
+    "cohere_compass": Recipe(cohere_compass, VISUAL, token_types),
+    "muse_glimmer": Recipe(
+        muse_glimmer, ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE)
+    ),
+    "llama4": Recipe(llama4, (), regroup=llama4_weights),
     "molmo2": Recipe(
         molmo2,
         (

@@ -26,6 +26,11 @@ VISION: dict[str, Any] = {
 VISION_RULES = [*RULES, Rule(r"pos_emb\.weight$", spread(0.5))]
 
 
+def small_table(model: Any) -> None:
+    """Rotations for 16 x 16 patches at most; upstream makes those for 512 x 512 again for every picture."""
+    model.vision_tower.rope_pos_emb.max_height = model.vision_tower.rope_pos_emb.max_width = 16
+
+
 def request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     """Words, then each picture's placeholders, one for 2 x 2 patches, followed by words."""
     parts = [words(seed, 3)]

@@ -7,7 +7,7 @@ from mlx_vlm.models import kimi_vl as upstream
 
 from ._build import enliven, text_request
 from ._deepseek import HEAD, IMAGE, LATENT, TEXT
-from ._kimi import VISION, VISION_RULES, image, two_images
+from ._kimi import VISION, VISION_RULES, image, small_table, two_images
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
@@ -24,6 +24,7 @@ def build() -> nn.Module:
             vision_config=upstream.VisionConfig(**VISION),
         )
     )
+    small_table(model)
     enliven(model, seed=30, rules=VISION_RULES, quiet=HEAD)
     return model
 

@@ -8,7 +8,7 @@ from mlx_vlm.models import locateanything as upstream
 from . import _kimi
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._deepseek import IMAGE
-from ._kimi import image, two_images
+from ._kimi import image, small_table, two_images
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
@@ -44,6 +44,7 @@ def build() -> nn.Module:
     )
     head = "language_model.lm_head.weight"
     rules = [Rule(head, fan_in(3.0)), Rule(r"pos_emb\.weight$", spread(0.5))]
+    small_table(model)
     enliven(model, seed=43, rules=rules, quiet=head)
     return model
 

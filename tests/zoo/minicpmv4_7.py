@@ -42,7 +42,7 @@ def build() -> nn.Module:
             **before.MODEL,
         )
     )
-    enliven(model, seed=47, rules=RULES, quiet=HEAD)
+    enliven(model, seed=50, rules=RULES, quiet=HEAD)
     return model
 
 

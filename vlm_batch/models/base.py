@@ -234,22 +234,23 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
 
 
 def bidirectional_mask(
-    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None
+    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None, *, cut_pictures: bool = True
 ) -> mx.array | None:
     """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
 
-    With a ``window``, a token sees no further back than that many positions, its own included. None if no span lies in
-    the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
+    With a ``window``, a token sees no further back than that many positions, its own included; unless ``cut_pictures``,
+    it sees all of its own picture. None if no span lies in the chunk, which then is causal as usual. A span is atomic,
+    so a chunk holds all of it or nothing.
     """
     inside = [(first, stop) for first, stop in spans if start <= first < end]
     if not inside:
         return None
     rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
-    mask = columns <= rows
+    near = mx.array(True) if window is None else columns > rows - window
+    mask = (columns <= rows) & near
     for first, stop in inside:
-        mask = mask | ((rows >= first) & (rows < stop) & (columns >= first) & (columns < stop))
-    if window is not None:
-        mask = mask & (columns > rows - window)
+        picture = (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
+        mask = mask | (picture & near if cut_pictures else picture)
     return mask[None, None]
 
 

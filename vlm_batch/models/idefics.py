@@ -87,9 +87,9 @@ class Idefics2(Idefics3):
     def _encode(self, picture: mx.array, mask: mx.array) -> mx.array:
         """(3, H, W) and which pixels are its own (H, W) -> (latents, D)"""
         patch = self.config.vision_config.patch_size
+        own = np.array(mask) != 0
         high, wide = (
-            min(-(-int(np.array(mask).any(axis=axis).sum()) // patch), mask.shape[1 - axis] // patch) * patch
-            for axis in (1, 0)
+            min(-(-int(own.any(axis=axis).sum()) // patch), own.shape[1 - axis] // patch) * patch for axis in (1, 0)
         )
         states, *_ = self.model.vision_model(picture[:, :high, :wide].transpose(1, 2, 0)[None])
         return self.model.connector(states)[0]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ChunkedKVCache
 
@@ -22,11 +23,24 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "blocks and the attention temperature are counted from each row's own position; mlx-vlm takes the farthest "
             "row's for all (llama4/language.py:86 and :254)",
+            "the vision tower's GELU is the exact one, as in transformers (modeling_llama4.py, Llama4VisionMLP); mlx-vlm "
+            "takes a sigmoid (llama4/vision.py:155)",
         ),
     )
 )
 class Llama4(Adapter):
     """A row's caches of blocked layers hold the current block only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from mlx_vlm.models.llama4.vision import Llama4VisionMLP
+
+        super().__init__(model)
+        for _, module in self.model.vision_model.named_modules():
+            if isinstance(module, Llama4VisionMLP):
+                module.activation_fn = nn.GELU()  # upstream: "fast", a sigmoid (llama4/vision.py:155)
+        for layer in self.language.layers:
+            # Upstream: 1e-6 (llama4/language.py:81); transformers: the config's (modeling_llama4.py, Llama4TextL2Norm).
+            layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
@@ -34,6 +48,8 @@ class Llama4(Adapter):
 
         class RowAttention(Attention):
             """Upstream scales all rows' queries by the farthest row's positions (llama4/language.py:83-101)."""
+
+            norm_eps: float  # of the queries' and keys' norm
 
             def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
                 """(B, L, D) -> (B, L, D)"""
@@ -46,7 +62,9 @@ class Llama4(Adapter):
                 if self.use_rope:
                     queries, keys = (self.rope(rotated, offset=offset) for rotated in (queries, keys))
                 if self.use_qk_norm:
-                    queries, keys = (mx.fast.rms_norm(normed, weight=None, eps=1e-6) for normed in (queries, keys))
+                    queries, keys = (
+                        mx.fast.rms_norm(normed, weight=None, eps=self.norm_eps) for normed in (queries, keys)
+                    )
                 if self.attn_temperature_tuning and not self.use_rope:
                     counts = mx.array(offset).reshape(-1, 1) + mx.arange(1, length + 1)  # (B or 1, L)
                     scales = mx.log(mx.floor(counts / self.floor_scale) + 1.0) * self.attn_scale + 1.0

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.llava import use_tanh_gelu
 from vlm_batch.models.modules import LastPosition, attention
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
@@ -61,11 +63,18 @@ class FastVLM(OnePlaceholder):
     ModelSpec(
         family="llava_bunny",
         model_types=("llava_bunny", "llava-qwen2", "bunny-llama"),
-        notes=("every picture has its place; mlx-vlm puts in the first one only (llava_bunny.py:135)",),
+        notes=(
+            "every picture has its place; mlx-vlm puts in the first one only (llava_bunny.py:135)",
+            "SigLIP's GELU has its tanh form, as for llava (llava_bunny/vision.py:8)",
+        ),
     )
 )
 class LlavaBunny(OnePlaceholder):
     """The tower's last layer without its norm, as upstream takes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        use_tanh_gelu(self.model.vision_tower)
 
     def shorten(self) -> None:
         """The head is a part of the trunk here, behind its norm."""
