@@ -62,23 +62,45 @@ def test_places_are_bounded() -> None:
     assert [SCHEDULER.num_free(live) for live in (0, 3, 4, 5)] == [4, 1, 0, 0]
 
 
+def test_a_chunk_is_bounded_whatever_the_budget() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_chunk=20))
+    assert scheduler.plan([PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)], 30) == (
+        Chunk("a", 0, 20),
+        Chunk("b", 0, 10),
+    )
+
+
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
     pace = Pace(SchedulerConfig(prefill_budget=10, idle_budget=100))
-    pace.record(0.01, 50, 0.5)
+    pace.record(0.01, 50)
     assert pace.budget(is_decoding=True) == 10
     assert pace.budget(is_decoding=False) == 100
 
 
-def test_a_budget_in_time_follows_what_is_measured() -> None:
-    """0.1 s between tokens, of which decoding takes 0.04: 0.06 s at 2,000 tokens/s are 120 tokens."""
+def measured(decode: float, prefill: float, tokens: int) -> Pace:
+    """After steps of decoding alone, and steps that launch ``tokens`` which are waited for in this step or the next."""
     pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
     assert pace.budget(is_decoding=True) == Pace.FIRST_CHUNK
+    for here in (1.0, 0.0):  # a CPU works while it is launched, a GPU while the next step waits
+        for _ in range(30):
+            pace.record(decode, 0)
+        for _ in range(30):
+            pace.record(decode + here * prefill, tokens)
+            pace.record(decode + (1 - here) * prefill, 0)
+    return pace
+
+
+def test_a_budget_in_time_follows_what_is_measured() -> None:
+    """0.1 s between tokens, of which decoding takes 0.04: 0.06 s at 2,000 tokens/s are 120 tokens."""
+    assert measured(0.04, 0.1, 200).budget(is_decoding=True) == pytest.approx(120, abs=2)
+    assert measured(0.2, 0.1, 200).budget(is_decoding=True) == Pace.SMALLEST_CHUNK  # progress, however slow decoding is
+    assert measured(0.001, 0.0001, 200).budget(is_decoding=True) == 2048
+
+
+def test_prompts_without_a_break_are_measured_too() -> None:
+    pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
     for _ in range(30):
-        pace.record(0.04, 200, 0.1)
-    assert pace.budget(is_decoding=True) == pytest.approx(120, abs=1)
-    for _ in range(30):
-        pace.record(0.2, 200, 0.1)
-    assert pace.budget(is_decoding=True) == Pace.SMALLEST_CHUNK  # progress, however slow decoding is
-    for _ in range(30):
-        pace.record(0.001, 200, 0.0001)
-    assert pace.budget(is_decoding=True) == 2048
+        pace.record(0.04, 0)
+    for _ in range(80):
+        pace.record(0.14, 200)
+    assert pace.budget(is_decoding=True) == pytest.approx(120, abs=2)

@@ -18,14 +18,16 @@ from vlm_batch.types import Chunk
 class SchedulerConfig:
     """Limits of a step.
 
-    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
-    tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
-    decodes. ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step.
+    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between
+    two tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
+    decodes. ``max_chunk``: prompt tokens in one forward. ``encode_ahead``: rows whose pictures are encoded before
+    they have a place, one a step.
     """
 
     max_rows: int = 8
     prefill_budget: int | None = None
     idle_budget: int = 2048
+    max_chunk: int = 2048
     encode_ahead: int = 2
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
@@ -73,7 +75,7 @@ class Scheduler:
         for row in prefill:
             if budget <= 0:
                 break
-            end = chunk_end(row, budget)
+            end = chunk_end(row, min(budget, self.config.max_chunk))
             chunks.append(Chunk(row.request_id, row.done, end))
             budget -= end - row.done
         return tuple(chunks)
@@ -105,11 +107,13 @@ class Pace:
     SMALLEST_CHUNK = 64
     FIRST_CHUNK = 256
     SMOOTHING = 0.3
+    LONGEST_RUN = 4  # steps
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
+        self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
     def budget(self, is_decoding: bool) -> int:
         """Prompt tokens for the next step."""
@@ -123,11 +127,22 @@ class Pace:
         fits = int((config.token_gap - self._decode_seconds) * self._tokens_per_second)
         return min(max(fits, self.SMALLEST_CHUNK), config.idle_budget)
 
-    def record(self, decode_seconds: float, tokens: int, prefill_seconds: float) -> None:
-        """What a step took: waiting for its decode, then for its ``tokens`` of prompt."""
-        self._decode_seconds = self._smooth(self._decode_seconds, decode_seconds)
-        if tokens:
-            self._tokens_per_second = self._smooth(self._tokens_per_second, tokens / max(prefill_seconds, 1e-6))
+    def record(self, seconds: float, tokens: int) -> None:
+        """What a step took as a whole, and how many tokens of prompt it launched.
+
+        Where the time is spent differs: a CPU works while a step is launched, a GPU while the next one waits for it. So
+        prompt tokens are timed over runs of steps, the first step after them included.
+        """
+        if not tokens and not self._run_steps:
+            self._decode_seconds = self._smooth(self._decode_seconds, seconds)
+            return
+        self._run_steps += 1
+        self._run_seconds += seconds
+        self._run_tokens += tokens
+        if not tokens or self._run_steps >= self.LONGEST_RUN:
+            spent = max(self._run_seconds - self._run_steps * self._decode_seconds, 1e-6)
+            self._tokens_per_second = self._smooth(self._tokens_per_second, self._run_tokens / spent)
+            self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
     def _smooth(self, old: float, new: float) -> float:
         return old + self.SMOOTHING * (new - old) if old else new
