@@ -78,7 +78,7 @@ def build() -> nn.Module:
     rules = [
         # Small, and made up for by the last norm: else the current token's own embedding would win every step.
         Rule(embedding, spread(0.06)),
-        Rule(r"language_model\.model\.norm\.weight", spread(1.2, 5.5)),
+        Rule(r"language_model\.model\.norm\.weight", spread(0.95, 4.4)),
         Rule(r"embed_tokens_per_layer\.weight", spread(0.25)),
         Rule(r"modality_router\.weight", fan_in(0.4 * HIDDEN)),
         Rule(r"[qk]_norm\.weight$", spread(0.1, 0.6)),
