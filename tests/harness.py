@@ -27,9 +27,10 @@ from vlm_batch.sampling import SamplingRow, sample
 from vlm_batch.scheduler import SchedulerConfig
 from vlm_batch.types import Result, SamplingParams
 
-#: The largest difference of log-probabilities that is rounding. float32 has a unit roundoff of 6e-8; logits of a few units
-#: go through 3-4 layers whose sums are ordered differently by batch shape and chunk. The largest seen over all families
-#: is 8e-5 (mistral4, gemma3n), 2e-5 for most; a wrong position, mask or feature moves them by more than 1e-2 (tests/test_mutations.py).
+#: The largest difference of log-probabilities that is rounding. float32 has a unit roundoff of 6e-8; logits of a few
+#: units go through 3-4 layers whose sums are ordered differently by batch shape and chunk. The largest seen over all
+#: families is 8e-5 (mistral4, gemma3n), 2e-5 for most; a wrong position, mask or feature moves them by more than 1e-2
+#: (tests/test_mutations.py).
 TOLERANCE = 1e-4
 NUM_TOKENS = 8
 
