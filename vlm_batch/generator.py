@@ -14,9 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.batch import DecodeBatch, Row
+from vlm_batch.batch import DecodeBatch, Row, Traces
 from vlm_batch.caches import Placement
+from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.errors import PromptTooLong
+from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
 from vlm_batch.scheduler import PrefillRow, Scheduler, SchedulerConfig, WaitingRow
 from vlm_batch.text import Detokenizer, StopStrings
@@ -26,6 +28,7 @@ from vlm_batch.types import (
     Encoded,
     Event,
     FinishReason,
+    PromptKey,
     Result,
     SamplingParams,
     Status,
@@ -44,7 +47,10 @@ class ModelAdapter(Protocol):
     @property
     def max_context(self) -> int | None: ...
     def image_token_ids(self) -> frozenset[int]: ...
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded: ...
+    @property
+    def resumable(self) -> bool: ...
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded: ...
     def make_cache(self) -> list[Any]: ...
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
@@ -66,6 +72,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
+    ``reuse`` decides what rows take over from earlier ones; by default only what a request brings.
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
+        reuse: Reuse | None = None,
     ) -> None:
         self.adapter = adapter
+        self.reuse = reuse or Reuse(adapter)
         self.scheduler = Scheduler(config or SchedulerConfig())
         self.decode_text = decode_text or (lambda ids: "")
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -100,10 +109,13 @@ class BatchGenerator:
         params: SamplingParams | None = None,
         priority: int = 0,
         submitted: float | None = None,
+        cache: PromptCache | None = None,
+        return_cache: bool = False,
     ) -> None:
         """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...).
 
-        ``submitted`` is the ``time.perf_counter()`` from which it has waited, now by default. Raises ValueError for
+        ``submitted`` is the ``time.perf_counter()`` from which it has waited, now by default. ``cache`` is the state of
+        the prompt's beginning, to be continued; ``return_cache`` asks for the state at the end. Raises ValueError for
         an id in use.
         """
         if request_id in self._rows:
@@ -112,6 +124,8 @@ class BatchGenerator:
         seed = fresh_seed() if params.seed is None else params.seed
         row = Row(request_id, params, seed, priority, inputs)
         row.submitted = row.submitted if submitted is None else submitted
+        if cache is not None or return_cache:
+            row.traces = Traces(continues=cache, is_returned=return_cache)
         row.detokenizer, row.stop_strings = Detokenizer(self.decode_text), StopStrings(params.stop)
         self._waiting[request_id] = self._rows[request_id] = row
 
@@ -165,8 +179,14 @@ class BatchGenerator:
     def _admit(self, is_decoding: bool) -> None:
         """Give free places to waiting rows and encode them: one a step beside decoding rows, else a budget's worth."""
         now = time.perf_counter()
-        waiting = [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
+        waiting = [
+            WaitingRow(row.request_id, row.priority, now - row.submitted)
+            for row in self._waiting.values()
+            if not self.reuse.waits_for(row, self._prefilling.values())
+        ]
         for request_id in self.scheduler.admit(waiting, len(self._prefilling) + len(self.batch)):
+            if self.reuse.waits_for(self._waiting[request_id], self._prefilling.values()):
+                continue  # a row that was let in just now has its beginning
             row = self._waiting.pop(request_id)
             row.started = now
             self._guard(row, self._encode, row)
@@ -177,7 +197,8 @@ class BatchGenerator:
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None
         begin = time.perf_counter()
-        encoded = self.adapter.encode(row.inputs)
+        cached = self.reuse.begin(row, self.adapter.make_cache())
+        encoded = self.adapter.encode(row.inputs, cached)
         row.inputs = None
         context = self.adapter.max_context
         check_length(encoded.length, context, self.max_prompt_tokens)
@@ -190,7 +211,8 @@ class BatchGenerator:
         row.decode_extras = encoded.decode
         if needs_history(row.params):
             row.history = encoded.input_ids[0].astype(mx.int32)
-        row.cache = self.adapter.make_cache()
+        row.prefilled = cached
+        self.reuse.commit(row)
         row.status = Status.PREFILL
         row.encode_seconds = time.perf_counter() - begin
         self._prefilling[row.request_id] = row
@@ -206,12 +228,17 @@ class BatchGenerator:
         """Whether the row's prompt is done; it then has joined the batch, with its logits as ``next_token``."""
         assert row.encoded is not None and row.cache is not None
         begin = time.perf_counter()
-        logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
+        logits = row.traces.logits if row.traces is not None else None  # (1, V), kept from the same prompt
+        if logits is None:
+            logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
         row.prefilled = chunk.end
         done = chunk.end == row.prompt_length
         if done:
+            self.reuse.prompt_done(row, logits)
             self.adapter.finish_prefill(row.encoded, row.cache)
         mx.eval([cache.state for cache in row.cache], [logits] if done else [])
+        if not done:
+            self.reuse.chunk_done(row)
         row.prefill_seconds += time.perf_counter() - begin
         if done:
             row.next_token = logits
@@ -262,7 +289,7 @@ class BatchGenerator:
             if row.history is not None:
                 row.history = mx.concatenate([row.history, row.next_token])
             if row.is_last:
-                self.batch.leave(row)  # its last token needs no further step
+                self._leave(row)  # its last token needs no further step
         mx.async_eval(sampled.arrays())
         return _Flight(tuple(alive), sampled)
 
@@ -295,7 +322,10 @@ class BatchGenerator:
             return
         is_stop = is_stop or matched is not None
         result = self._result(
-            row, "stop" if is_stop else "length", matched if matched is not None else token if is_stop else None
+            row,
+            "stop" if is_stop else "length",
+            matched if matched is not None else token if is_stop else None,
+            cache=self._leave_traces(row),
         )
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
@@ -304,11 +334,28 @@ class BatchGenerator:
     # ---------------------------------------------------------------------------------------------------------------
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        self._events.append(Event(row.request_id, result=self._result(row, reason, None, error)))
+        cache = self._leave_traces(row) if reason == "cancelled" and row.status is Status.DECODE else None
+        self._events.append(Event(row.request_id, result=self._result(row, reason, None, error, cache)))
         self._forget(row)
 
+    def _leave(self, row: Row) -> None:
+        """Free a row's place; what is wanted of its caches goes with it."""
+        if row in self.batch.places and self.reuse.wants(row):
+            row.cache = self.batch.take(row)
+        self.batch.leave(row)
+
+    def _leave_traces(self, row: Row) -> PromptCache | None:
+        """Its answer is complete: save its caches for later requests and for its user."""
+        self._leave(row)
+        return self.reuse.end(row)
+
     def _result(
-        self, row: Row, reason: FinishReason, stop_reason: str | int | None, error: BaseException | None = None
+        self,
+        row: Row,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        error: BaseException | None = None,
+        cache: PromptCache | None = None,
     ) -> Result:
         now = time.perf_counter()
         started, first = row.started or now, row.first_token
@@ -318,7 +365,9 @@ class BatchGenerator:
             token_ids=tuple(row.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(row.prompt_length, len(row.token_ids), row.image_tokens),
+            usage=Usage(
+                row.prompt_length, len(row.token_ids), row.image_tokens, row.traces.cached if row.traces else 0
+            ),
             timings=Timings(
                 queue=started - row.submitted,
                 encode=row.encode_seconds,
@@ -331,6 +380,7 @@ class BatchGenerator:
             logprobs=tuple(row.logprobs) if row.params.logprobs is not None else None,
             error=None if error is None else describe(error),
             exception=error,
+            cache=cache,
         )
 
     def _forget(self, row: Row) -> None:
@@ -339,7 +389,7 @@ class BatchGenerator:
         del self._rows[row.request_id]
         self.batch.leave(row)
         row.status = Status.FINISHED
-        row.inputs = row.encoded = row.cache = row.next_token = row.history = None
+        row.inputs = row.encoded = row.cache = row.next_token = row.history = row.traces = None
         row.decode_extras = {}
 
     def _guard(self, row: Row, work: Callable[..., T], *arguments: Any) -> T | None:
@@ -384,7 +434,8 @@ def _add_text(row: Row, token: int, is_stop: bool, is_end: bool) -> tuple[str, s
 
 def _prefill_row(row: Row) -> PrefillRow:
     assert row.encoded is not None
-    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic)
+    stops = () if row.traces is None else row.traces.stops
+    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops)
 
 
 def _last(row: Row) -> mx.array:

@@ -83,6 +83,10 @@ class RowsCache:
         self.places.extend([None] * (place + 1 - len(self.places)))
         self.places[place] = cache
 
+    def take(self, place: int) -> Any:
+        """The row's own cache again: what ``put`` was given, with what it has seen since."""
+        return self.places[place]
+
     def clear(self, place: int) -> None:
         """Forget the row at a place."""
         self.places[place] = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 #: Capacities are multiples of this; doubled when they grow, so that a token is copied O(1) times.
 CAPACITY_STEP = 256
@@ -39,6 +40,13 @@ class SlabCache:
         self._write(place, keys, values, int(cache.offset))
         self._lengths[place] = int(cache.offset)
         self._live = max(self._live, place + 1)
+
+    def take(self, place: int) -> KVCache:
+        """The row at a place as a single-row cache with arrays of its own, not evaluated yet: the inverse of ``put``."""
+        cache = KVCache()
+        cache.offset = self._lengths[place]
+        cache.keys, cache.values = (self._row(slab, place, 0, cache.offset) for slab in (self.keys, self.values))
+        return cache
 
     def clear(self, place: int) -> None:
         """Free a place; its bytes stay until another row is written over them."""
@@ -125,6 +133,11 @@ class SlabCache:
         width = self._width(self._idx)
         return self.keys[: self._live, :, :width], self.values[: self._live, :, :width]
 
+    def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
+        """Columns of one row (1, H, end - start, D), copied."""
+        assert slab is not None
+        return mx.contiguous(slab[place : place + 1, :, start:end])
+
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
         assert self.keys is not None and self.values is not None
         self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
@@ -149,6 +162,19 @@ class RingSlabCache(SlabCache):
     def __init__(self, num_places: int, window: int) -> None:
         super().__init__(num_places)
         self.window = window
+
+    def take(self, place: int) -> RotatingKVCache:
+        """The row's last tokens in their order."""
+        cache = RotatingKVCache(self.window)
+        cache.offset = self._lengths[place]
+        kept = min(cache.offset, self.window)
+        turn = cache.offset % self.window if kept == self.window else 0
+        cache.keys, cache.values = (
+            mx.concatenate([self._row(slab, place, turn, kept), self._row(slab, place, 0, turn)], axis=2)
+            for slab in (self.keys, self.values)
+        )
+        cache._idx = kept
+        return cache
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         if window_size is not None and window_size < self.window:

@@ -10,10 +10,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
+from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.modules import LastPosition, clone_modules, evaluate_arrays, hook_attention
 from vlm_batch.registry import ModelSpec
-from vlm_batch.types import DecodeStep, Encoded, PositionState
+from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
 IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
@@ -36,6 +37,8 @@ class Adapter:
     ignored_features: ClassVar[frozenset[str]] = frozenset()
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
+    #: Whether a row can go on from what another row with the same beginning has left in its caches.
+    resumable: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
@@ -57,14 +60,16 @@ class Adapter:
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
 
-        Raises InvalidPrompt for a key that the family does not know.
+        The first ``cached`` positions are in the row's caches already; if all of its pictures are among them, none is
+        encoded. Raises InvalidPrompt for a key that the family does not know.
         """
         ids = inputs["input_ids"]
         extra = self._known_inputs(inputs)
-        features = self.features(ids, extra)
+        is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
+        features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
         prefill, decode = self.split(features)
         encoded = Encoded(
@@ -76,9 +81,51 @@ class Adapter:
             atomic=self.atomic_spans(ids, extra),
             image_tokens=self.count_image_tokens(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
+            cached=cached,
         )
         self.forget()
         return encoded
+
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The features of a prompt whose rest after ``cached`` positions is text; zeros stand for what is cached."""
+        start = min(cached, ids.shape[1] - 1)  # no model embeds nothing
+        found = self.features(ids[:, start:], {})
+        axes = {"inputs_embeds": 1, **self.prefill_axes}
+        return {name: pad_front(value, axes[name], start) for name, value in found.items() if name in axes}
+
+    # Recognise
+    # ----------------------------------------------------------------------------------------------------------
+
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
+        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways."""
+        ids = inputs["input_ids"]
+        extra = self._known_inputs(inputs)
+        pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
+        rows = np.zeros((ids.shape[1], 3), dtype=np.int64)
+        rows[:, 0] = np.array(ids[0])
+        for picture in pictures:
+            rows[picture.start : picture.end, 1:] = as_words(digest(picture.inputs))
+        for start, end in atomic:  # its first position has seen its last
+            rows[start:end, 1:] = as_words(digest(rows[start:end]))
+        spans = tuple((picture.start, picture.end) for picture in pictures)
+        return PromptKey(rows, spans=(*spans, *atomic), pictures=spans)
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The pictures of a prompt, in order.
+
+        The default takes them apart where every run of placeholders has one entry of each input, and all runs are of
+        one length; otherwise all pictures are one, from the first placeholder to the last.
+        """
+        if not extra:
+            return ()
+        runs = runs_of(np.array(ids[0]), self.image_token_ids())
+        if not runs:
+            return (Picture(0, ids.shape[1], extra),)
+        lengths = {end - start for start, end in runs}
+        if len(lengths) == 1 and all(num_entries(value) == len(runs) for value in extra.values()):
+            parts = [{name: value[index] for name, value in extra.items()} for index in range(len(runs))]
+            return tuple(Picture(start, end, part) for (start, end), part in zip(runs, parts, strict=True))
+        return (Picture(runs[0][0], runs[-1][1], extra),)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's ``get_input_embeddings`` makes of a request; None values are dropped."""
@@ -195,6 +242,29 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
     return value[tuple(index)]
 
 
+def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
+    """``value`` with ``count`` zeros in front of an axis; None leaves it as it is."""
+    if axis is None:
+        return value
+    shape = list(value.shape)
+    shape[axis] = count
+    return mx.concatenate([mx.zeros(shape, value.dtype), value], axis=axis)
+
+
+def runs_of(ids: np.ndarray, wanted: frozenset[int]) -> list[tuple[int, int]]:
+    """Spans [start, end) of neighbouring ids (L,) that are among the wanted ones."""
+    inside = np.concatenate([[0], np.isin(ids, list(wanted)).astype(np.int8), [0]])
+    edges = np.flatnonzero(np.diff(inside))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def num_entries(value: Any) -> int | None:
+    """The length of an array's or list's first axis; None for anything else."""
+    if isinstance(value, (mx.array, np.ndarray)):
+        return int(value.shape[0]) if value.ndim else None
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
 def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -> mx.array | None:
     """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
 
@@ -234,6 +304,23 @@ class MRoPEAdapter(Adapter):
         if found.ndim == 2:
             found = mx.broadcast_to(found[None], (3, *found.shape))
         return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
+        if set(extra) != {"pixel_values", "image_grid_thw"}:
+            return super().pictures(ids, extra)
+        merged = int(self.config.vision_config.spatial_merge_size) ** 2
+        grids = np.array(extra["image_grid_thw"])
+        patches = grids.prod(axis=1)
+        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        if patches.sum() != len(extra["pixel_values"]) or (patches // merged).sum() != len(places):
+            return super().pictures(ids, extra)  # the encoder refuses them
+        found, patch, place = [], 0, 0
+        for grid, count in zip(grids, patches.tolist(), strict=True):
+            pixels, positions = extra["pixel_values"][patch : patch + count], places[place : place + count // merged]
+            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": pixels, "grid": grid}))
+            patch, place = patch + count, place + count // merged
+        return tuple(found)
 
     def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"position_ids": cut(encoded.position.prompt, 2, start, end)}

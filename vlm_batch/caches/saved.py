@@ -1,0 +1,371 @@
+"""What a row's caches leave behind: immutable states that share nothing with a live row, and caches made of them again.
+
+A state is *whole* if a cache can be made of any number of its first tokens (full attention). All others (sliding
+windows, recurrent states) are good for the length at which they were taken, so a saved row holds them at *points*:
+chunk ends and turn boundaries. Resetting a recurrent state in order to go back further would lose the prefix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from vlm_batch.caches.cross import CrossCache
+
+
+class LayerState(Protocol):
+    """One layer of one row. ``restore(length)`` makes a fresh single-row cache of its first ``length`` tokens."""
+
+    @property
+    def is_whole(self) -> bool: ...
+    def reaches(self, length: int) -> bool: ...
+    def restore(self, length: int) -> Any: ...
+    def parts(self) -> tuple[LayerState, ...]: ...
+    def arrays(self) -> list[mx.array]: ...
+
+
+class _OnePart:
+    """A state that is not made of others."""
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class FullState(_OnePart):
+    """Full attention: keys (1, H, L, D) and values (1, H, L, D_v)."""
+
+    keys: mx.array
+    values: mx.array
+    is_whole = True
+
+    @classmethod
+    def of(cls, cache: KVCache) -> FullState:
+        return cls(*(_own(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys.shape[2])
+
+    def restore(self, length: int) -> KVCache:
+        cache = KVCache()
+        cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+@dataclass(frozen=True)
+class WindowState(_OnePart):
+    """A sliding window: the last tokens in their order, of ``length`` seen. Once it has rolled it cannot be cut."""
+
+    keys: mx.array  # (1, H, min(length, window), D)
+    values: mx.array
+    length: int
+    window: int
+    keep: int
+    is_whole = False
+
+    @classmethod
+    def of(cls, cache: RotatingKVCache) -> WindowState:
+        ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
+        if cache.keep == 0:  # a chunk leaves more behind than the next token can see
+            ordered = [part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered]
+        return cls(*(_own(part) for part in ordered), cache.offset, cache.max_size, cache.keep)
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length or (length <= self.length <= int(self.keys.shape[2]))
+
+    def restore(self, length: int) -> RotatingKVCache:
+        cache = RotatingKVCache(self.window, self.keep)
+        kept = int(self.keys.shape[2]) - (self.length - length)
+        cache.keys, cache.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        cache.offset, cache._idx = length, kept
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+@dataclass(frozen=True)
+class RecurrentState(_OnePart):
+    """States of fixed size (state-space models, linear attention, short convolutions): good for one length only."""
+
+    slots: tuple[mx.array | None, ...]
+    length: int
+    is_whole = False
+
+    @classmethod
+    def of(cls, cache: ArraysCache, length: int) -> RecurrentState:
+        return cls(tuple(None if slot is None else _own(slot) for slot in cache.cache), length)
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length
+
+    def restore(self, length: int) -> ArraysCache:
+        cache = ArraysCache(len(self.slots))
+        cache.cache = [None if slot is None else slot[:] for slot in self.slots]
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [slot for slot in self.slots if slot is not None]
+
+
+@dataclass(frozen=True)
+class CrossState(_OnePart):
+    """Cross-attention: keys and values (1, H, T, D) of pictures that take equal shares of T. It has no tokens to cut."""
+
+    keys: mx.array | None
+    values: mx.array | None
+    is_whole = True
+
+    @classmethod
+    def of(cls, cache: CrossCache) -> CrossState:
+        return cls(*(None if part is None else _own(part) for part in cache.state))
+
+    def reaches(self, length: int) -> bool:
+        return True
+
+    def restore(self, length: int) -> CrossCache:
+        return self.of_pictures(1.0)
+
+    def of_pictures(self, share: float) -> CrossCache:
+        """A cache of the first pictures, which take ``share`` of all positions."""
+        cache = CrossCache()
+        if self.keys is not None and self.values is not None and share > 0:
+            kept = round(int(self.keys.shape[2]) * share)
+            cache.hold(self.keys[:, :, :kept], self.values[:, :, :kept])
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [part for part in (self.keys, self.values) if part is not None]
+
+
+@dataclass(frozen=True)
+class ListState:
+    """A layer with several caches at once."""
+
+    states: tuple[LayerState, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(state.is_whole for state in self.states)
+
+    def reaches(self, length: int) -> bool:
+        return all(state.reaches(length) for state in self.states)
+
+    def restore(self, length: int) -> CacheList:
+        return CacheList(*(state.restore(length) for state in self.states))
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return self.states
+
+    def arrays(self) -> list[mx.array]:
+        return [array for state in self.states for array in state.arrays()]
+
+
+@dataclass(frozen=True)
+class CopiedState(_OnePart):
+    """Any other kind of single-row cache, copied attribute by attribute: good for one length, and not for a file."""
+
+    cache: Any
+    length: int
+    is_whole = False
+
+    @classmethod
+    def of(cls, cache: Any, length: int) -> CopiedState:
+        return cls(_copy(cache), length)
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length
+
+    def restore(self, length: int) -> Any:
+        return _copy(self.cache)
+
+    def arrays(self) -> list[mx.array]:
+        return _arrays(vars(self.cache))
+
+
+#: How a kind of single-row cache at a length is saved; kinds that are not here are copied as they are.
+_SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
+    KVCache: lambda cache, length: FullState.of(cache),
+    RotatingKVCache: lambda cache, length: WindowState.of(cache),
+    ArraysCache: RecurrentState.of,
+    CrossCache: lambda cache, length: CrossState.of(cache),
+    CacheList: lambda cache, length: ListState(tuple(save_layer(part, length) for part in cache.caches)),
+}
+
+
+#: The kinds that a file can hold.
+LAYER_STATES: tuple[type, ...] = (FullState, WindowState, RecurrentState, CrossState, ListState)
+
+
+def is_whole_kind(cache: Any) -> bool:
+    """Whether a single-row cache can be cut back to any length."""
+    if type(cache) is CacheList:
+        return all(is_whole_kind(part) for part in cache.caches)
+    return type(cache) in (KVCache, CrossCache)
+
+
+def save_layer(cache: Any, length: int) -> LayerState:
+    """The state of a single-row cache that has seen ``length`` tokens. Its arrays are copies, not evaluated yet."""
+    saver = _SAVERS.get(type(cache))
+    return CopiedState.of(cache, length) if saver is None else saver(cache, length)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a row's state at one length needs beside its whole layers; ``logits`` (1, V) of the last token, if known."""
+
+    layers: Mapping[int, LayerState] = field(default_factory=dict)  # by number, those that are not whole
+    logits: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        own = [] if self.logits is None else [self.logits]
+        return own + [array for layer in self.layers.values() for array in layer.arrays()]
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """A row's state over the prompt positions that ``keys`` (L, 3) tell apart (``types.PromptKey``).
+
+    ``whole`` holds the whole layers by number, at length L; ``points`` the others, by length. ``num_pictures`` have
+    been seen.
+    """
+
+    keys: np.ndarray
+    num_layers: int
+    whole: Mapping[int, LayerState]
+    points: Mapping[int, Point]
+    num_pictures: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        layers = [array for layer in self.whole.values() for array in layer.arrays()]
+        return layers + [array for point in self.points.values() for array in point.arrays()]
+
+    def common(self, keys: np.ndarray) -> int:
+        """How many first positions of ``keys`` (N, 3) are this row's own."""
+        return common_length(self.keys, keys)
+
+    def resumable(self, limit: int) -> int:
+        """The largest length of at most ``limit`` from which a row can go on; 0 if there is none."""
+        if len(self.whole) == self.num_layers:
+            return min(limit, self.length)
+        at_points = [min(limit, at) for at, point in self.points.items() if self._serves(point, min(limit, at))]
+        return max(at_points, default=0)
+
+    def logits_at(self, length: int) -> mx.array | None:
+        """Logits (1, V) after the first ``length`` positions, if they were kept."""
+        point = self.points.get(length)
+        return None if point is None else point.logits
+
+    def restore(self, length: int, num_pictures: int) -> list[Any]:
+        """Fresh single-row caches, one a layer, of the first ``length`` positions, ``num_pictures`` among them."""
+        point = Point()
+        if len(self.whole) < self.num_layers:
+            point = next(p for at, p in sorted(self.points.items()) if at >= length and self._serves(p, length))
+        share = num_pictures / self.num_pictures if self.num_pictures else 0.0
+        layers = {**self.whole, **point.layers}
+        return [_restore(layers[index], length, share) for index in range(self.num_layers)]
+
+    def _serves(self, point: Point, length: int) -> bool:
+        complete = len(self.whole) + len(point.layers) == self.num_layers
+        return length > 0 and complete and all(layer.reaches(length) for layer in point.layers.values())
+
+
+def _restore(layer: LayerState, length: int, share: float) -> Any:
+    return layer.of_pictures(share) if isinstance(layer, CrossState) else layer.restore(length)
+
+
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """How many first positions two keys (N, 3), (M, 3) share."""
+    shared = min(len(one), len(other))
+    differs = (one[:shared] != other[:shared]).any(axis=1)
+    return int(differs.argmax()) if differs.any() else shared
+
+
+def save_point(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Point:
+    """The layers of a row that are not whole, at a length, evaluated."""
+    point = Point(
+        {index: state for index, cache in enumerate(caches) if not (state := save_layer(cache, length)).is_whole},
+        None if logits is None else _own(logits),
+    )
+    mx.eval(point.arrays())
+    return point
+
+
+def save_row(
+    caches: Sequence[Any],
+    keys: np.ndarray,
+    points: Mapping[int, Point],
+    num_pictures: int,
+    constant: Mapping[int, LayerState] | None = None,
+) -> SavedRow:
+    """A row's caches, which have seen the positions of ``keys``, with the points that were kept on the way; evaluated.
+
+    ``constant`` layers are taken as they are given (``save_constant``).
+    """
+    whole, last = dict(constant or {}), {}
+    for index, cache in enumerate(caches):
+        if index not in whole:
+            state = save_layer(cache, len(keys))
+            (whole if state.is_whole else last)[index] = state
+    kept = {at: point for at, point in points.items() if at <= len(keys)}
+    if last:
+        kept[len(keys)] = Point(last, kept[len(keys)].logits if len(keys) in kept else None)
+    saved = SavedRow(keys, len(caches), whole, kept, num_pictures)
+    mx.eval(saved.arrays())
+    return saved
+
+
+def save_constant(caches: Sequence[Any]) -> dict[int, LayerState]:
+    """The layers that no token changes (cross-attention), before a row drops from them what it will not see again."""
+    return {index: CrossState.of(cache) for index, cache in enumerate(caches) if isinstance(cache, CrossCache)}
+
+
+def _own(array: mx.array) -> mx.array:
+    """The same values in an array of their own: a slice would hold on to all of what it was cut from."""
+    return mx.contiguous(array)
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a cache whose arrays, containers and inner caches are its own."""
+    if isinstance(value, mx.array):
+        return _own(value)
+    if isinstance(value, tuple) and type(value) is not tuple:  # named
+        return type(value)(*(_copy(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _copy(item) for name, item in value.items()}
+    if type(value).__module__.startswith("mlx_vlm.models.cache"):
+        twin = copy.copy(value)
+        twin.__dict__.update({name: _copy(item) for name, item in vars(value).items()})
+        return twin
+    return value
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    if isinstance(tree, mx.array):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [array for item in tree.values() for array in _arrays(item)]
+    if isinstance(tree, (list, tuple)):
+        return [array for item in tree for array in _arrays(item)]
+    if type(tree).__module__.startswith("mlx_vlm.models.cache"):
+        return _arrays(vars(tree))
+    return []
