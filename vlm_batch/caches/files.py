@@ -93,8 +93,7 @@ def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
     """A row and where it can be continued. Raises InvalidCache for a file that is damaged or something else."""
     header = read_header(path)
     try:
-        tensors, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
-        mx.eval(list(tensors.values()))
+        tensors, metadata = _load(path)
     except Exception as error:
         raise InvalidCache(f"{path} cannot be read: {error}") from error
     if metadata.get("digest") != _seal(tensors, metadata):
@@ -155,6 +154,13 @@ def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:
     except Exception as error:
         raise InvalidCache(f"{path} is no saved cache, or damaged: {error}") from error
     return metadata, {**tensors, "begin": begin}
+
+
+def _load(path: str | Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    tensors, metadata = loaded
+    mx.eval(list(tensors.values()))
+    return tensors, metadata
 
 
 def _seal(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:

@@ -77,7 +77,8 @@ class WindowState(_OnePart):
         ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
         if cache.keep == 0:  # a chunk leaves more behind than the next token can see
             ordered = [part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered]
-        return cls(*(_own(part) for part in ordered), cache.offset, cache.max_size, cache.keep)
+        keys, values = (_own(part) for part in ordered)
+        return cls(keys, values, cache.offset, cache.max_size, cache.keep)
 
     def reaches(self, length: int) -> bool:
         return length == self.length or (length <= self.length <= int(self.keys.shape[2]))
@@ -319,7 +320,7 @@ def save_row(
 
     ``constant`` layers are taken as they are given (``save_constant``).
     """
-    whole, last = dict(constant or {}), {}
+    whole, last = dict(constant or {}), dict[int, LayerState]()
     for index, cache in enumerate(caches):
         if index not in whole:
             state = save_layer(cache, len(keys))
