@@ -83,11 +83,13 @@ def run(
     *,
     placement: Placement = Placement.ROWS,
     config: SchedulerConfig | None = None,
+    compile_decode: bool = False,
     generator: engine.BatchGenerator | None = None,
 ) -> list[Answer]:
     """Play a scenario to its end. ``generator`` continues a used one."""
+    config = config or SchedulerConfig(max_rows=4)
     batch = generator or engine.BatchGenerator(
-        adapter, placement=placement, config=config or SchedulerConfig(max_rows=4)
+        adapter, placement=placement, config=config, compile_decode=compile_decode
     )
     answers = [Answer(ask) for ask in asks]
     recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(asks))}

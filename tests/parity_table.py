@@ -39,7 +39,7 @@ def read(path: Path) -> list[Record]:
 
 def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
     """Scenarios down, families across; each cell the largest difference of log-probabilities, or why there is none."""
-    cells = {(record["scenario"], record["family"]): f"{record['difference']:.0e}" for record in records}
+    cells = {(record["scenario"], record["family"]): _number(record["difference"]) for record in records}
     for spec in specs:
         cells |= {(scenario, spec.family): "known gap" for scenario, _ in spec.known_gaps}
     scenarios = sorted({scenario for scenario, _ in cells})
@@ -54,6 +54,10 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
     if notes:
         lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
     return "\n".join(lines)
+
+
+def _number(difference: float) -> str:
+    return f"{difference:.1e}".replace("e-0", "e-") if difference else "0"
 
 
 def insert(page: str, table: str) -> str:

@@ -206,7 +206,7 @@ def test_many_threads_submit_at_once(batcher: VLMBatcher) -> None:
 
 
 def test_logprobs_and_seeds_through_the_api(batcher: VLMBatcher) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.5, seed=7, logprobs=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, temperature=8.0, seed=7, logprobs=3, ignore_eos=True)
     alone = batcher.submit(CIRCLE, DESCRIBE, params=params).result()
     beside = [batcher.submit(TWO, DESCRIBE, params=params) for _ in range(3)]
     again = batcher.submit(CIRCLE, DESCRIBE, params=params).result()
@@ -214,7 +214,7 @@ def test_logprobs_and_seeds_through_the_api(batcher: VLMBatcher) -> None:
     assert alone.logprobs is not None
     assert [entry.token_id for entry in alone.logprobs] == list(alone.token_ids)
     assert len({handle.result().token_ids for handle in beside}) == 1
-    other = SamplingParams(max_tokens=12, temperature=1.5, seed=8, ignore_eos=True)
+    other = SamplingParams(max_tokens=12, temperature=8.0, seed=8, ignore_eos=True)
     assert batcher.submit(CIRCLE, DESCRIBE, params=other).result().token_ids != alone.token_ids
 
 

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "digest"),
     ("registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
     ("caches",),
-    ("batch",),
+    ("batch", "compiled"),
     ("reuse",),
     ("models", "generator"),
     ("batcher",),

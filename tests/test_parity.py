@@ -127,6 +127,15 @@ def test_parity(name: str, scenario: str, placement: Placement) -> None:
     record(name, scenario, placement, check(name, answers))
 
 
+@all_families
+def test_parity_with_a_compiled_decode_step(name: str) -> None:
+    """Slabs whose decode step is one compiled graph, as on CUDA. One scenario: on a CPU a C++ compiler builds each graph."""
+    if not shared_adapter(name).compiles:
+        pytest.skip(f"{name} is not decoded by compiled graphs: its adapter does not declare it, and says why")
+    asks, _ = SCENARIOS["place_is_taken_again"]
+    check(name, run_family(name, asks(name), placement=Placement.SLAB, compile_decode=True))
+
+
 @both_placements
 @all_families
 def test_image_then_text_then_image_on_one_engine(name: str, placement: Placement) -> None:

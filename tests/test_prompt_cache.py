@@ -47,7 +47,7 @@ def next_turn(name: str, key: str, before: Result, seed: int) -> Inputs:
 
 @both_placements
 @all_families
-def test_continued_beside_a_cold_row(name: str, placement: Placement) -> None:
+def test_continued_beside_a_cold_row(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two conversations go on from their caches, one of them with a picture, while a third begins."""
     generator = BatchGenerator(shared_adapter(name), placement=placement)
     first = first_turns(name, generator, IMAGE, TEXT)
@@ -58,11 +58,9 @@ def test_continued_beside_a_cold_row(name: str, placement: Placement) -> None:
         assert cache.num_tokens == result.usage.prompt_tokens + len(result.token_ids) - 1
     brought = {"0": caches[0], "1": caches[1], "2": None}
     plain = generator.insert
-
-    def insert(request_id: str, *arguments: object) -> None:
-        plain(request_id, *arguments, cache=brought[request_id])  # type: ignore[arg-type]
-
-    generator.insert = insert  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        generator, "insert", lambda number, inputs, params: plain(number, inputs, params, cache=brought[number])
+    )
     asks = [Ask(IMAGE), Ask(TEXT), Ask("image:1:0", at=2)]
     answers = run(shared_adapter(name), lambda key: turns.get(key, request(name, key)), asks, generator=generator)
     traces = [answer_to(name, turns[IMAGE]), answer_to(name, turns[TEXT]), alone(name, "image:1:0")]
@@ -100,6 +98,7 @@ def test_a_batch_gives_back_what_it_was_given(
     fresh = KVCache if window is None else lambda: RotatingKVCache(window)
     slab = SlabCache(len(lengths)) if window is None else RingSlabCache(len(lengths), window)
     layer = RowsCache() if placement is Placement.ROWS else slab
+    layer.resize(len(lengths))
     twins = []
     for place, count in enumerate(lengths):
         layer.put(place, filled(fresh(), count, seed=place))

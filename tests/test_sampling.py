@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from vlm_batch import sampling
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.sampling import SamplingRow, process, sample, to_list
 from vlm_batch.types import SamplingParams
@@ -175,3 +176,23 @@ def test_logprobs_are_of_the_logits_before_temperature() -> None:
     assert list(entry) == [0]
     assert entry[0].logprob == pytest.approx(right[entry[0].token_id], abs=1e-6)
     assert [token for token, _ in entry[0].top] == np.argsort(-right)[:3].tolist()
+
+
+@pytest.mark.parametrize("candidates", [1, 4, 12])
+def test_candidates_draw_what_the_whole_vocabulary_would(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few candidates, flat and peaked rows: those whose candidates do not hold top_p or top_k are sorted whole."""
+    params = [
+        SamplingParams(temperature=0.3, top_p=0.5),
+        SamplingParams(temperature=3.0, top_p=0.95),
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.0, top_k=20),
+        SamplingParams(temperature=2.0, top_k=10, top_p=0.6, min_p=0.05),
+        SamplingParams(temperature=1.0),
+    ]
+    logits = logits_of(8, rows=len(params))
+    for step in range(30):
+        rows = [SamplingRow(p, seed=i, step=step) for i, p in enumerate(params)]
+        whole = sample(logits, rows).tokens.tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "NUM_CANDIDATES", candidates)
+            assert sample(logits, rows).tokens.tolist() == whole

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from vlm_batch.caches import LayerCache, Placement, RowsCache, make_layer_cache
 from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import LayerState, Point
+from vlm_batch.caches.saved import LayerState, Point, SavedRow
 from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import Encoded, PromptKey, SamplingParams, Status, TokenLogprobs
 
@@ -28,6 +28,7 @@ class Traces:
     stops: tuple[int, ...] = ()  # where its chunks are to end
     points: dict[int, Point] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
+    pending: SavedRow | None = None  # its prompt's state, until it is evaluated
 
 
 @dataclass(eq=False)
@@ -61,7 +62,6 @@ class Row:
     submitted: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     encode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
     first_token: float = 0.0
 
     @property
@@ -99,9 +99,9 @@ class DecodeBatch:
         assert row.cache is not None
         if not self.layers:
             self.layers = [make_layer_cache(single, self.placement, self.max_rows) for single in row.cache]
-        place = self.places.index(None) if None in self.places else len(self.places)
-        if place == len(self.places):
-            self.places.append(None)
+        if None not in self.places:
+            self._resize(len(self.places) + 1)
+        place = self.places.index(None)
         for layer, single in zip(self.layers, row.cache, strict=True):
             layer.put(place, single)
         self.places[place] = row
@@ -129,18 +129,20 @@ class DecodeBatch:
             self.places[place] = None
             for layer in self.layers:
                 layer.clear(place)
-            self._trim()
+            self._resize(max((index + 1 for index, other in enumerate(self.places) if other is not None), default=0))
         if not self.places:
             self.layers = []  # the memory of an idle batch goes back
+
+    def _resize(self, wanted: int) -> None:
+        """Have ``wanted`` places. In slabs their number is a power of two (or all there are), so that the shapes of a step
+        change rarely; places past the last row are given up, so that they cost nothing."""
+        if self.placement is Placement.SLAB and wanted:
+            wanted = min(1 << (wanted - 1).bit_length(), self.max_rows)
+        self.places = (self.places + [None] * wanted)[:wanted]
+        for layer in self.layers:
+            layer.resize(wanted)
 
     @property
     def nbytes(self) -> int:
         """Bytes of KV that the live rows' layers hold."""
         return sum(layer.nbytes for layer in self.layers)
-
-    def _trim(self) -> None:
-        """Places past the last row are given up, so that they cost nothing in a step."""
-        while self.places and self.places[-1] is None:
-            self.places.pop()
-        for layer in self.layers:
-            layer.truncate(len(self.places))

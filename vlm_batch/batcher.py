@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from PIL import Image
 
 from vlm_batch import threads
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
@@ -30,7 +29,7 @@ from vlm_batch.registry import ModelSpec
 from vlm_batch.scheduler import SchedulerConfig
 from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings
 
-#: Threads that read and decode pictures ahead of the engine (Pillow releases the GIL while it decodes).
+#: Threads that read, decode and process pictures ahead of the engine (Pillow releases the GIL while it works).
 NUM_LOADERS = 2
 #: Seconds that the engine sleeps at most when it has nothing to do (a submit wakes it at once).
 IDLE_SECONDS = 1.0
@@ -51,6 +50,14 @@ class Stats:
     generated_tokens: int
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A request's processor output as numpy arrays, and its pictures' (width, height)."""
+
+    inputs: Mapping[str, Any]
+    image_sizes: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(eq=False)
 class _Job:
     """A submitted request on its way to the engine."""
@@ -61,7 +68,7 @@ class _Job:
     images: tuple[ImageInput, ...]
     inputs: dict[str, Any] | None  # numpy
     submitted: float = field(default_factory=time.perf_counter)
-    loading: Future[list[Image.Image]] | None = None
+    preparing: Future[_Prepared] | None = None
     image_sizes: tuple[tuple[int, int], ...] = ()
 
 
@@ -69,10 +76,10 @@ class VLMBatcher:
     """Answer requests about pictures with one model, batched: every answer is the one that the request would get alone.
 
     ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
-    decode together; ``prefill_budget`` bounds the prompt tokens that are prefilled in a step beside them.
-    ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
-    is decoded; None lifts it. ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many
-    requests in flight.
+    decode together. Prompts are prefilled beside them in chunks that keep the gap between two tokens near
+    ``token_gap`` seconds, or of ``prefill_budget`` tokens a step if that is given. ``max_prompt_tokens`` refuses
+    longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded; None lifts it.
+    ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many requests in flight.
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop. Leaving the ``with``
     block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
@@ -86,13 +93,14 @@ class VLMBatcher:
         processor: Any = None,
         *,
         max_rows: int = 8,
-        prefill_budget: int = 256,
+        prefill_budget: int | None = None,
+        token_gap: float = 0.1,
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         look_ahead: int = 16,
         trust_remote_code: bool = False,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("prefill_budget", prefill_budget), ("look_ahead", look_ahead)):
+        for name, value in (("max_rows", max_rows), ("look_ahead", look_ahead)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if isinstance(model, nn.Module) and processor is None:
@@ -101,16 +109,15 @@ class VLMBatcher:
         self.look_ahead = look_ahead
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}  # every request that has not ended, by id; guarded by _lock
-        self._queued: list[_Job] = []  # engine thread only, like _loading
-        self._loading: list[_Job] = []
+        self._queued: list[_Job] = []  # engine thread only, like _preparing
+        self._preparing: list[_Job] = []
         self._lock = threading.Lock()
+        self._processor_lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0}
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
-        settings = SchedulerConfig(
-            max_rows=max_rows, prefill_budget=prefill_budget, idle_budget=max(2048, prefill_budget)
-        )
+        settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         ready: Future[tuple[BatchGenerator, Processing]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             ready.set_result(_engine(model, processor, settings, max_prompt_tokens))
@@ -315,6 +322,21 @@ class VLMBatcher:
             for handle in alive.values():
                 handle.cancel()
 
+    # On a loader's thread -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, job: _Job) -> _Prepared:
+        """Read a request's pictures and run its processor; what comes out is numpy, so that no array crosses threads."""
+        if job.inputs is not None:
+            return _Prepared(job.inputs)
+        images = [load_image(source, self.max_image_pixels) for source in job.images]
+        with self._processor_lock:  # processors and tokenizers are not made for two threads at once
+            if job.prompt is not None:
+                found = self._processing.inputs(job.prompt, images)
+            else:
+                image_ids = self._generator.adapter.image_token_ids()
+                found = self._processing.inputs_of_ids(job.request.token_ids or (), images, image_ids)
+            return _Prepared(as_numpy(found), tuple(image.size for image in images))
+
     # On the engine thread
     # -----------------------------------------------------------------------------------------------
 
@@ -341,59 +363,33 @@ class VLMBatcher:
         """Have the most urgent requests' pictures read, ``look_ahead`` requests at most."""
         now = time.perf_counter()
         scheduler = self._generator.scheduler
-        while self._queued and len(self._loading) < self.look_ahead:
+        while self._queued and len(self._preparing) < self.look_ahead:
             job = min(self._queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
             self._queued.remove(job)
-            self._loading.append(job)
-            job.loading = self._loaders.submit(_load_all, job.images, self.max_image_pixels)
-            job.loading.add_done_callback(lambda _: self._inbox.put(_nothing))
+            self._preparing.append(job)
+            job.preparing = self._loaders.submit(self._prepare, job)
+            job.preparing.add_done_callback(lambda _: self._inbox.put(_nothing))
 
     def _take_in(self) -> None:
-        """Process and insert loaded requests while the engine has room: a batch's worth of them waits at most."""
+        """Insert prepared requests while the engine has room: a batch's worth of them waits there at most."""
         room = self._generator.scheduler.config.max_rows - self._generator.num_waiting
-        for job in [job for job in self._loading if job.loading is not None and job.loading.done()]:
-            if room <= 0:
-                return
-            self._loading.remove(job)
+        ready = [job for job in self._preparing if job.preparing is not None and job.preparing.done()]
+        for job in ready[: max(0, room)]:
+            self._preparing.remove(job)
             self._insert(job)
-            room -= 1
-            if len(self._generator.batch):
-                return  # one a step: decoding rows do not wait for a whole queue's preprocessing
 
     def _insert(self, job: _Job) -> None:
-        assert job.loading is not None
+        request, preparing = job.request, job.preparing
+        assert preparing is not None
+        job.preparing = job.inputs = None
         try:
-            images = job.loading.result()
-            job.image_sizes = tuple(image.size for image in images)
-            self._generator.insert(
-                job.handle.request_id,
-                self._inputs(job, images),
-                job.request.params,
-                job.request.priority,
-                job.submitted,
-            )
+            prepared = preparing.result()
+            job.image_sizes = prepared.image_sizes
+            inputs = as_mlx(prepared.inputs)
+            self._generator.insert(job.handle.request_id, inputs, request.params, request.priority, job.submitted)
         except Exception as error:
-            self._finish(
-                Result(
-                    request_id=job.handle.request_id,
-                    finish_reason="error",
-                    error=describe(error),
-                    exception=error,
-                    timings=Timings(total=time.perf_counter() - job.submitted),
-                )
-            )
-        finally:
-            job.loading = None
-            job.inputs = None
-
-    def _inputs(self, job: _Job, images: list[Image.Image]) -> Mapping[str, Any]:
-        if job.inputs is not None:
-            return as_mlx(job.inputs)
-        if job.prompt is not None:
-            return self._processing.inputs(job.prompt, images)
-        assert job.request.token_ids is not None
-        image_ids = self._generator.adapter.image_token_ids()
-        return self._processing.inputs_of_ids(job.request.token_ids, images, image_ids)
+            waited = Timings(total=time.perf_counter() - job.submitted)
+            self._finish(_error_result(job.handle.request_id, error, waited))
 
     def _hand_out(self, event: Event) -> None:
         job = self._jobs.get(event.request_id)
@@ -414,7 +410,7 @@ class VLMBatcher:
         job.handle.finish(replace(result, image_sizes=job.image_sizes))
 
     def _cancel(self, request_id: str) -> None:
-        for jobs in (self._queued, self._loading):
+        for jobs in (self._queued, self._preparing):
             jobs[:] = [job for job in jobs if job.handle.request_id != request_id]
         if not self._generator.cancel(request_id):  # it has not reached the engine
             self._finish(Result(request_id=request_id, finish_reason="cancelled"))
@@ -431,7 +427,8 @@ def _engine(
 ) -> tuple[BatchGenerator, Processing]:
     adapter = adapt(model)
     if adapter.max_rows is not None:
-        settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows))
+        # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
+        settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
     processing = Processing(processor, model.config)
     generator = BatchGenerator(
         adapter,
@@ -478,8 +475,9 @@ def _run(
         del batcher, action
 
 
-def _load_all(sources: Sequence[ImageInput], max_pixels: int | None) -> list[Image.Image]:
-    return [load_image(source, max_pixels) for source in sources]
+def _error_result(request_id: str, error: Exception, timings: Timings | None = None) -> Result:
+    timings = timings or Timings()
+    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error, timings=timings)
 
 
 def _checked_inputs(inputs: Mapping[str, Any], images: tuple[ImageInput, ...]) -> dict[str, Any]:
@@ -496,12 +494,7 @@ def _checked_inputs(inputs: Mapping[str, Any], images: tuple[ImageInput, ...]) -
 
 def _failed(request: Request | Mapping[str, Any], index: int, error: Exception) -> Result:
     given = request.get("request_id") if isinstance(request, Mapping) else request.request_id
-    return Result(
-        request_id=given if given is not None else f"refused-{index}",
-        finish_reason="error",
-        error=describe(error),
-        exception=error,
-    )
+    return _error_result(given if given is not None else f"refused-{index}", error)
 
 
 def _when_done(handle: Handle, call: Callable[[], None]) -> None:

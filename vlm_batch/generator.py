@@ -1,26 +1,28 @@
 """The engine's loop: plan -> encode -> prefill -> join -> decode -> sample -> events. One thread calls all of it.
 
-Decoding runs one step ahead: a step is launched on the tokens of the step before while those are still being
-computed, and only then are they read. A row that ends at a stop token so costs at most one column of wasted work,
-which nobody sees.
+Work is launched one step ahead: the decode forward of a step is queued on tokens that are still being computed, the
+step's prefill chunks are queued behind it, and only in the next step are they read. So the device has work while Python
+runs, also when rows join and leave. A row that ends at a stop token costs at most one column of wasted work, which
+nobody sees.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
 from vlm_batch.batch import DecodeBatch, Row, Traces
-from vlm_batch.caches import Placement
+from vlm_batch.caches import Placement, arrays_of
 from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.compiled import CompiledDecode, pays_to_compile
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
-from vlm_batch.scheduler import PrefillRow, Scheduler, SchedulerConfig, WaitingRow
+from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow
 from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import (
     Chunk,
@@ -45,6 +47,8 @@ class ModelAdapter(Protocol):
     """What the engine asks of a family (``vlm_batch.models.base.Adapter`` says what each call does)."""
 
     @property
+    def compiles(self) -> bool: ...
+    @property
     def max_context(self) -> int | None: ...
     def image_token_ids(self) -> frozenset[int]: ...
     @property
@@ -65,6 +69,15 @@ class _Flight:
     sampled: Sampled
 
 
+@dataclass
+class _Launched:
+    """What a step launched, in the order in which the device does it; the next step reads it."""
+
+    decode: _Flight | None = None
+    chunks: list[tuple[Row, int, list[mx.array]]] = field(default_factory=list)  # row, its tokens, what to wait for
+    joined: _Flight | None = None  # first tokens of the rows whose prompts ended
+
+
 class BatchGenerator:
     """Continuous batching of one model's rows.
 
@@ -72,6 +85,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings.
     """
 
@@ -84,10 +98,13 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
+        compile_decode: bool | None = None,
         reuse: Reuse | None = None,
     ) -> None:
         self.adapter = adapter
         self.reuse = reuse or Reuse(adapter)
+        wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
+        self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
         self.scheduler = Scheduler(config or SchedulerConfig())
         self.decode_text = decode_text or (lambda ids: "")
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -96,7 +113,8 @@ class BatchGenerator:
         self._waiting: dict[str, Row] = {}
         self._prefilling: dict[str, Row] = {}
         self._rows: dict[str, Row] = {}
-        self._flight: _Flight | None = None
+        self._launched = _Launched()
+        self._pace = Pace(self.scheduler.config)
         self._events: list[Event] = []
 
     # Rows in and out
@@ -139,7 +157,7 @@ class BatchGenerator:
 
     def reset(self) -> None:
         """Forget every row, without events."""
-        self._flight = None
+        self._launched = _Launched()
         self._events = []
         for row in list(self._rows.values()):
             self._forget(row)
@@ -161,48 +179,80 @@ class BatchGenerator:
     # -------------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Advance: launch the next decode step, read the tokens of the step before, prefill a budget's worth."""
+        """Advance: launch the next decode step and a budget's worth of prefill, and read what the last step launched."""
+        before, self._launched = self._launched, _Launched()
         rows = [row for row in self.batch.rows if not row.is_last]
-        self._admit(is_decoding=bool(rows))
-        plan = self.scheduler.plan(
-            [_prefill_row(row) for row in self._prefilling.values()], [r.request_id for r in rows]
-        )
-        before, self._flight = self._flight, None
         if rows:
-            self._flight = self._launch(rows)
-        if before is not None:
-            self._read(before)
-        self._first_tokens([row for chunk in plan.prefill if (row := self._prefill(chunk)) is not None])
+            self._launched.decode = self._launch(rows)
+        self._await(before)
+        self._admit(is_decoding=bool(rows))
+        budget = self._pace.budget(is_decoding=bool(rows))
+        plan = self.scheduler.plan([_prefill_row(row) for row in self._prefilling.values()], budget)
+        joined = [row for chunk in plan if (row := self._prefill(chunk)) is not None]
+        if joined:
+            self._launched.joined = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
         events, self._events = self._events, []
         return events
 
+    def _await(self, launched: _Launched) -> None:
+        """Wait for a step's work, in its order on the device, and hand out its tokens."""
+        begin = time.perf_counter()
+        if launched.decode is not None:
+            self._read(launched.decode)
+        decoded = time.perf_counter()
+        for row, _, arrays in launched.chunks:
+            if row.status is not Status.FINISHED:
+                self._guard(row, mx.eval, arrays)
+                self.reuse.settle(row)
+        prefilled = time.perf_counter()
+        if launched.joined is not None:
+            self._read(launched.joined)
+        if launched.decode is not None:
+            self._pace.record(decoded - begin, sum(count for _, count, _ in launched.chunks), prefilled - decoded)
+
     def _admit(self, is_decoding: bool) -> None:
-        """Give free places to waiting rows and encode them: one a step beside decoding rows, else a budget's worth."""
+        """Give free places to waiting rows, and encode a few rows ahead: one a step beside decoding rows, else more."""
         now = time.perf_counter()
-        waiting = [
-            WaitingRow(row.request_id, row.priority, now - row.submitted)
-            for row in self._waiting.values()
-            if not self.reuse.waits_for(row, self._prefilling.values())
-        ]
-        for request_id in self.scheduler.admit(waiting, len(self._prefilling) + len(self.batch)):
-            if self.reuse.waits_for(self._waiting[request_id], self._prefilling.values()):
-                continue  # a row that was let in just now has its beginning
-            row = self._waiting.pop(request_id)
-            row.started = now
-            self._guard(row, self._encode, row)
-            pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
-            if is_decoding or pending >= self.scheduler.config.idle_budget:
-                break
+        others = [*self._prefilling.values(), *(row for row in self._waiting.values() if row.encoded is not None)]
+        order = self.scheduler.order(
+            [
+                WaitingRow(row.request_id, row.priority, now - row.submitted)
+                for row in self._waiting.values()
+                if not self.reuse.waits_for(row, others)
+            ]
+        )
+        num_free = self.scheduler.num_free(len(self._prefilling) + len(self.batch))
+        num_encoded = 0
+        for index, request_id in enumerate(order[: num_free + self.scheduler.config.encode_ahead]):
+            row = self._waiting[request_id]
+            has_place = index < num_free
+            if row.encoded is None:
+                if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
+                    return
+                if self.reuse.waits_for(row, others):
+                    continue  # a row that was encoded just now has its beginning
+                self._guard(row, self._encode, row)
+                others.append(row)
+                num_encoded += 1
+            if has_place and row.encoded is not None:
+                row.started = row.started or now
+                row.status = Status.PREFILL
+                self._prefilling[request_id] = self._waiting.pop(request_id)
+
+    def _has_prefill_work(self) -> bool:
+        """Whether the prompts that have places fill a step."""
+        pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
+        return pending >= self.scheduler.config.idle_budget
 
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None
-        begin = time.perf_counter()
+        row.started = begin = time.perf_counter()
         cached = self.reuse.begin(row, self.adapter.make_cache())
         encoded = self.adapter.encode(row.inputs, cached)
         row.inputs = None
         context = self.adapter.max_context
         check_length(encoded.length, context, self.max_prompt_tokens)
-        mx.eval(encoded.inputs_embeds)
+        mx.async_eval(encoded.inputs_embeds)
         row.encoded, row.prompt_length, row.delta = encoded, encoded.length, encoded.position.delta
         row.max_tokens = (
             row.params.max_tokens if context is None else min(row.params.max_tokens, context - encoded.length)
@@ -213,9 +263,7 @@ class BatchGenerator:
             row.history = encoded.input_ids[0].astype(mx.int32)
         row.prefilled = cached
         self.reuse.commit(row)
-        row.status = Status.PREFILL
         row.encode_seconds = time.perf_counter() - begin
-        self._prefilling[row.request_id] = row
 
     def _prefill(self, chunk: Chunk) -> Row | None:
         """Run one chunk; the row, if that ended its prompt."""
@@ -225,35 +273,25 @@ class BatchGenerator:
         return row
 
     def _run_chunk(self, row: Row, chunk: Chunk) -> bool:
-        """Whether the row's prompt is done; it then has joined the batch, with its logits as ``next_token``."""
+        """Launch a chunk. Whether the row's prompt is done; it then is in the batch, with its logits as ``next_token``."""
         assert row.encoded is not None and row.cache is not None
-        begin = time.perf_counter()
         logits = row.traces.logits if row.traces is not None else None  # (1, V), kept from the same prompt
         if logits is None:
             logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
         row.prefilled = chunk.end
         done = chunk.end == row.prompt_length
+        kept = self.reuse.prompt_done(row, logits) if done else self.reuse.chunk_done(row)
         if done:
-            self.reuse.prompt_done(row, logits)
             self.adapter.finish_prefill(row.encoded, row.cache)
-        mx.eval([cache.state for cache in row.cache], [logits] if done else [])
-        if not done:
-            self.reuse.chunk_done(row)
-        row.prefill_seconds += time.perf_counter() - begin
+        arrays = arrays_of([cache.state for cache in row.cache]) + ([logits] if done else []) + kept
+        mx.async_eval(arrays)
+        self._launched.chunks.append((row, chunk.end - chunk.start, arrays))
         if done:
             row.next_token = logits
             row.encoded = None  # embeddings and features are let go of here
             del self._prefilling[row.request_id]
             self.batch.join(row)
         return done
-
-    def _first_tokens(self, joined: Sequence[Row]) -> None:
-        """Sample the newcomers' first tokens and read them at once, so that their streams begin with this step."""
-        if not joined:
-            return
-        flight = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
-        if flight is not None:
-            self._read(flight)
 
     def _launch(self, rows: Sequence[Row]) -> _Flight | None:
         """Decode one token for every live row and sample it, without waiting for the result."""
@@ -270,7 +308,11 @@ class BatchGenerator:
         tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.decode_extras for row in places]
-        logits = self.adapter.decode(DecodeStep(tokens, positions, self.batch.layers, extras))  # (B, V)
+        step = DecodeStep(tokens, positions, self.batch.layers, extras)
+        if self._compiled is not None and CompiledDecode.can_compile(self.batch.layers, extras):
+            logits = self._compiled(step)  # (B, V)
+        else:
+            logits = self.adapter.decode(step)
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> _Flight | None:
@@ -371,7 +413,7 @@ class BatchGenerator:
             timings=Timings(
                 queue=started - row.submitted,
                 encode=row.encode_seconds,
-                prefill=row.prefill_seconds,
+                prefill=first - started - row.encode_seconds if first else 0.0,
                 decode=now - first if first else 0.0,
                 ttft=first - row.submitted if first else float("nan"),
                 total=now - row.submitted,
@@ -402,7 +444,7 @@ class BatchGenerator:
 
     def _fail_batch(self, error: BaseException, rows: Sequence[Row] = ()) -> None:
         """A forward of the whole batch failed: no row's token can be trusted, so all of them end. The engine goes on."""
-        self._flight = None
+        self._launched = _Launched()
         for row in {id(row): row for row in (*self.batch.rows, *rows)}.values():
             if row.status is not Status.FINISHED:
                 self._end(row, "error", error)

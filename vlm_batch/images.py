@@ -89,7 +89,7 @@ def _open(source: Any, max_pixels: int | None) -> Image.Image:
     except Image.UnidentifiedImageError as error:
         raise InvalidImage(f"{name} is not a picture that Pillow can read") from error
     except Image.DecompressionBombError as error:
-        raise InvalidImage(f"{name} is too large: {error}") from error
+        raise InvalidImage(f"{name} is too large to be read (max_image_pixels): {error}") from error
     except Exception as error:
         raise InvalidImage(f"{name} cannot be opened: {error}") from error
 

@@ -16,9 +16,9 @@ from vlm_batch.batch import Row, Traces
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prefix import Match, PrefixCache, match, thin
 from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import common_length, is_whole_kind, save_constant, save_point, save_row
+from vlm_batch.caches.saved import SavedRow, common_length, is_whole_kind, save_constant, save_point, save_row
 from vlm_batch.errors import InvalidCache
-from vlm_batch.types import PromptKey
+from vlm_batch.types import PromptKey, Status
 
 #: A hit or a wait for a neighbour's prefill is worth its bookkeeping from this many tokens on.
 MIN_TOKENS = 8
@@ -46,7 +46,9 @@ class Reuse:
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
-        if self.prefix is None or (row.traces is not None and row.traces.continues is not None):
+        if self.prefix is None or row.encoded is not None:
+            return False
+        if row.traces is not None and row.traces.continues is not None:
             return False
         try:
             traces = self._traces(row)
@@ -55,9 +57,11 @@ class Reuse:
         keys = [other.traces.key for other in others if other.traces is not None and other.traces.key is not None]
         if traces.key is None or not keys:
             return False
-        found = self.prefix.find(traces.key)
         coming = max(common_length(traces.key.positions, key.positions) for key in keys)
         coming = traces.key.before_span(min(coming, traces.key.length - 1))
+        if coming < MIN_TOKENS:
+            return False
+        found = self.prefix.find(traces.key)
         return coming >= (found.length if found is not None else 0) + MIN_TOKENS
 
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
@@ -97,29 +101,49 @@ class Reuse:
             row.traces.continues.take()
             row.traces.continues = None
 
-    def chunk_done(self, row: Row) -> None:
-        """Leave a point at a chunk's end, for layers that cannot be cut back to it later."""
+    def chunk_done(self, row: Row) -> list[mx.array]:
+        """Leave a point at a chunk's end, for layers that cannot be cut back to it later. Returns what is to be evaluated."""
         traces = row.traces
         if traces is None or traces.key is None or row.cache is None or all(map(is_whole_kind, row.cache)):
-            return
+            return []
         last = max((at for at in traces.points if at <= row.prefilled), default=0)
-        if row.prefilled in traces.stops or row.prefilled - last >= POINT_STRIDE:
-            traces.points = thin({**traces.points, row.prefilled: save_point(row.cache, row.prefilled)})
+        if row.prefilled not in traces.stops and row.prefilled - last < POINT_STRIDE:
+            return []
+        return self._point(row, traces, None)
 
-    def prompt_done(self, row: Row, logits: mx.array) -> None:
-        """The whole prompt is in the row's caches, and nothing was dropped from them yet."""
+    def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
+        """The whole prompt is in the row's caches, and nothing was dropped from them yet: leave them as they are.
+
+        Returns what is to be evaluated; then ``settle`` makes it known.
+        """
         traces = row.traces
         if traces is None or traces.key is None or row.cache is None:
-            return
+            return []
         if traces.key.length != row.prompt_length:  # ids that grew into several positions: these have no keys
             traces.key = None
-            return
+            return []
         traces.constant = save_constant(row.cache)
+        constant = [array for state in traces.constant.values() for array in state.arrays()]
         if traces.cached == row.prompt_length:
-            return
-        traces.points = thin({**traces.points, row.prompt_length: save_point(row.cache, row.prompt_length, logits)})
-        if self.prefix is not None and row.prompt_length >= MIN_TOKENS:
-            self.prefix.store(self._saved(row, traces, row.cache, 0))
+            return constant
+        arrays = self._point(row, traces, logits) + constant
+        if self.prefix is None or row.prompt_length < MIN_TOKENS:
+            return arrays
+        traces.pending = self._saved(row, traces, row.cache, 0)
+        return traces.pending.arrays()
+
+    def settle(self, row: Row) -> None:
+        """What a row's last chunk left is evaluated: later rows may have it."""
+        if row.traces is not None and row.traces.pending is not None:
+            if self.prefix is not None and row.status is not Status.FINISHED:
+                self.prefix.store(row.traces.pending)
+            row.traces.pending = None
+
+    def _point(self, row: Row, traces: Traces, logits: mx.array | None) -> list[mx.array]:
+        assert row.cache is not None
+        point = save_point(row.cache, row.prefilled, logits)
+        traces.points = thin({**traces.points, row.prefilled: point})
+        return point.arrays()
 
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
@@ -132,12 +156,13 @@ class Reuse:
         if not self.wants(row) or traces is None or row.cache is None:
             return None
         saved = self._saved(row, traces, row.cache, row.num_sampled - 1)
+        mx.eval(saved.arrays())
         row.cache = None
         if self.prefix is not None and saved.length >= MIN_TOKENS:
             self.prefix.store(saved)
         return PromptCache(saved, self.identity) if traces.is_returned else None
 
-    def _saved(self, row: Row, traces: Traces, caches: Sequence[Any], num_answered: int) -> Any:
+    def _saved(self, row: Row, traces: Traces, caches: Sequence[Any], num_answered: int) -> SavedRow:
         assert traces.key is not None
         answer = np.zeros((num_answered, 3), dtype=np.int64)
         answer[:, 0], answer[:, 1:] = row.token_ids[:num_answered], traces.key.answer

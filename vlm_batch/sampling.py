@@ -10,6 +10,9 @@ import mlx.core as mx
 
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
+#: How many of a large vocabulary's most likely tokens are put in order (31 ms instead of 179 for 8 rows of 152 k on a CPU).
+NUM_CANDIDATES = 1024
+
 
 @dataclass(frozen=True)
 class SamplingRow:
@@ -83,15 +86,14 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     (seed, step).
     """
     tokens = mx.argmax(logits, axis=-1)
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if drawn:
-        chosen = _draw(logits[mx.array(drawn)], [rows[i] for i in drawn])
-        if len(drawn) == len(rows):
-            tokens = chosen
-        else:
-            order = mx.array([drawn.index(i) if i in drawn else 0 for i in range(len(rows))])
-            is_drawn = mx.array([i in drawn for i in range(len(rows))])
-            tokens = mx.where(is_drawn, chosen[order], tokens)
+    plain = [i for i, row in enumerate(rows) if not row.params.is_greedy and not _needs_order(row.params)]
+    ordered = [i for i, row in enumerate(rows) if not row.params.is_greedy and _needs_order(row.params)]
+    for group, draw in ((plain, _draw), (ordered, _draw_sorted)):
+        if group:
+            picked = [rows[i] for i in group]
+            scaled = logits[mx.array(group)].astype(mx.float32) / _column([row.params.temperature for row in picked])
+            noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
+            tokens = _merge(tokens, group, draw(scaled, noise, picked))
     wanting = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
     if not wanting:
         return Sampled(tokens)
@@ -112,31 +114,74 @@ def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...],
     return Sampled(tokens, wanting, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
 
-def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Gumbel-max over the filtered distribution of each row: (R, V) -> (R,)."""
-    column = lambda values: mx.array(values, dtype=mx.float32)[:, None]  # noqa: E731
-    scaled = logits.astype(mx.float32) / column([row.params.temperature for row in rows])
-    noise = mx.stack([_noise(row, scaled.shape[-1]) for row in rows])
-    if any(row.params.top_k or row.params.top_p < 1 for row in rows):
-        return _draw_sorted(scaled, noise, rows)
-    return mx.argmax(_min_p(scaled, column([row.params.min_p for row in rows])) + noise, axis=-1)
+def _needs_order(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    """(R, 1) float32."""
+    return mx.array(list(values), dtype=mx.float32)[:, None]
+
+
+def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
+    """``tokens`` (B,) with ``chosen`` (R,) at ``places``."""
+    if len(places) == tokens.size:
+        return chosen
+    source = mx.array([places.index(i) if i in places else 0 for i in range(tokens.size)])
+    return mx.where(mx.array([i in places for i in range(tokens.size)]), chosen[source], tokens)
+
+
+def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Gumbel-max over the whole vocabulary: logits over temperature (R, V) -> (R,)."""
+    return mx.argmax(_min_p(scaled, _column([row.params.min_p for row in rows])) + noise, axis=-1)
 
 
 def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    column = lambda values: mx.array(values, dtype=mx.float32)[:, None]  # noqa: E731
+    """``top_k`` and ``top_p`` need the likely tokens in order: (R, V) -> (R,).
+
+    On a CPU only ``NUM_CANDIDATES`` of a large vocabulary are sorted, with the mass of all of it known; a row whose
+    candidates do not hold its ``top_p`` is sorted whole. (On a GPU finding that out would cost more than the sort.)
+    """
     size = scaled.shape[-1]
-    order = mx.argsort(-scaled, axis=-1)
-    ranked = mx.take_along_axis(scaled, order, axis=-1)  # falling
-    within_k = mx.arange(size)[None, :] < column([row.params.top_k or size for row in rows])
-    ranked = mx.where(within_k, ranked, -mx.inf)
-    probabilities = mx.softmax(ranked, axis=-1)
-    before = mx.cumsum(probabilities, axis=-1) - probabilities
-    top_p = column([row.params.top_p for row in rows])
-    ranked = mx.where((before < top_p) | (top_p >= 1), ranked, -mx.inf)
-    ranked = _min_p(ranked, column([row.params.min_p for row in rows]))
+    if size <= 4 * NUM_CANDIDATES or mx.default_device().type == mx.DeviceType.gpu:
+        return _draw_in_order(scaled, noise, rows, mx.argsort(-scaled, axis=-1))[0]
+    candidates = mx.argpartition(-scaled, kth=NUM_CANDIDATES - 1, axis=-1)[:, :NUM_CANDIDATES]
+    order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
+    tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
+    may_miss = [not 0 < row.params.top_k <= NUM_CANDIDATES for row in rows]
+    if not any(may_miss):
+        return tokens
+    missed = [
+        index
+        for index, (row, held) in enumerate(zip(rows, to_list(mass), strict=True))
+        if may_miss[index] and (row.params.top_k > NUM_CANDIDATES or held < row.params.top_p)
+    ]
+    for index in missed:
+        one = scaled[index : index + 1]
+        again, _ = _draw_in_order(one, noise[index : index + 1], rows[index : index + 1], mx.argsort(-one, axis=-1))
+        tokens = _merge(tokens, [index], again)
+    return tokens
+
+
+def _draw_in_order(
+    scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], order: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Draw among the tokens ``order`` (R, C), most likely first: (R,) and the probability mass (R,) that they hold."""
+    size = order.shape[-1]
+    top_k = _column([row.params.top_k for row in rows])
+    ranked = mx.take_along_axis(scaled, order, axis=-1)
+    ranked = mx.where((top_k == 0) | (mx.arange(size)[None, :] < top_k), ranked, -mx.inf)
+    total = mx.where(
+        top_k == 0, mx.logsumexp(scaled, axis=-1, keepdims=True), mx.logsumexp(ranked, axis=-1, keepdims=True)
+    )
+    probabilities = mx.exp(ranked - total)
+    cumulative = mx.cumsum(probabilities, axis=-1)
+    top_p = _column([row.params.top_p for row in rows])
+    ranked = mx.where((cumulative - probabilities < top_p) | (top_p >= 1), ranked, -mx.inf)
+    ranked = _min_p(ranked, _column([row.params.min_p for row in rows]))
     # The noise belongs to token ids, not to ranks: two almost equal logits that swap ranks keep their own draws.
     best = mx.argmax(ranked + mx.take_along_axis(noise, order, axis=-1), axis=-1, keepdims=True)
-    return mx.take_along_axis(order, best, axis=-1)[:, 0]
+    return mx.take_along_axis(order, best, axis=-1)[:, 0], cumulative[:, -1]
 
 
 def _min_p(scaled: mx.array, min_p: mx.array) -> mx.array:

@@ -1,8 +1,9 @@
 """What the next step does: integers and ids only, no arrays.
 
 Decode first: every live row gets its token each step. What is left of the step goes to prefill, in chunks that end
-where the model allows it. A free place is filled at once. Rows wait by priority, then by age; ageing lifts a waiting
-row by one priority for every ``ageing_seconds``, so that nothing starves.
+where the model allows it, sized in time: as many prompt tokens as fit between two tokens of the rows that decode. A
+free place is filled at once. Rows wait by priority, then by age; ageing lifts a waiting row by one priority for every
+``ageing_seconds``, so that nothing starves.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlm_batch.types import BatchPlan, Chunk
+from vlm_batch.types import Chunk
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """``prefill_budget``: prompt tokens a step beside decoding rows; ``idle_budget``: when nothing decodes."""
+    """Limits of a step.
+
+    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
+    tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
+    decodes. ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step.
+    """
 
     max_rows: int = 8
-    prefill_budget: int = 256
+    prefill_budget: int | None = None
     idle_budget: int = 2048
+    encode_ahead: int = 2
+    token_gap: float = 0.1
     ageing_seconds: float = 5.0
 
 
@@ -52,19 +60,19 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
 
-    def admit(self, waiting: Sequence[WaitingRow], num_live: int) -> list[str]:
-        """Which waiting rows get a place now, in order."""
-        free = max(0, self.config.max_rows - num_live)
-        return [
-            row.request_id for row in sorted(waiting, key=lambda row: self.urgency(row.priority, row.waited))[:free]
-        ]
+    def order(self, waiting: Sequence[WaitingRow]) -> list[str]:
+        """Waiting rows, most urgent first."""
+        return [row.request_id for row in sorted(waiting, key=lambda row: self.urgency(row.priority, row.waited))]
 
-    def plan(self, prefill: Sequence[PrefillRow], decode: Sequence[str]) -> BatchPlan:
-        """The chunks to prefill, oldest row first, within the step's budget; and the rows that decode.
+    def num_free(self, num_live: int) -> int:
+        """How many rows can be given a place."""
+        return max(0, self.config.max_rows - num_live)
+
+    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
+        """The chunks to prefill, oldest row first, within the step's budget.
 
         A chunk may exceed the budget only to hold an atomic span whole.
         """
-        budget = self.config.prefill_budget if decode else self.config.idle_budget
         chunks: list[Chunk] = []
         for row in prefill:
             if budget <= 0:
@@ -72,7 +80,7 @@ class Scheduler:
             end = chunk_end(row, budget)
             chunks.append(Chunk(row.request_id, row.done, end))
             budget -= end - row.done
-        return BatchPlan(prefill=tuple(chunks), decode=tuple(decode))
+        return tuple(chunks)
 
     def urgency(self, priority: int, waited: float) -> tuple[float, float]:
         """What waiting rows are sorted by: smaller goes first."""
@@ -89,3 +97,41 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
         if start < end < stop:
             return start if start > row.done else min(stop, row.length)
     return end
+
+
+class Pace:
+    """How many prompt tokens a step can take beside decoding rows: from measured step times, smoothed.
+
+    A chunk has a price of its own (a forward's launches, the weights read once more), so it is never smaller than
+    ``SMALLEST_CHUNK``; the first ones, before anything is measured, are ``FIRST_CHUNK``.
+    """
+
+    SMALLEST_CHUNK = 64
+    FIRST_CHUNK = 256
+    SMOOTHING = 0.3
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._decode_seconds = 0.0
+        self._tokens_per_second = 0.0
+
+    def budget(self, is_decoding: bool) -> int:
+        """Prompt tokens for the next step."""
+        config = self._config
+        if not is_decoding:
+            return config.idle_budget
+        if config.prefill_budget is not None:
+            return config.prefill_budget
+        if not self._tokens_per_second:
+            return min(self.FIRST_CHUNK, config.idle_budget)
+        fits = int((config.token_gap - self._decode_seconds) * self._tokens_per_second)
+        return min(max(fits, self.SMALLEST_CHUNK), config.idle_budget)
+
+    def record(self, decode_seconds: float, tokens: int, prefill_seconds: float) -> None:
+        """What a step took: waiting for its decode, then for its ``tokens`` of prompt."""
+        self._decode_seconds = self._smooth(self._decode_seconds, decode_seconds)
+        if tokens:
+            self._tokens_per_second = self._smooth(self._tokens_per_second, tokens / max(prefill_seconds, 1e-6))
+
+    def _smooth(self, old: float, new: float) -> float:
+        return old + self.SMOOTHING * (new - old) if old else new

@@ -162,7 +162,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds that a request spent in each stage; ``ttft`` is from submit to its first token."""
+    """Seconds of a request's life: waiting for a place, being encoded, from there to its first token, then to its end.
+
+    ``ttft`` is from submit to the first token. While it is prefilled and decodes, a request shares the device.
+    """
 
     queue: float = 0.0
     encode: float = 0.0
@@ -315,18 +318,6 @@ class Chunk:
     request_id: str
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """What one engine step does: integers and ids only."""
-
-    prefill: tuple[Chunk, ...] = ()
-    decode: tuple[str, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.prefill and not self.decode
 
 
 def fresh_seed() -> int:

@@ -80,7 +80,6 @@ class RowsCache:
 
     def put(self, place: int, cache: Any) -> None:
         """Adopt a row's own cache; nothing is copied."""
-        self.places.extend([None] * (place + 1 - len(self.places)))
         self.places[place] = cache
 
     def take(self, place: int) -> Any:
@@ -95,9 +94,10 @@ class RowsCache:
         """Forget the row at a place and close the gap."""
         del self.places[place]
 
-    def truncate(self, num_places: int) -> None:
+    def resize(self, num_places: int) -> None:
         """Keep the first places only (the others are empty)."""
         del self.places[num_places:]
+        self.places.extend([None] * (num_places - len(self.places)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -150,15 +150,16 @@ class RowsCache:
 
     def arrays(self) -> list[mx.array]:
         """Every array that is held, to be evaluated."""
-        return _arrays([cache.state for cache in self.places if cache is not None])
+        return arrays_of([cache.state for cache in self.places if cache is not None])
 
     def _states(self, rows: Sequence[Any | None]) -> RowStates:
         return RowStates(tuple(rows), tuple(self.places))
 
 
-def _arrays(tree: Any) -> list[mx.array]:
+def arrays_of(tree: Any) -> list[mx.array]:
+    """Every array in a tree of lists and tuples."""
     if isinstance(tree, mx.array):
         return [tree]
     if isinstance(tree, (list, tuple)):
-        return [array for item in tree for array in _arrays(item)]
+        return [array for item in tree for array in arrays_of(item)]
     return []

@@ -300,13 +300,11 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def save_point(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Point:
-    """The layers of a row that are not whole, at a length, evaluated."""
-    point = Point(
+    """The layers of a row that are not whole, at a length. Nothing is evaluated yet."""
+    return Point(
         {index: state for index, cache in enumerate(caches) if not (state := save_layer(cache, length)).is_whole},
         None if logits is None else _own(logits),
     )
-    mx.eval(point.arrays())
-    return point
 
 
 def save_row(
@@ -316,9 +314,9 @@ def save_row(
     num_pictures: int,
     constant: Mapping[int, LayerState] | None = None,
 ) -> SavedRow:
-    """A row's caches, which have seen the positions of ``keys``, with the points that were kept on the way; evaluated.
+    """A row's caches, which have seen the positions of ``keys``, with the points that were kept on the way.
 
-    ``constant`` layers are taken as they are given (``save_constant``).
+    ``constant`` layers are taken as they are given (``save_constant``). Nothing is evaluated yet.
     """
     whole, last = dict(constant or {}), dict[int, LayerState]()
     for index, cache in enumerate(caches):
@@ -328,9 +326,7 @@ def save_row(
     kept = {at: point for at, point in points.items() if at <= len(keys)}
     if last:
         kept[len(keys)] = Point(last, kept[len(keys)].logits if len(keys) in kept else None)
-    saved = SavedRow(keys, len(caches), whole, kept, num_pictures)
-    mx.eval(saved.arrays())
-    return saved
+    return SavedRow(keys, len(caches), whole, kept, num_pictures)
 
 
 def save_constant(caches: Sequence[Any]) -> dict[int, LayerState]:

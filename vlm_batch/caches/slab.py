@@ -7,6 +7,7 @@ A join writes one row into a free place, a leave frees it; nobody else moves. Wr
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,12 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+@lru_cache(maxsize=8)
+def lengths_array(lengths: tuple[int, ...]) -> mx.array:
+    """Lengths as an array (B,); made once a step, since every layer asks for the same."""
+    return mx.array(lengths, dtype=mx.int32)
+
+
 class SlabCache:
     """A layer of full attention. ``lengths[s]`` tokens of place s are valid; an empty place has length 0."""
 
@@ -30,8 +37,9 @@ class SlabCache:
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._lengths = [0] * num_places
+        self._kept = self._lengths
         self._live = 0
-        self._offsets: tuple[tuple[int, ...], mx.array] | None = None
+        self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
 
     def put(self, place: int, cache: Any) -> None:
         """Copy one row's keys and values (its own bytes only) from its single-row cache into a place."""
@@ -39,7 +47,6 @@ class SlabCache:
         self._reserve(keys, values, int(cache.offset) + 1)
         self._write(place, keys, values, int(cache.offset))
         self._lengths[place] = int(cache.offset)
-        self._live = max(self._live, place + 1)
 
     def take(self, place: int) -> KVCache:
         """The row at a place as a single-row cache with arrays of its own, not evaluated yet: the inverse of ``put``."""
@@ -52,7 +59,7 @@ class SlabCache:
         """Free a place; its bytes stay until another row is written over them."""
         self._lengths[place] = 0
 
-    def truncate(self, num_places: int) -> None:
+    def resize(self, num_places: int) -> None:
         """Attend over the first places only (the others are empty)."""
         self._live = num_places
 
@@ -63,10 +70,7 @@ class SlabCache:
     @property
     def offset(self) -> mx.array:
         """``lengths`` as an array (S,), as models want it for RoPE."""
-        lengths = self.lengths
-        if self._offsets is None or self._offsets[0] != lengths:
-            self._offsets = (lengths, mx.array(lengths, dtype=mx.int32))
-        return self._offsets[1]
+        return lengths_array(self.lengths) if self._traced is None else self._traced
 
     @property
     def _idx(self) -> int:
@@ -80,8 +84,44 @@ class SlabCache:
         at = self._pad(self._positions()[:, None, None, None])
         self.keys = _put(self.keys, at, self._pad(keys))
         self.values = _put(self.values, at, self._pad(values))
-        self._lengths = [length + (length > 0) for length in self._lengths]
+        self.advance()
+        if self._traced is not None:
+            self._traced = self._traced + 1
         return self._fetched()
+
+    def advance(self) -> None:
+        """Count the token that every live place was given."""
+        self._lengths = [length + (length > 0) for length in self._lengths]
+
+    # A compiled step: the same shapes, other lengths ---------------------------------------------------------------------
+
+    def prepare(self) -> tuple[Any, ...]:
+        """Make room for one more token; what a step's graph depends on."""
+        assert self.keys is not None and self.values is not None
+        self._reserve(self.keys, self.values, self._idx + 1)
+        return (self.keys.shape, self.keys.dtype, self._live, self._width(self._idx + 1), self._is_uniform(None))
+
+    def give(self) -> tuple[mx.array, mx.array]:
+        """Hand the slab over, to be written by a step."""
+        assert self.keys is not None and self.values is not None
+        given = self.keys, self.values
+        self.keys = self.values = None
+        return given
+
+    def receive(self, keys: mx.array, values: mx.array) -> None:
+        """Take the slab back from a step that wrote a token into every live place."""
+        self.keys, self.values = keys, values
+        self.advance()
+
+    def trace(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
+        """Work on placeholders for the slab and its lengths (S,) until ``untrace``."""
+        self._kept = self._lengths
+        self.keys, self.values, self._traced = keys, values, offset
+
+    def untrace(self) -> tuple[mx.array, mx.array]:
+        """The placeholders' successors; the host's lengths are again what they were."""
+        self._lengths, self._traced = self._kept, None
+        return self.give()
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
@@ -92,9 +132,8 @@ class SlabCache:
         """Which keys each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
-        lengths = self.lengths
         width = self._width(self._idx + 1)
-        if window_size is None and all(n + 1 == width for n in lengths):
+        if self._is_uniform(window_size):
             return None
         columns = mx.arange(width)[None, :]
         last = self.offset[:, None]
@@ -102,6 +141,11 @@ class SlabCache:
         if window_size is not None:
             mask = mask & (columns > last - window_size)
         return mask[:, None, None, :]
+
+    def _is_uniform(self, window_size: int | None) -> bool:
+        """Whether every place sees every column, so that no mask is needed."""
+        width = self._width(self._idx + 1)
+        return window_size is None and all(length + 1 == width for length in self.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +223,7 @@ class RingSlabCache(SlabCache):
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         if window_size is not None and window_size < self.window:
             raise ValueError(f"a window of {window_size} inside a ring of {self.window} is not supported")
-        if all(n + 1 >= self.window for n in self.lengths):
+        if self._is_uniform(None):
             return None
         columns = mx.arange(self._width(self._idx + 1))[None, :]
         return (columns <= self.offset[:, None])[:, None, None, :]
@@ -189,6 +233,9 @@ class RingSlabCache(SlabCache):
 
     def _positions(self) -> mx.array:
         return self.offset % self.window
+
+    def _is_uniform(self, window_size: int | None) -> bool:
+        return all(length + 1 >= self.window for length in self.lengths)
 
     def _capacity(self, tokens: int, current: int) -> int:
         return min(self.window, super()._capacity(tokens, current))

@@ -10,4 +10,5 @@ from vlm_batch.registry import ModelSpec, register
 class AyaVision(Adapter):
     """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
 
+    compiles = True
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}

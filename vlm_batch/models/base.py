@@ -35,6 +35,8 @@ class Adapter:
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
     #: What it returns that the family does not need, absorbed on purpose.
     ignored_features: ClassVar[frozenset[str]] = frozenset()
+    #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
+    compiles: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
     #: Whether a row can go on from what another row with the same beginning has left in its caches.

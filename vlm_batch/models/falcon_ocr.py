@@ -29,6 +29,7 @@ from vlm_batch.types import DecodeStep, Encoded, PositionState
 class FalconOCR(Adapter):
     """All tokens of a picture share one position; a second, two-dimensional rotation tells its patches apart."""
 
+    compiles = True
     input_keys = Adapter.input_keys | {"image_grid_hw"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pos_hw": 1}
     #: Made again for each chunk from the picture's span, without an L x L array.

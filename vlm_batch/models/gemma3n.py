@@ -31,6 +31,7 @@ from vlm_batch.types import Picture
 class Gemma3n(Adapter):
     """Attention is causal for pictures too. Audio is not verified, and its inputs are refused."""
 
+    compiles = True
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod

@@ -28,7 +28,10 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GLM4V(MRoPEAdapter):
-    """Pictures only: mlx-vlm's model ignores ``pixel_values_videos``, so videos are refused."""
+    """Pictures only: mlx-vlm's model ignores ``pixel_values_videos``, so videos are refused.
+
+    Its decode step is not compiled: mlx 0.32.4 fails on the graph ("IndexError: _Map_base::at"), cause not found.
+    """
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
 

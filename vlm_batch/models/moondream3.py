@@ -29,6 +29,7 @@ from vlm_batch.types import Encoded, Picture
 class Moondream3(Adapter):
     """The prefix is one span; what follows is causal, so only the chunk that holds the prefix needs a mask."""
 
+    compiles = True
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
     #: Made again for the chunk that holds the prefix, as bools (upstream's float32 does not fit bfloat16 attention).
     ignored_features = frozenset({"attention_mask_4d"})

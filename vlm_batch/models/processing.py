@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,14 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 class Processing:
-    """One model's processor: renders prompts (any thread), makes inputs (engine thread), decodes text."""
+    """One model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         self.processor = processor
         self.config = config
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
+        self._decoder = copy.deepcopy(self.tokenizer)
 
     # Text
     # ---------------------------------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ class Processing:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
+        return str(self._decoder.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

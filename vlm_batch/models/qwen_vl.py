@@ -16,6 +16,8 @@ from vlm_batch.types import Encoded
 class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
+    compiles = True
+
 
 @register(
     ModelSpec(
@@ -26,6 +28,8 @@ class Qwen2VL(MRoPEAdapter):
 )
 class Qwen25VL(MRoPEAdapter):
     """M-RoPE; windowed attention in the vision tower."""
+
+    compiles = True
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
@@ -44,6 +48,7 @@ class Qwen25VL(MRoPEAdapter):
 class Qwen3VL(MRoPEAdapter):
     """M-RoPE and deepstack: features of several vision layers are added to the picture positions of the first text layers."""
 
+    compiles = True
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
