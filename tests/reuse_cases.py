@@ -56,18 +56,33 @@ def answer_to(name: str, inputs: Inputs, num_tokens: int = NUM_TOKENS) -> Trace:
     return tiny.greedy(tiny.build(), inputs, num_tokens)
 
 
-def engine(name: str, budget: int = 2**30, **how: Any) -> BatchGenerator:
-    """A generator with a prefix cache."""
+class Asker:
+    """Asks one family's generator, and checks every answer against the request's answer alone."""
+
+    def __init__(self, name: str, generator: BatchGenerator) -> None:
+        self.name = name
+        self.generator = generator
+
+    def ask(self, *keys: str) -> list[int]:
+        """Requests that are there together; how many tokens of each were cached."""
+        return self._run({key: request(self.name, key) for key in keys}, {key: alone(self.name, key) for key in keys})
+
+    def ask_inputs(self, *inputs: Inputs) -> list[int]:
+        """The same for requests that have no key."""
+        named = {str(index): one for index, one in enumerate(inputs)}
+        return self._run(named, {key: answer_to(self.name, one) for key, one in named.items()})
+
+    def _run(self, inputs: dict[str, Inputs], traces: dict[str, Trace]) -> list[int]:
+        asks = [Ask(key) for key in inputs]
+        answers = run(shared_adapter(self.name), inputs.__getitem__, asks, generator=self.generator)
+        return [checked(self.name, answer, traces[answer.ask.key]) for answer in answers]
+
+
+def asker(name: str, budget: int = 2**30, **how: Any) -> Asker:
+    """One whose generator has a prefix cache."""
     adapter = shared_adapter(name)
-    return BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(budget))), **how)
-
-
-def ask(name: str, generator: BatchGenerator, *keys: str, together: bool = True) -> list[int]:
-    """Run requests, check each against its answer alone, and return how many tokens of each were cached."""
-    if not together:
-        return [ask(name, generator, key)[0] for key in keys]
-    answers = run(shared_adapter(name), lambda key: request(name, key), [Ask(key) for key in keys], generator=generator)
-    return [checked(name, answer, alone(name, answer.ask.key)) for answer in answers]
+    prefix = PrefixCache(ByteBudget(budget))
+    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), **how))
 
 
 def checked(name: str, answer: Answer, trace: Trace) -> int:

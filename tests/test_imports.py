@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
     ("caches",),
     ("batch", "compiled"),
-    ("reuse",),
+    ("reuse", "features"),
     ("models", "generator"),
     ("batcher",),
     ("console", "cli"),

@@ -26,6 +26,10 @@ MIN_TOKENS = 8
 POINT_STRIDE = 512
 
 
+#: Bytes that are kept for later requests: saved rows and vision features together.
+DEFAULT_CACHE_BYTES = 2**30
+
+
 class Recogniser(Protocol):
     """What is asked of an adapter here."""
 
@@ -43,6 +47,11 @@ class Reuse:
         self.adapter = adapter
         self.prefix = prefix
         self.identity = identity or Identity("")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for later requests, vision features included."""
+        return 0 if self.prefix is None else self.prefix.budget.nbytes
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""

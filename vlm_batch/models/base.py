@@ -8,13 +8,27 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.modules import LastPosition, clone_modules, evaluate_arrays, hook_attention
+from vlm_batch.features import FeatureStore
+from vlm_batch.models.modules import (
+    LastPosition,
+    RememberingGridTower,
+    RememberingTower,
+    clone_modules,
+    evaluate_arrays,
+    hook_attention,
+)
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
+
+#: Names under which models keep their vision towers.
+VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision")
+#: Values of each weight that go into a model's fingerprint.
+SAMPLES = 16
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
 IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
@@ -39,6 +53,8 @@ class Adapter:
     compiles: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
+    #: How the vision tower remembers what it saw.
+    tower_class: ClassVar[type[RememberingTower]] = RememberingTower
     #: Whether a row can go on from what another row with the same beginning has left in its caches.
     resumable: ClassVar[bool] = True
 
@@ -58,6 +74,39 @@ class Adapter:
     def shorten(self) -> None:
         """Let the trunk answer for its last position only."""
         self.language.model = LastPosition(self.language.model)
+
+    # Features by content
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def remember_features(self, store: FeatureStore) -> None:
+        """Let the vision tower look at a picture once: what it saw is kept in ``store``."""
+        for name in VISION_TOWERS:
+            tower = self.model.get(name)
+            if isinstance(tower, RememberingTower):
+                tower = tower.tower
+            if isinstance(tower, nn.Module):
+                setattr(self.model, name, self.tower_class(tower, store, self.read_features))
+
+    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the model reads of a tower's result: of all hidden states only the selected layers'."""
+        wanted = getattr(self.config, "vision_feature_layer", None)
+        is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
+        if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
+            return result
+        layers = list(result[-1])
+        wanted = [wanted] if isinstance(wanted, int) else wanted
+        kept = {range(len(layers))[layer] for layer in wanted}
+        return (*result[:-1], [layer if index in kept else None for index, layer in enumerate(layers)])
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this model from others: its configuration, and a sample of every weight."""
+        flat: Any = tree_flatten(self.model.parameters())
+        weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
+        samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
+        mx.eval(samples)
+        shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
+        return digest([plain(self.config), shapes, samples]).hex()
 
     # Encode
     # -------------------------------------------------------------------------------------------------------------
@@ -244,6 +293,17 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
     return value[tuple(index)]
 
 
+def plain(value: Any) -> Any:
+    """A configuration as mappings, lists and texts."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return plain(vars(value)) if hasattr(value, "__dict__") else str(value)
+
+
 def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
     """``value`` with ``count`` zeros in front of an axis; None leaves it as it is."""
     if axis is None:
@@ -290,6 +350,7 @@ class MRoPEAdapter(Adapter):
     """
 
     input_keys = Adapter.input_keys | {"image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+    tower_class = RememberingGridTower
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
