@@ -82,8 +82,8 @@ class SlabCache:
         self._reserve(keys, values, self._idx + 1)
         assert self.keys is not None and self.values is not None
         at = self._pad(self._positions()[:, None, None, None])
-        self.keys = _put(self.keys, at, self._pad(keys))
-        self.values = _put(self.values, at, self._pad(values))
+        self.keys = put_columns(self.keys, at, self._pad(keys))
+        self.values = put_columns(self.values, at, self._pad(values))
         self.advance()
         if self._traced is not None:
             self._traced = self._traced + 1
@@ -193,8 +193,8 @@ class SlabCache:
         if tokens <= current:
             return
         capacity = self._capacity(tokens, current)
-        self.keys = _grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = _grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+        self.keys = grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
 
 
 class RingSlabCache(SlabCache):
@@ -259,11 +259,11 @@ class RingSlabCache(SlabCache):
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
 
 
-def _put(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
+def put_columns(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
     return mx.put_along_axis(slab, mx.broadcast_to(at, new.shape), new, axis=2)
 
 
-def _grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     grown = mx.zeros(shape, dtype)
     if slab is not None:
         grown[:, :, : slab.shape[2]] = slab
