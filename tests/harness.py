@@ -56,7 +56,8 @@ class Answer:
 @cache
 def shared_adapter(name: str) -> Adapter:
     """One adapter a family for the whole test run: whatever a row left on it, a later test would see."""
-    return adapter_for(name)(tiny_family(name).build())
+    tiny = tiny_family(name)
+    return adapter_for(tiny.registered)(tiny.build())
 
 
 def inputs_of(name: str, key: str) -> Inputs:

@@ -6,18 +6,33 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.harness import NUM_TOKENS, TOLERANCE, Answer, Ask, Inputs, inputs_of, run, shared_adapter
+from tests.harness import NUM_TOKENS, TOLERANCE, Answer, Ask, Inputs, every_family, inputs_of, run, shared_adapter
 from tests.zoo import Trace
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
+from vlm_batch.caches import Placement
 from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.prefix import PrefixCache
 from vlm_batch.generator import BatchGenerator
+from vlm_batch.models.processing import as_mlx
 from vlm_batch.reuse import Reuse
 
+#: Families whose whole prompt attends both ways: a longer or other prompt has nothing in common with it.
+TWO_WAY = ("paligemma", "paligemma2")
+
 #: Tokens by which "~SEED" replaces a request's last ones, and which "+SEED" appends to it.
-TAIL, MORE = 3, 7
+TAIL, MORE = 3, 9
+
+
+def in_turns() -> list[Any]:
+    """Every family in one placement, the next one in the other: both together would take twice as long."""
+    placements = list(Placement)
+    return [
+        pytest.param(name, placement := placements[index % len(placements)], id=f"{name}-{placement.value}")
+        for index, name in enumerate(every_family())
+    ]
 
 
 @cache
@@ -97,11 +112,10 @@ def checked(name: str, answer: Answer, trace: Trace) -> int:
 
 
 def length(name: str, key: str) -> int:
-    return int(request(name, key)["input_ids"].shape[1])
+    """Positions, pictures included."""
+    return int(shared_adapter(name).prompt_key(as_mlx(request(name, key))).length)
 
 
 def end_of_pictures(name: str, key: str) -> int:
     """The first position behind the last picture."""
-    from vlm_batch.models.processing import as_mlx
-
     return max(end for _, end in shared_adapter(name).prompt_key(as_mlx(request(name, key))).pictures)

@@ -23,7 +23,7 @@ from tests.harness import (
 )
 from tests.zoo import Inputs
 from vlm_batch.batch import Row
-from vlm_batch.caches import Placement, RingSlabCache, RowsCache, SlabCache
+from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache
 from vlm_batch.types import Encoded
 
 #: A broken engine is this far off at least.
@@ -32,15 +32,34 @@ IMAGES = ("image:1:0", "image:2:1", "image:3:2")
 TEXT = "text:5:26"
 
 #: Families that are given positions; the others count what is in their caches.
-POSITIONED = ["falcon_ocr", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
-COUNTED = [name for name in every_family() if name not in POSITIONED]
+POSITIONED = [
+    "ernie4_5_moe_vl",
+    "falcon_ocr",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "hunyuan_vl",
+    "paddleocr_vl",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_omni_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+]
+#: Positioned families whose text counts all tokens, pictures' included.
+WITHOUT_DELTAS = ["hunyuan_vl"]
+#: Families without positions at all: recurrent layers know the order.
+UNPOSITIONED = ["nemotron_h_nano_omni"]
+COUNTED = [name for name in every_family() if name not in POSITIONED + UNPOSITIONED]
 
 
 def worst(name: str, answers: Sequence[Answer]) -> float:
     return max(difference(answer, oracle(name, answer.ask.key)) for answer in answers)
 
 
-@pytest.mark.parametrize("name", POSITIONED)
+@pytest.mark.parametrize("name", [name for name in POSITIONED if name not in WITHOUT_DELTAS])
 def test_without_rope_deltas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "position", property(lambda row: row.prompt_length + row.num_sampled - 1))
     assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(IMAGES[2])])) > FAR
@@ -101,7 +120,7 @@ def test_swapped_images(name: str) -> None:
     assert worst(name, run(shared_adapter(name), swapped, [Ask("image:1:1"), Ask("image:9:1")])) > FAR
 
 
-@pytest.mark.parametrize("name", ["falcon_ocr", "moondream3"])
+@pytest.mark.parametrize("name", ["falcon_ocr", "molmo2", "moondream2", "moondream3"])
 def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = shared_adapter(name)
     right = type(adapter).chunk
@@ -113,7 +132,7 @@ def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyP
     assert worst(name, run_family(name, [Ask(IMAGES[2])])) > FAR
 
 
-@pytest.mark.parametrize("name", ["falcon_ocr", "moondream3"])
+@pytest.mark.parametrize("name", ["falcon_ocr", "molmo2", "moondream2", "moondream3"])
 def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
     from tests.harness import SchedulerConfig
@@ -122,10 +141,27 @@ def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.Mon
     assert worst(name, run_family(name, [Ask(IMAGES[2])], config=SchedulerConfig(idle_budget=3))) > FAR
 
 
-def test_deepstack_features_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = shared_adapter("qwen3_vl")
+@pytest.mark.parametrize("name", ["qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe"])
+def test_deepstack_features_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(name)
     monkeypatch.setattr(type(adapter), "chunk_features", lambda *_: {})
-    assert worst("qwen3_vl", run_family("qwen3_vl", [Ask(IMAGES[0])])) > FAR
+    assert worst(name, run_family(name, [Ask(IMAGES[0])])) > FAR
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("name", ["lfm2_vl", "nemotron_h_nano_omni", "qwen3_5", "qwen3_5_moe", "zaya1_vl"])
+def test_a_recurrent_state_in_a_neighbours_place(
+    name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = RecurrentCache.put
+
+    def misplaced(self: RecurrentCache, place: int, cache: Any) -> None:
+        right(self, place, cache)
+        if place == 1:
+            self.cache = [states[::-1] for states in self.cache]
+
+    monkeypatch.setattr(RecurrentCache, "put", misplaced)
+    assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(TEXT)], placement=placement)) > FAR
 
 
 def test_cross_attention_states_dropped_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

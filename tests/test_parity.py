@@ -115,7 +115,7 @@ def record(name: str, scenario: str, placement: Placement, largest: float) -> No
 
 
 def test_every_family_of_the_registry_is_in_the_matrix() -> None:
-    assert every_family() == [spec.family for spec in families()]
+    assert {tiny_family(name).registered for name in every_family()} == {spec.family for spec in families()}
 
 
 @both_placements

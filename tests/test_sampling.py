@@ -143,6 +143,12 @@ def test_repetition_penalty_divides_and_multiplies() -> None:
     assert logits.tolist() == [[2.0, -2.0, 1.0, -1.0, 0.5]]  # the caller's array is untouched
 
 
+def test_repetition_penalty_passes_over_ids_without_a_logit() -> None:
+    logits = mx.array([[2.0, -2.0, 1.0]])
+    row = SamplingRow(SamplingParams(repetition_penalty=2.0), 0, 0, history=mx.array([-1, 0, 3, 200]))
+    assert process(logits, row).tolist() == [[1.0, -2.0, 1.0]]
+
+
 def test_repetition_penalty_looks_at_its_context_only() -> None:
     logits = mx.array([[2.0, 2.0, 2.0]])
     params = SamplingParams(repetition_penalty=2.0, repetition_context_size=1)

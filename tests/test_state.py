@@ -43,7 +43,7 @@ def test_no_request_leaves_anything_on_a_model(name: str) -> None:
     """A, then B, then A again: the same attributes after each, and the caller's model as it was before."""
     model = tiny_family(name).build()
     untouched = snapshot(model)
-    adapter = adapter_for(name)(model)
+    adapter = adapter_for(tiny_family(name).registered)(model)
     seen = []
     for key in ("image:1:0", "text:4:9", "image:1:0", "image:3:2"):
         check(name, run(adapter, lambda key: inputs_of(name, key), [Ask(key)]))
@@ -89,7 +89,7 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
     assert _kv_of(generator, "0") == before
     generator.step()
     generator.insert("3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40))
-    length = generator.batch.layers[0].lengths[0]
+    length = generator.batch.layers[0].lengths[0]  # type: ignore[attr-defined]
     kept = _kv_of(generator, "0", length)
     generator.step()
     assert _kv_of(generator, "0", length) == kept
@@ -100,7 +100,7 @@ def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None
     place = [row.request_id if row else None for row in generator.batch.places].index(request_id)
     found = []
     for layer in generator.batch.layers:
-        length = length or layer.lengths[place]
+        length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
         row = keys.rows[place] if hasattr(keys, "rows") else keys[place : place + 1]
         found.append(row[:, :, :length].tolist())

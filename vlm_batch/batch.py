@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import LayerCache, Placement, RowsCache, make_layer_cache
+from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.saved import LayerState, Point, SavedRow
 from vlm_batch.text import Detokenizer, StopStrings
@@ -123,7 +123,7 @@ class DecodeBatch:
         if self.placement is Placement.ROWS:
             del self.places[place]
             for layer in self.layers:
-                assert isinstance(layer, RowsCache)
+                assert isinstance(layer, DenseCache)
                 layer.remove(place)
         else:
             self.places[place] = None

@@ -22,6 +22,7 @@ from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prefix import PrefixCache
 from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.quantized import KVQuantisation, settings_of
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
 from vlm_batch.features import FeatureStore
 from vlm_batch.generator import BatchGenerator, describe
@@ -29,6 +30,7 @@ from vlm_batch.handle import Handle
 from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
 from vlm_batch.models.loading import adapt, load_model
 from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_messages
+from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
 from vlm_batch.reuse import DEFAULT_CACHE_BYTES, Reuse
@@ -88,12 +90,15 @@ class VLMBatcher:
     longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded; None lifts it.
     ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many requests in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
-    pictures start from there (docs/caches.md); 0 keeps nothing.
+    pictures start from there (docs/caches.md); 0 keeps nothing. ``kv_bits`` stores keys and values of full attention in
+    so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
+    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant".
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop. Leaving the ``with``
     block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
 
-    Raises UnsupportedModel for a model that cannot be run, and whatever the loader raises for a damaged checkpoint.
+    Raises UnsupportedModel for a model that cannot be run (with quantised keys and values, where those are asked for),
+    ValueError for an option out of range, and whatever the loader raises for a damaged checkpoint.
     """
 
     def __init__(
@@ -108,6 +113,10 @@ class VLMBatcher:
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        kv_bits: float | None = None,
+        kv_group_size: int = 64,
+        kv_quant_scheme: str = "uniform",
+        quantized_kv_start: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("look_ahead", look_ahead)):
@@ -454,14 +463,22 @@ class VLMBatcher:
 
 
 def _engine(
-    model: nn.Module, processor: Any, *, settings: SchedulerConfig, max_prompt_tokens: int | None, cache_bytes: int
+    model: nn.Module,
+    processor: Any,
+    *,
+    settings: SchedulerConfig,
+    max_prompt_tokens: int | None,
+    cache_bytes: int,
+    kv: KVQuantisation | None,
 ) -> tuple[BatchGenerator, Processing]:
     adapter = adapt(model)
+    if kv is not None:
+        check_quantisation(adapter, kv)
     budget = ByteBudget(cache_bytes)
     if cache_bytes:
         adapter.remember_features(FeatureStore(budget))
     prefix = PrefixCache(budget) if cache_bytes and adapter.resumable else None
-    reuse = Reuse(adapter, prefix, Identity(adapter.fingerprint))
+    reuse = Reuse(adapter, prefix, Identity(adapter.fingerprint, settings_of(kv)))
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
@@ -473,6 +490,7 @@ def _engine(
         config=settings,
         max_prompt_tokens=max_prompt_tokens,
         reuse=reuse,
+        kv=kv,
     )
     return generator, processing
 

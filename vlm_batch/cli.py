@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -28,9 +27,19 @@ from vlm_batch.types import Request, Result, SamplingParams  # noqa: E402
 
 ANSWERED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-DEMO_QUESTIONS = ("describe the picture", "how many shapes are there?")
-DEMO_PAIR_QUESTIONS = ("describe both pictures", "are the pictures the same?")
-DEMO_TEXTS = ("count to 12", "repeat: a a a a", "reverse: m l x", "what is 4 + 7?")
+#: What the demo asks beside a description of each sample picture: names of sample pictures, and the question.
+DEMO_QUESTIONS = (
+    (("digits_728",), "read the digits"),
+    (("red_circle_above_blue_triangle",), "what is below the circle?"),
+    (("black_circle_left_of_blue_square",), "what colour is the square?"),
+    (("red_circle", "red_circle_above_blue_triangle"), "are the pictures the same?"),
+    (("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"), "which picture has a cross?"),
+    (("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"), "describe both pictures"),
+    ((), "count to 12"),
+    ((), "repeat: a a a a"),
+    ((), "reverse: m l x"),
+    ((), "what is 4 + 7?"),
+)
 
 
 class Batcher(Protocol):
@@ -141,18 +150,16 @@ def _request(job: Job, params: SamplingParams) -> Request:
 
 def demo_jobs(pictures: Sequence[Path]) -> list[Job]:
     """Questions about one picture, about two, and about none."""
-    asked: list[tuple[tuple[Path, ...], str]] = []
-    asked += [((picture,), question) for picture in pictures for question in DEMO_QUESTIONS]
-    asked += [(pair, question) for pair in pairwise(pictures) for question in DEMO_PAIR_QUESTIONS]
-    asked += [((), text) for text in DEMO_TEXTS]
+    by_name = {picture.stem: picture for picture in pictures}
+    asked = [((name,), "describe the picture") for name in by_name] + list(DEMO_QUESTIONS)
     return [
         Job(
             request_id=f"demo-{number}",
-            label=" + ".join(picture.stem for picture in images) or "(text only)",
-            images=tuple(str(picture) for picture in images),
+            label=" + ".join(names) or "(text only)",
+            images=tuple(str(by_name[name]) for name in names),
             prompt=prompt,
         )
-        for number, (images, prompt) in enumerate(asked)
+        for number, (names, prompt) in enumerate(asked)
     ]
 
 

@@ -17,10 +17,10 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from vlm_batch.progress import Bar
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import Result
 
@@ -47,35 +47,20 @@ class Report:
         self._out = _console(table_to)
         self._err = _console(sys.stderr)
         self._began = self._ended = time.perf_counter()
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=self._err,
-            disable=not self._err.is_terminal,
-            transient=True,
-        )
-        self._task = self._progress.add_task("loading the model", total=len(jobs), note="")
+        self._bar = Bar(self._err, len(jobs), "loading the model", stays=False)
 
     def __enter__(self) -> Report:
-        self._progress.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._bar.__exit__(kind, error, trace)
 
     @property
     def num_failed(self) -> int:
-        return sum(not result.ok for result in self._results.values())
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(result.usage.completion_tokens for result in self._results.values())
+        return self._bar.num_failed
 
     @property
     def seconds(self) -> float:
@@ -88,16 +73,13 @@ class Report:
     def begin(self) -> None:
         """The model is loaded and the first request is about to be taken."""
         self._began = self._ended = time.perf_counter()
-        self._progress.update(self._task, description="answering")
+        self._bar.say("answering")
 
     def add(self, result: Result) -> None:
         """One more request has ended."""
         self._results[result.request_id] = result
         self._ended = time.perf_counter()
-        note = f"{self.num_tokens / max(self.seconds, 1e-9):.0f} tokens/s"
-        if self.num_failed:
-            note += f", [red]{self.num_failed} failed[/red]"
-        self._progress.update(self._task, advance=1, note=note)
+        self._bar.advance(result)
         if not self._quiet:
             line = Text.assemble((self.job(result.request_id).label, "bold"), ": ", _answer(result))
             line = Text(" ").join(line.split()) if "\n" in line.plain else line
@@ -133,7 +115,7 @@ class Report:
                 *([] if asked_alike else [Text(plain_text(job.prompt))]),
                 _answer(result),
                 str(result.usage.completion_tokens),
-                f"{max(0.0, result.timings.total - result.timings.queue):.2f}",
+                "-" if result.error is not None else f"{result.timings.total - result.timings.queue:.2f}",
                 Text(result.finish_reason, style=STATUS_STYLES[result.finish_reason]),
             )
         return table
@@ -143,8 +125,8 @@ class Report:
         totals = Text(f"{num_done} of {len(self._jobs)} requests done" if interrupted else _count(num_done, "request"))
         totals.append(", ")
         totals.append(_count(failed, "error"), style="red" if failed else "green")
-        rate = self.num_tokens / max(self.seconds, 1e-9)
-        totals.append(f", {_count(self.num_tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s")
+        rate = self._bar.num_tokens / max(self.seconds, 1e-9)
+        totals.append(f", {_count(self._bar.num_tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s")
         if interrupted:
             totals.append(" (interrupted)", style="yellow")
         return totals
@@ -173,7 +155,7 @@ def plain_text(text: str) -> str:
 def _answer(result: Result) -> Text:
     if result.error is not None:
         return Text(plain_text(result.error), style="red")
-    return Text(plain_text(result.text))
+    return Text(plain_text(result.text)) if result.text else Text("(empty)", style="dim")
 
 
 def _count(number: int, noun: str) -> str:

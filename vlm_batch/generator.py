@@ -18,6 +18,7 @@ import mlx.core as mx
 from vlm_batch.batch import DecodeBatch, Row, Traces
 from vlm_batch.caches import Placement, arrays_of
 from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.quantized import KVQuantisation
 from vlm_batch.compiled import CompiledDecode, pays_to_compile
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
@@ -86,7 +87,8 @@ class BatchGenerator:
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
     ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
-    ``reuse`` decides what rows take over from earlier ones; by default only what a request brings.
+    ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys and
+    values are quantised; by default they are not.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class BatchGenerator:
         max_prompt_tokens: int | None = None,
         compile_decode: bool | None = None,
         reuse: Reuse | None = None,
+        kv: KVQuantisation | None = None,
     ) -> None:
         self.adapter = adapter
+        self.kv = kv
         self.reuse = reuse or Reuse(adapter)
         wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
         self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
@@ -187,7 +191,8 @@ class BatchGenerator:
         self._await(before)
         self._admit(is_decoding=bool(rows))
         budget = self._pace.budget(is_decoding=bool(rows))
-        plan = self.scheduler.plan([_prefill_row(row) for row in self._prefilling.values()], budget)
+        stops = (self.kv.start,) if self.kv is not None and self.kv.start else ()
+        plan = self.scheduler.plan([_prefill_row(row, stops) for row in self._prefilling.values()], budget)
         joined = [row for chunk in plan if (row := self._prefill(chunk)) is not None]
         if joined:
             self._launched.joined = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
@@ -244,10 +249,14 @@ class BatchGenerator:
         pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
         return pending >= self.scheduler.config.idle_budget
 
+    def _fresh_cache(self) -> list[Any]:
+        fresh = self.adapter.make_cache()
+        return fresh if self.kv is None else self.kv.caches(fresh)
+
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None
         row.started = begin = time.perf_counter()
-        cached = self.reuse.begin(row, self.adapter.make_cache())
+        cached = self.reuse.begin(row, self._fresh_cache())
         encoded = self.adapter.encode(row.inputs, cached)
         row.inputs = None
         context = self.adapter.max_context
@@ -474,9 +483,9 @@ def _add_text(row: Row, token: int, is_stop: bool, is_end: bool) -> tuple[str, s
     return (text + row.stop_strings.finish(), None) if is_end and matched is None else (text, matched)
 
 
-def _prefill_row(row: Row) -> PrefillRow:
+def _prefill_row(row: Row, stops: tuple[int, ...]) -> PrefillRow:
     assert row.encoded is not None
-    stops = () if row.traces is None else row.traces.stops
+    stops = stops if row.traces is None else (*stops, *row.traces.stops)
     return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops)
 
 

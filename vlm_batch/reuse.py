@@ -130,6 +130,8 @@ class Reuse:
             return []
         if traces.key.length != row.prompt_length:  # ids that grew into several positions: these have no keys
             traces.key = None
+            if traces.is_returned:
+                raise InvalidCache("the family's prompts have more positions than ids: they have no prompt caches")
             return []
         traces.constant = save_constant(row.cache)
         constant = [array for state in traces.constant.values() for array in state.arrays()]

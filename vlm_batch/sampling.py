@@ -191,11 +191,16 @@ def _min_p(scaled: mx.array, min_p: mx.array) -> mx.array:
 
 
 def _repetition_penalty(logits: mx.array, context: mx.array, penalty: float) -> mx.array:
-    """Divide positive and multiply negative logits of the tokens in ``context`` (T,) (arXiv:1909.05858, section 4.1)."""
-    picked = logits[:, context]
-    logits = mx.array(logits)  # an own array: the assignment below must not reach the caller's
-    logits[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
-    return logits
+    """Divide positive and multiply negative logits of the tokens in ``context`` (T,) (arXiv:1909.05858, section 4.1).
+
+    Ids that have no logit (placeholders of pictures, below 0 or beyond the vocabulary) are passed over.
+    """
+    size = logits.shape[-1]
+    context = mx.where((context >= 0) & (context < size), context, size)
+    padded = mx.pad(logits, [(0, 0), (0, 1)])  # an own array: the assignment below must not reach the caller's
+    picked = padded[:, context]
+    padded[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
+    return padded[:, :size]
 
 
 def _noise(row: SamplingRow, size: int) -> mx.array:

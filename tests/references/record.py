@@ -26,8 +26,9 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.references.towers import TOWERS
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
 from tests.zoo.aya_vision import LOGIT_SCALE
@@ -49,8 +50,16 @@ class Recipe:
     inputs: Callable[[Inputs], Mapping[str, Any]] = field(default=lambda inputs: {})
     unused: str = "^$"
     """Weights of the zoo that transformers has no place for (a pattern)."""
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = field(default=lambda weights: weights)
+    """What else must be done to the renamed weights."""
     logit_scale: float = 1.0
     """What transformers forgets to multiply logits with."""
+    regroup: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = field(default=lambda weights: weights)
+    """Splits or joins the zoo's weights where transformers holds them otherwise, before they are renamed."""
+    absent: str = "^$"
+    """Parameters of transformers that no request reaches (a pattern)."""
+    less_one: str = "^$"
+    """Norms whose weight transformers keeps as the distance from one (a pattern)."""
 
 
 def mrope(section: list[int], **more: Any) -> dict[str, Any]:
@@ -120,6 +129,148 @@ def glm4v(zoo: nn.Module) -> torch.nn.Module:
     markers["image_end_token_id"] = zoo.config.vision_end_token_id
     config = transformers.Glm4vConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **markers)
     return transformers.Glm4vForConditionalGeneration(config)
+
+
+def experts(ours: Any) -> dict[str, Any]:
+    """What Qwen's text configurations with experts have in common."""
+    names = ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+    return {name: getattr(ours, name) for name in names}
+
+
+def qwen3_vl_moe(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2}
+    vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1], **patches(zoo.config)}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-6}
+    text |= {**experts(zoo.config.text_config), "decoder_sparse_step": 2, "norm_topk_prob": True}
+    text["rope_parameters"] = mrope([4, 2, 2], mrope_interleaved=True)
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **marker_ids(zoo.config)
+    )
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def qwen3_5_parts(zoo: nn.Module) -> dict[str, Any]:
+    ours = zoo.config.text_config
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2}
+    vision |= {"num_position_embeddings": 25, **patches(zoo.config)}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-6}
+    names = ["linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"]
+    text |= {name: getattr(ours, name) for name in [*names, "linear_conv_kernel_dim"]}
+    text["layer_types"] = ["linear_attention", "full_attention"] * 2
+    text["rope_parameters"] = mrope([2, 1, 1], partial_rotary_factor=0.5, mrope_interleaved=True)
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": False, **marker_ids(zoo.config)}
+
+
+def qwen3_5(zoo: nn.Module) -> torch.nn.Module:
+    return transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(**qwen3_5_parts(zoo)))
+
+
+def qwen3_5_moe(zoo: nn.Module) -> torch.nn.Module:
+    parts = qwen3_5_parts(zoo)
+    ours = zoo.config.text_config
+    parts["text_config"] |= {
+        **experts(ours),
+        "shared_expert_intermediate_size": ours.shared_expert_intermediate_size,
+    }
+    return transformers.Qwen3_5MoeForConditionalGeneration(transformers.Qwen3_5MoeConfig(**parts))
+
+
+def glm4v_moe(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 96, "out_hidden_size": 64, "num_heads": 2}
+    vision |= {"image_size": 16, "rms_norm_eps": zoo.config.vision_config.rms_norm_eps, **patches(zoo.config)}
+    text = {**TEXT, **HEADS, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-5, "attention_bias": True}
+    names = ["moe_intermediate_size", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"]
+    text |= {name: getattr(ours, name) for name in [*names, "routed_scaling_factor", "first_k_dense_replace"]}
+    text["rope_parameters"] = mrope([2, 1, 1], partial_rotary_factor=0.5)
+    config = transformers.Glm4vMoeConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **glm_marker_ids(zoo.config)
+    )
+    return transformers.Glm4vMoeForConditionalGeneration(config)
+
+
+def glm_marker_ids(config: Any) -> dict[str, int]:
+    names = ["image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id"]
+    return {
+        name: getattr(config, name.replace("image_start", "vision_start").replace("image_end", "vision_end"))
+        for name in names
+    }
+
+
+def glm_ocr(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 96, "out_hidden_size": 64, "num_heads": 2}
+    vision |= {"image_size": 16, "rms_norm_eps": 1e-5, **patches(zoo.config)}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-5}
+    text["rope_parameters"] = mrope([2, 3, 3])
+    names = ["image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id"]
+    config = transformers.GlmOcrConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{name: getattr(zoo.config, name) for name in names},
+    )
+    return transformers.GlmOcrForConditionalGeneration(config)
+
+
+def qwen3_omni_moe(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.thinker_config
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2}
+    vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1], **patches(ours)}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": ours.text_config.vocab_size, "rms_norm_eps": 1e-6}
+    text |= {**experts(ours.text_config), "decoder_sparse_step": 2, "norm_topk_prob": True}
+    text["rope_parameters"] = mrope([4, 2, 2], mrope_interleaved=True)
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    audio |= {"num_mel_bins": 16, "output_dim": 64, "downsample_hidden_size": 8}
+    names = ["image_token_id", "video_token_id", "audio_token_id", "audio_start_token_id", "vision_start_token_id"]
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        tie_word_embeddings=False,
+        **{name: getattr(ours, name) for name in names},
+    )
+    return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+
+
+def paddleocr_vl(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 4}
+    text = {**TEXT, **HEADS, "head_dim": 16, "vocab_size": zoo.config.text_config.vocab_size, "rms_norm_eps": 1e-5}
+    text |= {"rope_parameters": mrope([2, 3, 3]), "tie_word_embeddings": False}
+    config = transformers.PaddleOCRVLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **marker_ids(zoo.config)
+    )
+    return transformers.PaddleOCRVLForConditionalGeneration(config)
+
+
+def unbatched(inputs: Inputs) -> dict[str, Any]:
+    """transformers' processor has no batch axis before the patches."""
+    pixels = {"pixel_values": torch.tensor(inputs["pixel_values"][0])} if "pixel_values" in inputs else {}
+    return {**token_types(inputs), **pixels}
+
+
+def ernie4_5_moe_vl(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+    text = {**TEXT, **HEADS, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-5}
+    text |= {"moe_intermediate_size": ours.moe_intermediate_size, "moe_k": 2, "moe_num_experts": 4}
+    text |= {"moe_num_shared_experts": 1, "rope_parameters": mrope(ours.mrope_section)}
+    names = ["image_start_token_id", "image_end_token_id", "image_token_id", "video_token_id"]
+    config = transformers.Ernie4_5_VLMoeConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{name: getattr(zoo.config, name) for name in names},
+    )
+    return transformers.Ernie4_5_VLMoeForConditionalGeneration(config)
+
+
+def ernie_token_types(inputs: Inputs) -> dict[str, Any]:
+    """Besides, which tokens go to the vision experts."""
+    from tests.zoo.ernie4_5_moe_vl import MARKS
+
+    types = torch.tensor(np.isin(inputs["input_ids"], MARKS).astype(np.int64))
+    return {**token_types(inputs), "moe_mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
 
 
 def aya_vision(zoo: nn.Module) -> torch.nn.Module:
@@ -196,12 +347,115 @@ def ready_features(inputs: Inputs) -> dict[str, Any]:
     return {"mm_encoder_outputs": {"image": output}, "pixel_values": None}
 
 
+def molmo2(zoo: nn.Module) -> torch.nn.Module:
+    config = zoo.config
+    sides = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    text, vision, pooling = config.text_config, config.vision_config.vit_config, config.vision_config.adapter_config
+    names = (*sides, "num_hidden_layers", "vocab_size", "additional_vocab_size")
+    markers = ("image_start_token_id", "low_res_image_start_token_id", "image_end_token_id", "image_patch_id")
+    markers += ("frame_start_token_id", "frame_end_token_id")
+    rope = {"rope_type": "default", "rope_theta": text.rope_theta}
+    vision_config = {name: getattr(vision, name) for name in (*sides, "num_hidden_layers")}
+    vision_config |= {"image_size": vision.image_default_input_size, "patch_size": vision.image_patch_size}
+    return transformers.Molmo2ForConditionalGeneration(
+        transformers.Molmo2Config(
+            text_config={name: getattr(text, name) for name in names} | {"rope_parameters": rope},
+            vision_config=vision_config,
+            adapter_config={name: getattr(pooling, name) for name in sides}
+            | {"text_hidden_size": text.hidden_size, "vision_feature_layer": pooling.vit_layers},
+            **{name: getattr(config, name) for name in markers},
+        )
+    )
+
+
+def molmo2_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One embedding table, and projections of their own for queries, keys, values, gates and ups."""
+    found = {}
+    for path, value in weights.items():
+        if path.endswith("wte.embedding"):
+            found[path] = np.concatenate([value, weights[path.replace("embedding", "new_embedding")]])
+        elif path.endswith("att_proj.weight"):
+            quarters = np.split(
+                value, [value.shape[0] // 2, value.shape[0] * 3 // 4]
+            )  # twice as many heads as KV heads
+            found |= {path.replace("att_proj", f"{n}_proj"): part for n, part in zip("qkv", quarters, strict=True)}
+        elif path.endswith("ff_proj.weight"):
+            halves = zip(("up_proj", "gate_proj"), np.split(value, 2), strict=True)
+            found |= {path.replace("ff_proj", name): part for name, part in halves}
+        elif not path.endswith("new_embedding"):
+            found[path] = value
+    return found
+
+
+def molmo2_inputs(inputs: Inputs) -> dict[str, Any]:
+    from tests.zoo.molmo2 import is_picture
+
+    if "pixel_values" not in inputs:
+        return {}
+    # transformers' processor counts patches over all pictures, mlx-vlm's (and the published one) within each.
+    pooling, done = inputs["image_token_pooling"].copy(), 0
+    tokens = inputs["image_grids"].reshape(-1, 2, 2).prod(axis=2).sum(axis=1)
+    patches = np.cumsum([0, *inputs["image_num_crops"]]) * inputs["pixel_values"].shape[1]
+    for count, before in zip(tokens, patches, strict=False):
+        pooling[done : done + count][pooling[done : done + count] >= 0] += before
+        done += count
+    return {
+        "mm_token_type_ids": torch.tensor(is_picture(inputs["input_ids"]).astype(np.int64)),
+        "image_token_pooling": torch.tensor(pooling),
+    }
+
+
 VISUAL = ((r"^vision_tower\.", "model.visual."), *LANGUAGE)
 RECIPES: dict[str, Recipe] = {
     "qwen2_vl": Recipe(qwen2_vl, VISUAL, token_types),
     "qwen2_5_vl": Recipe(qwen2_5_vl, VISUAL, token_types),
     "qwen3_vl": Recipe(qwen3_vl, VISUAL, token_types),
+    "qwen3_vl_moe": Recipe(qwen3_vl_moe, VISUAL, token_types),
+    "qwen3_5": Recipe(qwen3_5, VISUAL, token_types, less_one=r"(_layernorm|[qk]_norm|model\.norm)\.weight$"),
+    "qwen3_5_moe": Recipe(qwen3_5_moe, VISUAL, token_types, less_one=r"(_layernorm|[qk]_norm|model\.norm)\.weight$"),
     "glm4v": Recipe(glm4v, VISUAL, token_types),
+    "glm4v_moe": Recipe(glm4v_moe, VISUAL, token_types),
+    "qwen3_omni_moe": Recipe(
+        qwen3_omni_moe,
+        (
+            (r"^thinker\.", ""),
+            (r"^vision_tower\.deepstack_merger_list", "vision_tower.merger_list"),
+            (r"(merger[^.]*(?:\.\d)?)\.norm\.", r"\1.ln_q."),
+            (r"(merger[^.]*(?:\.\d)?)\.linear_fc1\.", r"\1.mlp.0."),
+            (r"(merger[^.]*(?:\.\d)?)\.linear_fc2\.", r"\1.mlp.2."),
+            *VISUAL,
+        ),
+        unused="audio_tower",
+        absent="audio_tower",
+    ),
+    "paddleocr_vl": Recipe(
+        paddleocr_vl,
+        (
+            (r"^visual\.projector\.", "model.projector."),
+            (r"^visual\.layers\.", "model.visual.vision_model.encoder.layers."),
+            (r"^visual\.", "model.visual.vision_model."),
+            *LANGUAGE,
+        ),
+        unbatched,
+    ),
+    "ernie4_5_moe_vl": Recipe(
+        ernie4_5_moe_vl,
+        (
+            (r"mlp\.switch_mlp\.", "mlp.text_moe.switch_mlp."),
+            (r"mlp\.switch_mlp_1\.", "mlp.vision_moe.switch_mlp."),
+            (r"mlp\.gate\.", "mlp.text_moe.gate."),
+            (r"mlp\.gate_1\.", "mlp.vision_moe.gate."),
+            (r"mlp\.e_score_correction_bias$", "mlp.text_moe.gate.moe_statics.e_score_correction_bias"),
+            (r"mlp\.e_score_correction_bias_1$", "mlp.vision_moe.gate.moe_statics.e_score_correction_bias"),
+            (r"_linear\.layers\.0\.", "_linear.fc1."),
+            (r"_linear\.layers\.2\.", "_linear.fc2."),
+            (r"_linear\.layers\.3\.", "_linear.ln."),
+            (r"^(vision_tower|resampler_model)\.", r"model.\1."),
+            *LANGUAGE,
+        ),
+        ernie_token_types,
+    ),
+    "glm_ocr": Recipe(glm_ocr, VISUAL, token_types),
     "aya_vision": Recipe(
         aya_vision,
         (
@@ -226,20 +480,73 @@ RECIPES: dict[str, Recipe] = {
         ready_features,
         unused=r"layers\.[34]\.self_attn\.(k_proj|v_proj|k_norm)\.",
     ),
+    "molmo2": Recipe(
+        molmo2,
+        (
+            (r"^language_model\.lm_head", "lm_head"),
+            (r"^language_model\.model\.", "model.language_model."),
+            (r"wte\.embedding", "embed_tokens.weight"),
+            (r"ln_f", "norm"),
+            (r"attn_out", "o_proj"),
+            (r"ff_out", "down_proj"),
+            (r"ff_norm", "post_attention_layernorm"),
+            (r"attn_norm", "input_layernorm"),
+            (r"^vision_tower\.image_vit\.transformer\.", "model.vision_tower.layers."),
+            (r"^vision_tower\.image_vit\.", "model.vision_tower."),
+            (r"^vision_tower\.image_p", "model.multi_modal_projector.image_p"),
+            (r"attention_norm", "layer_norm1"),
+            (r"ffn_norm", "layer_norm2"),
+            (r"feed_forward\.w([12])", r"mlp.fc\1"),
+            (r"image_projector\.w1", "image_projector.gate_proj"),
+            (r"image_projector\.w2", "image_projector.down_proj"),
+            (r"image_projector\.w3", "image_projector.up_proj"),
+            (r"\.attention\.w", ".self_attn.w"),
+            (r"\.w([qkvo])\.", r".\1_proj."),
+            (r"layers\.(\d)\.self_attn\.attn_out", r"layers.\1.self_attn.o_proj"),
+            (r"language_model\.blocks", "language_model.layers"),
+        ),
+        molmo2_inputs,
+        regroup=molmo2_weights,
+    ),
 }
+
+
+RECIPES |= {name: Recipe(**facts) for name, facts in TOWERS.items()}
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The zoo's weights under transformers' names; convolutions have their channels second there."""
     renamed = {}
-    for path, value in weights_of(zoo).items():
+    for path, value in recipe.regroup(weights_of(zoo)).items():
         if re.search(recipe.unused, path):
             continue
         name = path
+        if re.search(recipe.less_one, path):
+            value = value - 1
         for pattern, replacement in recipe.rename:
             name = re.sub(pattern, replacement, name)
-        renamed[name] = torch.tensor(np.moveaxis(value, -1, 1).copy() if value.ndim >= 4 else value)
-    return renamed
+        is_convolution = value.ndim >= 4 or (value.ndim == 3 and ".conv" in path)
+        renamed[name] = torch.tensor(np.moveaxis(value, -1, 1).copy() if is_convolution else value)
+    for name in [name for name in renamed if re.search(r"vision_model.*\.self_attn\.qkv\.", name)]:
+        for part, value in zip("qkv", renamed.pop(name).chunk(3), strict=True):
+            renamed[name.replace(".qkv.", f".{part}_proj.")] = value
+    for name in [name for name in renamed if name.endswith("moe_statics.e_score_correction_bias")]:
+        renamed[name] = renamed[name][None]
+    return recipe.convert(join_experts(renamed))
+
+
+def join_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers keeps all experts' gates and ups in one parameter."""
+    joined = {}
+    for name, value in weights.items():
+        if name.endswith(".switch_mlp.gate_proj.weight"):
+            up = weights[name.replace("gate_proj", "up_proj")]
+            joined[name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")] = torch.cat([value, up], dim=1)
+        elif name.endswith(".switch_mlp.down_proj.weight"):
+            joined[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = value
+        elif ".switch_mlp." not in name:
+            joined[name] = value
+    return joined
 
 
 def load(zoo: nn.Module, recipe: Recipe) -> torch.nn.Module:
@@ -248,8 +555,9 @@ def load(zoo: nn.Module, recipe: Recipe) -> torch.nn.Module:
     model.set_attn_implementation("eager")
     missing, unexpected = model.load_state_dict(torch_weights(zoo, recipe), strict=False)
     parameters = {name for name, _ in model.named_parameters()}  # a tied head appears once, as the embedding
-    if unexpected or parameters & set(missing):
-        raise LookupError(f"no place for {unexpected}, nothing for {sorted(parameters & set(missing))}")
+    lacking = sorted(name for name in parameters & set(missing) if not re.search(recipe.absent, name))
+    if unexpected or lacking:
+        raise LookupError(f"no place for {unexpected}, nothing for {lacking}")
     model.tie_weights()
     return model
 

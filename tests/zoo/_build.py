@@ -11,6 +11,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_vlm.models.switch_layers import SwitchLinear
 
 from ._types import PLAIN, Inputs
 
@@ -33,6 +35,11 @@ def spread(std: float, mean: float = 0.0) -> Fill:
 def fan_in(gain: float) -> Fill:
     """Normal values that keep the scale of the input times `gain`; all axes but the first are summed over."""
     return lambda random, shape: gain / np.sqrt(np.prod(shape[1:])) * random.standard_normal(shape)
+
+
+def per_expert(gain: float) -> Fill:
+    """As `fan_in`, for (experts, out, in): each expert sums over the last axis only."""
+    return lambda random, shape: gain / np.sqrt(shape[-1]) * random.standard_normal(shape)
 
 
 def constant(value: np.ndarray) -> Fill:
@@ -52,6 +59,9 @@ class Rule:
 _BY_MODULE: tuple[tuple[type, str, Fill], ...] = (
     (nn.Linear, "weight", fan_in(1.3)),
     (nn.Linear, "bias", spread(0.2)),
+    (SwitchLinear, "weight", per_expert(1.3)),
+    (nn.Conv1d, "weight", fan_in(1.3)),
+    (nn.Conv1d, "bias", spread(0.2)),
     (nn.Conv2d, "weight", fan_in(1.3)),
     (nn.Conv2d, "bias", spread(0.2)),
     (nn.Conv3d, "weight", fan_in(1.3)),
@@ -149,3 +159,16 @@ def ids(*parts: Sequence[int]) -> np.ndarray:
 def text_request(seed: int, length: int) -> Inputs:
     """A request of plain text."""
     return {"input_ids": ids(words(seed, length))}
+
+
+@contextmanager
+def activated(holders: Sequence[nn.Module], activation: nn.Module) -> Iterator[None]:
+    """Modules with another `act_fn` for a while: the one of their configuration, where mlx-vlm has fixed another."""
+    before = [holder.act_fn for holder in holders]
+    for holder in holders:
+        holder.act_fn = activation
+    try:
+        yield
+    finally:
+        for holder, own in zip(holders, before, strict=True):
+            holder.act_fn = own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,12 +36,15 @@ def nothing_remembered(model: nn.Module) -> Iterator[None]:
             setattr(language, name, value)
 
 
-def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
-    """mlx-vlm's own single-request path, with nothing left over from an earlier request."""
+def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int, **settings: Any) -> Trace:
+    """mlx-vlm's own single-request path, with nothing left over from an earlier request. `settings` are the loop's."""
     arrays = to_mx(inputs)
     input_ids, pixel_values = arrays.pop("input_ids"), arrays.pop("pixel_values", None)
+    mask = arrays.pop("attention_mask", None)
     with nothing_remembered(model):
-        steps = generate_step(input_ids, model, pixel_values, None, max_tokens=num_tokens, temperature=0.0, **arrays)
+        steps = generate_step(
+            input_ids, model, pixel_values, mask, max_tokens=num_tokens, temperature=0.0, **arrays, **settings
+        )
         pairs = [(int(token), np.array(logprobs, dtype=np.float32)) for token, logprobs in steps]
     return Trace([token for token, _ in pairs], np.stack([logprobs for _, logprobs in pairs]))
 
@@ -55,3 +59,44 @@ def generate_by_recomputing(logits: Callable[[list[int]], mx.array], num_tokens:
         rows.append(row)
         tokens.append(int(row.argmax()))
     return Trace(tokens, np.stack(rows))
+
+
+def generate_from_embeddings(model: nn.Module, prompt: mx.array, num_tokens: int) -> Trace:
+    """The whole sequence at each step through the language model, without a cache: (1, L, D) embeddings of the prompt.
+
+    For families whose pictures mlx-vlm embeds wrongly and whose language model is right.
+    """
+    language = model.language_model
+
+    def logits(generated: list[int]) -> mx.array:
+        tail = language.model.embed_tokens(mx.array([generated], dtype=mx.int32))
+        hidden = mx.concatenate([prompt, tail], axis=1)
+        return language(mx.zeros(hidden.shape[:2], mx.int32), inputs_embeds=hidden).logits[0, -1]
+
+    return generate_by_recomputing(logits, num_tokens)
+
+
+def put_pictures(embeds: mx.array, ids: mx.array, marker: int, features: mx.array) -> mx.array:
+    """(1, L, D) embeddings with the rows of (N, D) features in place of the N ids that are `marker`."""
+    places = np.flatnonzero(np.array(ids[0]) == marker)
+    assert len(places) == len(features)
+    embeds[:, mx.array(places)] = features[None]
+    return embeds
+
+
+@contextmanager
+def with_exact_gelu(model: nn.Module) -> Iterator[None]:
+    """GELU by the error function in place of its tanh form, wherever a module of the model has it."""
+    changed = [
+        (module, name, child)
+        for _, module in model.named_modules()
+        for name, child in module.items()
+        if isinstance(child, nn.GELU) and child._approx == "precise"
+    ]
+    for module, name, _ in changed:
+        module[name] = nn.GELU()
+    try:
+        yield
+    finally:
+        for module, name, child in changed:
+            module[name] = child

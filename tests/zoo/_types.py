@@ -27,7 +27,7 @@ class Trace:
     logprobs: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TinyFamily:
     """A family's tiny model, the requests that can be made to it, and the answer each request gets alone."""
 
@@ -47,5 +47,16 @@ class TinyFamily:
     window: int | None = None
     no_two_images: str = ""
     """Why `two_images` is None, when it is."""
+    variant_of: str = ""
+    """The registered family, where `name` is that of another kind of model in it."""
+    no_reference: str = ""
+    """Why transformers' answers are not recorded in tests/references, when they are not."""
     also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
+    wrong_alone: tuple[str, ...] = ()
+    """Requests (names of `requests_of`) that mlx-vlm's own loop answers wrongly, where `greedy` is another path."""
+
+    @property
+    def registered(self) -> str:
+        """The family of the registry that serves the model, which is also its model type."""
+        return self.variant_of or self.name

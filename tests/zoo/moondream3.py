@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.moondream3 import config as upstream
 from mlx_vlm.models.moondream3.moondream3 import Model
 
-from ._build import Rule, Shape, enliven, fan_in, ids, pixels, spread, words
+from ._build import Rule, Shape, enliven, fan_in, spread
+from ._moondream import BOS, CROP, MARGIN, NUM_FEATURES, ONE_PICTURE, PATCH, embeddings, image, text, visible
 from ._oracle import generate_by_recomputing, to_mx
-from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
-
-# The real sizes are 378 and 14, so 27 x 27 features; only their ratio is built into the model.
-CROP, PATCH = 12, 4
-NUM_FEATURES = (CROP // PATCH) ** 2
-BOS, ANSWER, PLACEHOLDER = PLAIN, PLAIN + 1, 0
-LAYOUTS: tuple[tuple[int, int] | None, ...] = (None, (1, 2), (2, 2))
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
 
 def _experts(random: np.random.RandomState, shape: Shape) -> np.ndarray:
@@ -55,7 +48,7 @@ def build() -> nn.Module:
                 num_attention_heads=2,
                 patch_size=PATCH,
                 crop_size=CROP,
-                overlap_margin=1,
+                overlap_margin=MARGIN,
                 proj_inner_dim=64,
                 proj_out_dim=64,
             ),
@@ -73,48 +66,15 @@ def build() -> nn.Module:
     return model
 
 
-def text(seed: int, length: int) -> Inputs:
-    """BOS and words."""
-    return {"input_ids": ids([BOS], words(seed, length - 1))}
-
-
-def image(seed: int, size: int) -> Inputs:
-    """A picture of 1, 3 or 5 crops (the first is the whole picture) and a question; the features are always as many."""
-    layout = LAYOUTS[size]
-    num_crops = 1 if layout is None else 1 + layout[0] * layout[1]
-    request: dict[str, Any] = {
-        "input_ids": ids([BOS], [PLACEHOLDER] * NUM_FEATURES, words(seed, 4 + 3 * size), [ANSWER]),
-        "pixel_values": pixels(seed, num_crops, CROP, CROP, 3),
-        "num_crops": [num_crops],
-        "crop_layouts": [layout],
-    }
-    return request
-
-
-def _embeddings(model: nn.Module, arrays: dict) -> mx.array:
-    """(1, L, D): the prompt, with features in place of the tokens that follow BOS."""
-    embedded = model.text.model.wte(arrays["input_ids"])
-    if "pixel_values" not in arrays:
-        return embedded
-    features = model.vision(arrays["pixel_values"], arrays["num_crops"], arrays["crop_layouts"])
-    return mx.concatenate([embedded[:, :1], features, embedded[:, 1 + NUM_FEATURES :]], axis=1)
-
-
-def _visible(length: int, prefix: int) -> mx.array:
-    """(1, 1, L, L) bool: causal, and everything within the first `prefix` positions."""
-    rows, columns = mx.arange(length)[:, None], mx.arange(length)[None, :]
-    return ((columns <= rows) | ((rows < prefix) & (columns < prefix)))[None, None]
-
-
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, under the prefix mask when there is a picture."""
     arrays = to_mx(inputs)
-    prompt = _embeddings(model, arrays)
+    prompt = embeddings(model, arrays, model.text.model.wte)
     prefix = 1 + NUM_FEATURES if "pixel_values" in arrays else 0
 
     def logits(generated: list[int]) -> mx.array:
         hidden = mx.concatenate([prompt, model.text.model.wte(mx.array([generated], dtype=mx.int32))], axis=1)
-        mask = _visible(hidden.shape[1], prefix)
+        mask = visible(hidden.shape[1], prefix)
         for block in model.text.model.blocks:
             hidden = block(hidden, mask)
         return model.text.lm_head(model.text.model.post_ln(hidden[:, -1]))[0]
@@ -128,12 +88,13 @@ FAMILY = TinyFamily(
     text=text,
     image=image,
     two_images=None,
-    no_two_images="the prompt has room for one picture's tokens (mlx_vlm/models/moondream3/moondream3.py, "
-    "get_input_embeddings joins BOS, features and text of one picture)",
+    no_two_images=ONE_PICTURE,
     greedy=greedy,
     oracle_note="The whole sequence at each step over the model's own blocks, under the mask that get_input_embeddings "
     "makes and generate_step loses. transformers has no such class. Moondream's own moondream.py says the same: the "
-    "first 1 + 27 * 27 positions see each other, and a query without a picture is plainly causal. "
-    "tests/test_zoo.py finds the first token's answer in mlx-vlm's own Model.__call__. The vision tower is mlx-vlm's "
-    "as it is; it pools crops over rounded windows where Moondream's own (adaptive_avg_pool2d) overlap.",
+    "first 1 + 27 * 27 positions see each other, and a query without a picture is plainly causal. tests/test_zoo.py "
+    "finds the first token's answer in mlx-vlm's own Model.__call__. Crops are put together and averaged as "
+    "Moondream's own code does (moondream/torch/image_crops.py, reconstruct_from_crops; vision.py, adaptive_avg_pool2d; "
+    "vLLM's moondream3.py and Moondream's engine do the same); mlx-vlm's tower averages over rounded windows.",
+    wrong_alone=("image_2",),
 )

@@ -31,7 +31,7 @@ class MissingAssets(FileNotFoundError):
 
 
 def default_checkpoint() -> Path:
-    """The folder of the embedded checkpoint: a qwen2_vl of 0.7 M parameters that describes coloured shapes.
+    """The folder of the embedded checkpoint: a qwen2_vl of 0.9 M parameters that describes coloured shapes.
 
     Raises MissingAssets without it.
     """

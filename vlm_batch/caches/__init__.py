@@ -1,12 +1,17 @@
-"""The KV of the live rows: per layer, either one cache per row or one slab for all rows."""
+"""The state of the live rows: per layer, one cache per row, one slab for all rows, or one recurrent state for all rows."""
 
+from vlm_batch.caches.listed import ListedCache
+from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
-from vlm_batch.caches.store import LayerCache, Placement, make_layer_cache
+from vlm_batch.caches.store import DenseCache, LayerCache, Placement, make_layer_cache
 
 __all__ = [
+    "DenseCache",
     "LayerCache",
+    "ListedCache",
     "Placement",
+    "RecurrentCache",
     "RingSlabCache",
     "RowMasks",
     "RowStates",

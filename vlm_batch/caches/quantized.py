@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -94,6 +95,13 @@ class KVQuantisation:
         return QuantizedCache(self.group_size, int(self.bits))
 
 
+def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
+    """What a saved row must have in common with the batcher that continues it, by the options' names."""
+    names = ("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start")
+    values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
+    return dict(zip(names, values, strict=True))
+
+
 def _has_full(cache: Any) -> bool:
     return any(map(_has_full, cache.caches)) if type(cache) is CacheList else type(cache) is KVCache
 
@@ -119,12 +127,18 @@ class QuantizedStates(NamedTuple):
 
     def map(self, change: Any) -> QuantizedStates:
         """The same with every part changed."""
-        return QuantizedStates(*(change(part) for part in self.parts), self.group_size, self.bits)
+        return of_parts([change(part) for part in self.parts], self.group_size, self.bits)
 
     def dequantized(self) -> mx.array:
         """(B, H, L, D)"""
-        parts = (mx.contiguous(part) for part in self.parts)
-        return mx.dequantize(*parts, group_size=self.group_size, bits=self.bits)
+        packed, scales, biases = (mx.contiguous(part) for part in self.parts)
+        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+def of_parts(parts: Sequence[mx.array], group_size: int, bits: int) -> QuantizedStates:
+    """States of packed numbers, scales and biases."""
+    packed, scales, biases = parts
+    return QuantizedStates(packed, scales, biases, group_size, bits)
 
 
 def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
@@ -219,9 +233,9 @@ def attend_quantized(
         plain = (states.dequantized() for states in (keys, values))
         return mx.fast.scaled_dot_product_attention(queries, *plain, scale=scale, mask=mask, sinks=sinks)
     groups = keys.shape[1]
-    how = {"group_size": keys.group_size, "bits": keys.bits}
+    product = partial(mx.quantized_matmul, group_size=keys.group_size, bits=keys.bits)
     grouped = (queries * scale).reshape(batch, groups, heads // groups, depth)  # the heads of a group as its rows
-    scores = mx.quantized_matmul(grouped, *keys.parts, transpose=True, **how)  # (B, G, H / G, K)
+    scores = product(grouped, *keys.parts, transpose=True)  # (B, G, H / G, K)
     if isinstance(mask, mx.array):  # "causal" hides nothing from the last query
         by_group = _by_group(mask, groups, heads)
         scores = mx.where(by_group, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + by_group
@@ -231,7 +245,7 @@ def attend_quantized(
     weights = mx.softmax(scores, axis=-1, precise=True)
     if sinks is not None:
         weights = weights[..., :-1]
-    output = mx.quantized_matmul(weights, *values.parts, transpose=False, **how)  # (B, G, H / G, D_v)
+    output = product(weights, *values.parts, transpose=False)  # (B, G, H / G, D_v)
     return output.reshape(batch, heads, 1, -1)
 
 
@@ -248,11 +262,9 @@ def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> Quan
     end = at + new.shape[2]
     if held is None or end > held.packed.shape[2]:
         capacity = -(-end // STEP) * STEP
-        held = QuantizedStates(
-            *(_grown(None if held is None else held.parts[i], part, at, capacity) for i, part in enumerate(new.parts)),
-            new.group_size,
-            new.bits,
-        )
+        old = (None,) * 3 if held is None else held.parts
+        grown = [_grown(part, like, at, capacity) for part, like in zip(old, new.parts, strict=True)]
+        held = of_parts(grown, new.group_size, new.bits)
     for part, piece in zip(held.parts, new.parts, strict=True):
         part[:, :, at:end] = piece
     return held
@@ -330,8 +342,7 @@ class QuantizedSlabCache(SlabCache):
         )
 
     def _states(self, parts: Sequence[mx.array]) -> QuantizedStates:
-        packed, scales, biases = parts
-        return QuantizedStates(packed, scales, biases, self.group_size, self.bits)
+        return of_parts(parts, self.group_size, self.bits)
 
     def _reserve_parts(self, like: Sequence[Sequence[mx.array]], tokens: int) -> None:
         """Make room for ``tokens`` columns, of heads and depths as in ``like``."""

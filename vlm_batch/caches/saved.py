@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState
 
 from vlm_batch.caches.cross import CrossCache
+from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, of_parts
 
 
 class LayerState(Protocol):
@@ -24,6 +26,8 @@ class LayerState(Protocol):
 
     @property
     def is_whole(self) -> bool: ...
+    @property
+    def floor(self) -> int: ...
     def reaches(self, length: int) -> bool: ...
     def restore(self, length: int) -> Any: ...
     def parts(self) -> tuple[LayerState, ...]: ...
@@ -31,7 +35,9 @@ class LayerState(Protocol):
 
 
 class _OnePart:
-    """A state that is not made of others."""
+    """A state that is not made of others, and can be cut back to any length if it is whole."""
+
+    floor = 0
 
     def parts(self) -> tuple[LayerState, ...]:
         return ()
@@ -158,6 +164,10 @@ class ListState:
     def is_whole(self) -> bool:
         return all(state.is_whole for state in self.states)
 
+    @property
+    def floor(self) -> int:
+        return max((state.floor for state in self.states), default=0)
+
     def reaches(self, length: int) -> bool:
         return all(state.reaches(length) for state in self.states)
 
@@ -169,6 +179,99 @@ class ListState:
 
     def arrays(self) -> list[mx.array]:
         return [array for state in self.states for array in state.arrays()]
+
+
+@dataclass(frozen=True)
+class QuantizedState(_OnePart):
+    """Full attention in few bits: packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
+
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+    group_size: int
+    bits: int
+    is_whole = True
+
+    @classmethod
+    def of(cls, cache: QuantizedCache) -> QuantizedState:
+        keys, values = (tuple(_own(part) for part in states.parts) for states in cache.state)
+        return cls(keys, values, cache.group_size, cache.bits)
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys[0].shape[2])
+
+    def restore(self, length: int) -> QuantizedCache:
+        cache = QuantizedCache(self.group_size, self.bits)
+        cache.keys, cache.values = (
+            of_parts([part[:, :, :length] for part in parts], self.group_size, self.bits)
+            for parts in (self.keys, self.values)
+        )
+        cache.offset = length
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
+
+
+@dataclass(frozen=True)
+class TurboState(_OnePart):
+    """Full attention coded by mlx-vlm's TurboQuant: norms (1, H, L) and codes (1, H, L, W) of keys and of values."""
+
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+    bits: float
+    seed: int
+    is_whole = True
+
+    @classmethod
+    def of(cls, cache: TurboQuantKVCache) -> TurboState:
+        keys, values = (
+            tuple(_own(part[:, :, : cache.offset]) for part in state) for state in (cache.keys, cache.values)
+        )
+        return cls(keys, values, cache.bits, cache.seed)
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys[0].shape[2])
+
+    def restore(self, length: int) -> TurboQuantKVCache:
+        cache = TurboQuantKVCache(bits=self.bits, seed=self.seed)
+        cache.keys, cache.values = (
+            TurboQuantMSEState(*(part[:, :, :length] for part in parts)) for parts in (self.keys, self.values)
+        )
+        cache.offset = length
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
+
+
+@dataclass(frozen=True)
+class LateState:
+    """Full attention that is quantised from token ``start`` on: once it is, it cannot be cut back to before that."""
+
+    state: LayerState
+    how: tuple[float, int, str, int]
+    is_whole = True
+
+    @classmethod
+    def of(cls, cache: LateCache, length: int) -> LateState:
+        how = cache.how
+        return cls(save_layer(cache.inner, length), (how.bits, how.group_size, how.scheme, how.start))
+
+    @property
+    def floor(self) -> int:
+        return 0 if isinstance(self.state, FullState) else self.how[3]
+
+    def reaches(self, length: int) -> bool:
+        return self.state.reaches(length) and length >= self.floor
+
+    def restore(self, length: int) -> LateCache:
+        return LateCache(KVQuantisation(*self.how), self.state.restore(length))
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return (self.state,)
+
+    def arrays(self) -> list[mx.array]:
+        return self.state.arrays()
 
 
 @dataclass(frozen=True)
@@ -199,19 +302,31 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     RotatingKVCache: lambda cache, length: WindowState.of(cache),
     ArraysCache: RecurrentState.of,
     CrossCache: lambda cache, length: CrossState.of(cache),
+    QuantizedCache: lambda cache, length: QuantizedState.of(cache),
+    TurboQuantKVCache: lambda cache, length: TurboState.of(cache),
+    LateCache: LateState.of,
     CacheList: lambda cache, length: ListState(tuple(save_layer(part, length) for part in cache.caches)),
 }
 
 
 #: The kinds that a file can hold.
-LAYER_STATES: tuple[type, ...] = (FullState, WindowState, RecurrentState, CrossState, ListState)
+LAYER_STATES: tuple[type, ...] = (
+    FullState,
+    WindowState,
+    RecurrentState,
+    CrossState,
+    ListState,
+    QuantizedState,
+    TurboState,
+    LateState,
+)
 
 
 def is_whole_kind(cache: Any) -> bool:
     """Whether a single-row cache can be cut back to any length."""
     if type(cache) is CacheList:
         return all(is_whole_kind(part) for part in cache.caches)
-    return type(cache) in (KVCache, CrossCache)
+    return type(cache) in (KVCache, CrossCache, QuantizedCache, TurboQuantKVCache, LateCache)
 
 
 def save_layer(cache: Any, length: int) -> LayerState:
@@ -265,9 +380,11 @@ class SavedRow:
     def resumable(self, limit: int) -> int:
         """The largest length of at most ``limit`` from which a row can go on; 0 if there is none."""
         if len(self.whole) == self.num_layers:
-            return min(limit, self.length)
-        at_points = [min(limit, at) for at, point in self.points.items() if self._serves(point, min(limit, at))]
-        return max(at_points, default=0)
+            found = min(limit, self.length)
+        else:
+            at_points = [min(limit, at) for at, point in self.points.items() if self._serves(point, min(limit, at))]
+            found = max(at_points, default=0)
+        return found if found >= max((layer.floor for layer in self.whole.values()), default=0) else 0
 
     def logits_at(self, length: int) -> mx.array | None:
         """Logits (1, V) after the first ``length`` positions, if they were kept."""

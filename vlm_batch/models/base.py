@@ -26,7 +26,7 @@ from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
 
 #: Names under which models keep their vision towers.
-VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision")
+VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
 #: Values of each weight that go into a model's fingerprint.
 SAMPLES = 16
 
@@ -42,8 +42,10 @@ class Adapter:
     """
 
     spec: ClassVar[ModelSpec]
-    #: Processor outputs that ``get_input_embeddings`` needs; others than these and ``IGNORED_INPUTS`` are refused.
+    #: Processor outputs that ``get_input_embeddings`` needs; others than these and the ignored ones are refused.
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
+    #: Further outputs of the family's processor that its model does not read.
+    ignored_inputs: ClassVar[frozenset[str]] = frozenset()
     #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed
     #: whole).
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
@@ -80,12 +82,14 @@ class Adapter:
 
     def remember_features(self, store: FeatureStore) -> None:
         """Let the vision tower look at a picture once: what it saw is kept in ``store``."""
-        for name in VISION_TOWERS:
-            tower = self.model.get(name)
-            if isinstance(tower, RememberingTower):
-                tower = tower.tower
-            if isinstance(tower, nn.Module):
-                setattr(self.model, name, self.tower_class(tower, store, self.read_features))
+        for owner, name in self.towers():
+            tower = owner[name]
+            tower = tower.tower if isinstance(tower, RememberingTower) else tower
+            setattr(owner, name, self.tower_class(tower, store, self.read_features))
+
+    def towers(self) -> list[tuple[nn.Module, str]]:
+        """The modules that encode pictures: each the attribute of another."""
+        return [(self.model, name) for name in VISION_TOWERS if isinstance(self.model.get(name), nn.Module)]
 
     def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
         """What the model reads of a tower's result: of all hidden states only the selected layers'."""
@@ -117,8 +121,8 @@ class Adapter:
         The first ``cached`` positions are in the row's caches already; if all of its pictures are among them, none is
         encoded. Raises InvalidPrompt for a key that the family does not know.
         """
-        ids = inputs["input_ids"]
         extra = self._known_inputs(inputs)
+        ids = self.expand_ids(inputs["input_ids"], extra)
         is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
         features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
@@ -137,6 +141,10 @@ class Adapter:
         self.forget()
         return encoded
 
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
+        return ids
+
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
         """The features of a prompt whose rest after ``cached`` positions is text; zeros stand for what is cached."""
         start = min(cached, ids.shape[1] - 1)  # no model embeds nothing
@@ -149,8 +157,8 @@ class Adapter:
 
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
         """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways."""
-        ids = inputs["input_ids"]
         extra = self._known_inputs(inputs)
+        ids = self.expand_ids(inputs["input_ids"], extra)
         pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
         rows = np.zeros((ids.shape[1], 3), dtype=np.int64)
         rows[:, 0] = np.array(ids[0])
@@ -169,7 +177,7 @@ class Adapter:
         """
         if not extra:
             return ()
-        runs = runs_of(np.array(ids[0]), self.image_token_ids())
+        runs = spans_of(ids, self.image_token_ids())
         if not runs:
             return (Picture(0, ids.shape[1], extra),)
         lengths = {end - start for start, end in runs}
@@ -276,7 +284,7 @@ class Adapter:
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
-        unknown = set(given) - self.input_keys - IGNORED_INPUTS
+        unknown = set(given) - self.input_keys - self.ignored_inputs - IGNORED_INPUTS
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
@@ -313,13 +321,6 @@ def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
     return mx.concatenate([mx.zeros(shape, value.dtype), value], axis=axis)
 
 
-def runs_of(ids: np.ndarray, wanted: frozenset[int]) -> list[tuple[int, int]]:
-    """Spans [start, end) of neighbouring ids (L,) that are among the wanted ones."""
-    inside = np.concatenate([[0], np.isin(ids, list(wanted)).astype(np.int8), [0]])
-    edges = np.flatnonzero(np.diff(inside))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
 def num_entries(value: Any) -> int | None:
     """The length of an array's or list's first axis; None for anything else."""
     if isinstance(value, (mx.array, np.ndarray)):
@@ -327,10 +328,48 @@ def num_entries(value: Any) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
-def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -> mx.array | None:
+def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """The runs [start, end) of placeholder ids in a prompt (1, L)."""
+    inside = np.isin(np.array(ids[0]), list(markers)).astype(np.int8)
+    edges = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int], fill: int | None = None) -> mx.array:
+    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times, as ``fill`` if the marker is no token.
+
+    Raises InvalidPrompt if there are not as many placeholders as counts.
+    """
+    tokens = np.array(ids[0])
+    places = np.flatnonzero(tokens == marker)
+    if len(places) != len(counts):
+        raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
+    repeats = np.ones(len(tokens), dtype=np.int64)
+    repeats[places] = counts
+    tokens[places] = marker if fill is None else fill
+    return mx.array(np.repeat(tokens, repeats)[None])
+
+
+def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
+    """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
+
+    Raises InvalidPrompt if the prompt has another number of placeholders.
+    """
+    places = [index for index, token in enumerate(np.array(ids[0]).tolist()) if token in markers]
+    if len(places) != len(features):
+        raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
+    filled = mx.array(embeds)
+    filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
+    return filled
+
+
+def bidirectional_mask(
+    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None
+) -> mx.array | None:
     """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
 
-    None if no span lies in the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
+    With a ``window``, a token sees no further back than that many positions, its own included. None if no span lies in
+    the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
     """
     inside = [(first, stop) for first, stop in spans if start <= first < end]
     if not inside:
@@ -339,17 +378,15 @@ def bidirectional_mask(spans: Sequence[tuple[int, int]], start: int, end: int) -
     mask = columns <= rows
     for first, stop in inside:
         mask = mask | ((rows >= first) & (rows < stop) & (columns >= first) & (columns < stop))
+    if window is not None:
+        mask = mask & (columns > rows - window)
     return mask[None, None]
 
 
-class MRoPEAdapter(Adapter):
-    """Families with three-dimensional positions (time, height, width), given to every forward.
+class GridAdapter(Adapter):
+    """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
-    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
-    (Qwen2-VL, arXiv:2409.12191, section 2.1).
-    """
-
-    input_keys = Adapter.input_keys | {"image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+    input_keys = Adapter.input_keys | {"image_grid_thw"}
     tower_class = RememberingGridTower
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,12 +398,6 @@ class MRoPEAdapter(Adapter):
             pictures = sum(len(grid) for grid in grids)
             raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)
-
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
-        if found.ndim == 2:
-            found = mx.broadcast_to(found[None], (3, *found.shape))
-        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
@@ -385,14 +416,30 @@ class MRoPEAdapter(Adapter):
             patch, place = patch + count, place + count // merged
         return tuple(found)
 
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}
-
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         if "image_grid_thw" not in extra:
             return ()
         patch = int(self.config.vision_config.patch_size)
         return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
+
+
+class MRoPEAdapter(GridAdapter):
+    """Families with three-dimensional positions (time, height, width), given to every forward.
+
+    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
+    (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """
+
+    input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
+        if found.ndim == 2:
+            found = mx.broadcast_to(found[None], (3, *found.shape))
+        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}

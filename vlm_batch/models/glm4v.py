@@ -1,4 +1,4 @@
-"""GLM-4.1V: positions on three axes, and a vision tower whose learned positions are interpolated bicubically."""
+"""GLM-4.1V, GLM-4.5V and GLM-OCR: positions on three axes; in the first two, learned vision positions, interpolated."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from vlm_batch.models.base import Adapter, MRoPEAdapter
+from vlm_batch.models.base import GridAdapter, MRoPEAdapter
+from vlm_batch.models.modules import attend_apart
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -33,7 +33,7 @@ class GLM4V(MRoPEAdapter):
     Its decode step is not compiled: mlx 0.32.4 fails on the graph ("IndexError: _Map_base::at"), cause not found.
     """
 
-    input_keys = Adapter.input_keys | {"image_grid_thw"}
+    input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -53,44 +53,85 @@ class GLM4V(MRoPEAdapter):
                 """(N, D) patches of all pictures -> (N, D)"""
                 split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
                 queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
-                bounds = np.array(cu_seqlens[1:-1]).tolist()
-                parts = [mx.split(part.swapaxes(1, 2), bounds, axis=2) for part in (queries, keys, split[2])]
-                pictures = zip(*parts, strict=True)
-                outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=self.scale) for picture in pictures]
-                return self.proj(mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(len(x), -1))
-
-        class BicubicEmbeddings(upstream.Glm4vVisionEmbeddings):
-            """Upstream samples linearly with zeros outside, on a comment that says bicubic (glm4v/vision.py:125);
-            transformers: grid_sample(bicubic, border, align_corners=False) (Glm4vVisionEmbeddings)."""
-
-            def __call__(
-                self,
-                embeddings: mx.array,
-                lengths: list[int],
-                image_shapes: mx.array,
-                h_coords: mx.array,
-                w_coords: mx.array,
-            ) -> mx.array:
-                """(N, D) patches plus their positions' embeddings."""
-                table = self.position_embedding.weight  # (side * side, D)
-                side = int(table.shape[0] ** 0.5)
-                sizes = mx.concatenate(
-                    [
-                        mx.repeat(shape[None], length, axis=0)
-                        for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)
-                    ]
-                )  # (N, 2) rows and columns of each patch's picture
-                rows, columns = (
-                    bicubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
-                    for axis, coords in enumerate((h_coords, w_coords))
-                )
-                weights = (rows[:, :, None] * columns[:, None]).flatten(1)  # (N, side * side)
-                return embeddings + (weights @ table.astype(mx.float32)).astype(table.dtype)
+                return self.proj(attend_apart(queries, keys, split[2], cu_seqlens, self.scale))
 
         return {
             upstream.Glm4vVisionAttention: PictureAttention,
-            upstream.Glm4vVisionEmbeddings: BicubicEmbeddings,
+            upstream.Glm4vVisionEmbeddings: bicubic_embeddings(upstream.Glm4vVisionEmbeddings),
         }
+
+
+@register(
+    ModelSpec(
+        family="glm4v_moe",
+        model_types=("glm4v_moe",),
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm4v_moe/glm4v_moe.py:66) and "
+            "counts text positions from the second chunk on (glm4v_moe/language.py:577)",
+            "vision positions are interpolated bicubically up to the border, as in transformers; mlx-vlm does it "
+            "linearly with zeros outside (glm4v_moe/vision.py:126)",
+            "the vision blocks' norms take the configured epsilon; mlx-vlm fixes 1e-6 (glm4v_moe/vision.py:232)",
+        ),
+    )
+)
+class GLM4VMoe(GLM4V):
+    """GLM-4.1V's tower, which masks its pictures apart here, and a text model with experts."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
+
+        return {Glm4vVisionEmbeddings: bicubic_embeddings(Glm4vVisionEmbeddings)}
+
+
+@register(
+    ModelSpec(
+        family="glm_ocr",
+        model_types=("glm_ocr",),
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm_ocr/glm_ocr.py:77) and "
+            "reads them in the decode steps of other rows (glm_ocr/language.py:482)",
+        ),
+    )
+)
+class GLMOCR(MRoPEAdapter):
+    """Pictures only, as GLM-4.1V."""
+
+    input_keys = GridAdapter.input_keys
+
+
+def bicubic_embeddings(embeddings_class: type[nn.Module]) -> type[nn.Module]:
+    """The class of a tower's learned positions, with the reference's interpolation."""
+
+    class BicubicEmbeddings(embeddings_class):  # type: ignore[misc,valid-type]
+        """Upstream samples linearly with zeros outside, on a comment that says bicubic (glm4v/vision.py:125);
+        transformers: grid_sample(bicubic, border, align_corners=False) (Glm4vVisionEmbeddings)."""
+
+        def __call__(
+            self,
+            embeddings: mx.array,
+            lengths: list[int],
+            image_shapes: mx.array,
+            h_coords: mx.array,
+            w_coords: mx.array,
+        ) -> mx.array:
+            """(N, D) patches plus their positions' embeddings."""
+            table = self.position_embedding.weight  # (side * side, D)
+            side = int(table.shape[0] ** 0.5)
+            sizes = mx.concatenate(
+                [
+                    mx.repeat(shape[None], length, axis=0)
+                    for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)
+                ]
+            )  # (N, 2) rows and columns of each patch's picture
+            rows, columns = (
+                bicubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
+                for axis, coords in enumerate((h_coords, w_coords))
+            )
+            weights = (rows[:, :, None] * columns[:, None]).flatten(1)  # (N, side * side)
+            return embeddings + (weights @ table.astype(mx.float32)).astype(table.dtype)
+
+    return BicubicEmbeddings
 
 
 def bicubic_weights(points: mx.array, side: int) -> mx.array:

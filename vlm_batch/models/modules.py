@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import base as upstream
 
+from vlm_batch.caches.quantized import LateCache, QuantizedStates, attend_quantized
 from vlm_batch.caches.rows import RowStates, arrays_of, attend_rows
 from vlm_batch.digest import digest
 from vlm_batch.features import FeatureStore
@@ -80,8 +82,11 @@ class RememberingTower(nn.Module):
         return self.remembered(args, kwargs)
 
     def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, from the store or new. Towers that answer other than in arrays are not remembered."""
-        key = digest([list(args), dict(kwargs)])
+        """The tower's answer, from the store or new. What is given or answered other than in arrays is not remembered."""
+        try:
+            key = digest([list(args), dict(kwargs)])
+        except TypeError:
+            return self.tower(*args, **kwargs)
         if (found := self._store.get(key)) is None:
             found = self._keep(self.tower(*args, **kwargs), kwargs)
             self.remember(key, found)
@@ -105,7 +110,7 @@ class RememberingGridTower(RememberingTower):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 2 or args[1].shape[0] == 1:
+        if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
             return super().__call__(*args, **kwargs)
         pixels, grids = args
         counts = np.array(grids).prod(axis=1).tolist()
@@ -213,6 +218,75 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-vlm's ``scaled_dot_product_attention``, and the same over rows that keep their own caches."""
+    if isinstance(mask, SealedMask):
+        mask = mask.mask
     if isinstance(keys, RowStates):
-        return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
+        return attend_rows(attention, queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, QuantizedStates):
+        return attend_quantized(queries, keys, values, scale, mask, sinks)
+    if isinstance(cache, LateCache):
+        cache = cache.inner
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """The attention of a module with one projection for queries, keys and values: (B, L, D) -> (B, L, D).
+
+    For families that call ``mx.fast`` themselves, past the hook. ``module`` has ``n_heads``, ``n_kv_heads``,
+    ``head_dim``, ``scale`` and ``rope``.
+    """
+    batch, length, _ = x.shape
+    heads, kv_heads = module.n_heads, module.n_kv_heads
+    split = project(x).reshape(batch, length, heads + 2 * kv_heads, module.head_dim).swapaxes(1, 2)
+    queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+    queries, keys = (module.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+    keys, values = cache.update_and_fetch(keys, values)
+    return output(attention(queries, keys, values, cache, module.scale, mask).swapaxes(1, 2).flatten(-2))
+
+
+def two_tables(parent: type) -> type:
+    """An embedding of two tables that looks both up, instead of joining them for every forward as upstream does.
+
+    ``parent`` has ``embedding`` (V, D) and ``new_embedding`` (W, D); ids from V on are the second one's.
+    """
+
+    class TwoTables(parent):  # type: ignore[misc]
+        def __call__(self, ids: mx.array) -> mx.array:
+            """(B, L) -> (B, L, D)"""
+            size = self.embedding.shape[0]
+            is_new = ids >= size
+            old, new = self.embedding[mx.where(is_new, 0, ids)], self.new_embedding[mx.where(is_new, ids - size, 0)]
+            return mx.where(is_new[..., None], new, old)
+
+    return TwoTables
+
+
+def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries: mx.array, scale: float) -> mx.array:
+    """Attention of patches (1, N, H, D) within their own picture: (N, H * D). ``boundaries`` are 0, ..., N."""
+    cuts = np.array(boundaries)[1:-1].tolist()
+    parts = [mx.split(part.swapaxes(1, 2), cuts, axis=2) for part in (queries, keys, values)]
+    outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=scale) for picture in zip(*parts, strict=True)]
+    return mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(queries.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class SealedMask:
+    """A mask that only the hook in attention looks into."""
+
+    mask: mx.array
+
+
+def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The same attention, which hands its mask on unread.
+
+    For classes that cut a mask to the longest row's length, which they read back from the device for every layer: a
+    slab's mask is as wide as the slab's keys already.
+    """
+
+    class SealedAttention(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **positions: Any) -> mx.array:
+            """(B, L, D) -> (B, L, D)"""
+            sealed = SealedMask(mask) if isinstance(mask, mx.array) else mask
+            return super().__call__(x, mask=sealed, cache=cache, **positions)
+
+    return SealedAttention

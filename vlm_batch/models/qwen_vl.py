@@ -1,13 +1,15 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3-Omni, with and without experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from vlm_batch.models.base import MRoPEAdapter, cut
+from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
+from vlm_batch.models.modules import seal_masks
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 
@@ -35,13 +37,19 @@ class Qwen25VL(MRoPEAdapter):
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
-        class DistinctWindows(VisionModel):
-            def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
-                """A padded grid has windows without patches, whose boundaries repeat (upstream: vision.py, __call__)."""
-                index, boundaries = super().get_window_index(grid_thw)
-                return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
+        return {VisionModel: distinct_windows(VisionModel)}
 
-        return {VisionModel: DistinctWindows}
+
+def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
+    """Qwen2.5-VL's vision tower without windows of length zero."""
+
+    class DistinctWindows(tower_class):  # type: ignore[misc,valid-type]
+        def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
+            """A padded grid has windows without patches, whose boundaries repeat (upstream: vision.py, __call__)."""
+            index, boundaries = super().get_window_index(grid_thw)
+            return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
+
+    return DistinctWindows
 
 
 @register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",)))
@@ -61,3 +69,83 @@ class Qwen3VL(MRoPEAdapter):
             return {}
         features = [layer[before : before + inside] for layer in encoded.prefill["deepstack_visual_embeds"]]
         return {"visual_pos_masks": cut(mask, 1, start, end), "deepstack_visual_embeds": features}
+
+
+@register(
+    ModelSpec(
+        family="qwen3_vl_moe",
+        model_types=("qwen3_vl_moe",),
+        notes=(
+            "the vision blocks take the tanh form of GELU and the mergers the exact one, as in transformers; mlx-vlm has "
+            "them the other way round (qwen3_vl_moe/vision.py:109 and :164)",
+        ),
+    )
+)
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL with experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        # transformers: Qwen3VLMoeVisionMLP takes hidden_act, gelu_pytorch_tanh; Qwen3VLMoeVisionPatchMerger nn.GELU().
+        tower = self.model.vision_tower
+        for block in tower.blocks:
+            block.mlp.act_fn = nn.GELU(approx="tanh")
+        for merger in (tower.merger, *tower.deepstack_merger_list):
+            merger.act_fn = nn.GELU()
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl_moe.language import Attention
+
+        return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107
+
+
+@register(ModelSpec(family="qwen3_5", model_types=("qwen3_5",)))
+class Qwen35(MRoPEAdapter):
+    """M-RoPE; most layers keep a recurrent state and not keys and values."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention
+
+        return {Qwen3_5Attention: seal_masks(Qwen3_5Attention)}  # cut to the longest row at qwen3_5/language.py:1024
+
+
+@register(ModelSpec(family="qwen3_5_moe", model_types=("qwen3_5_moe",)))
+class Qwen35Moe(Qwen35):
+    """Qwen3.5 with experts."""
+
+
+@register(
+    ModelSpec(
+        family="qwen3_omni_moe",
+        model_types=("qwen3_omni_moe",),
+        notes=(
+            "pictures and text in, text out; sound and video are refused, and nothing is spoken",
+            "the vision blocks take the tanh form of GELU, as configured and as in transformers; mlx-vlm fixes the exact "
+            "one (qwen3_omni_moe/vision.py:163)",
+        ),
+    )
+)
+class Qwen3OmniMoe(MRoPEAdapter):
+    """The thinker of Qwen3-Omni; its deepstack features come expanded to the prompt's positions."""
+
+    input_keys = GridAdapter.input_keys
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1}
+    #: Says where the features are not zero; the decoder adds them everywhere (qwen3_omni_moe/language.py, _deepstack_process).
+    ignored_features = frozenset({"visual_pos_masks"})
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.config = self.config.thinker_config
+        for block in self.model.thinker.vision_tower.blocks:
+            block.mlp.act_fn = nn.GELU(approx="tanh")  # transformers: Qwen3OmniMoeVisionMLP takes hidden_act
+
+    def towers(self) -> list[tuple[nn.Module, str]]:
+        return [(self.model.thinker, "vision_tower")]
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_omni_moe.language import Attention
+
+        return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_omni_moe/language.py:123

@@ -1,0 +1,212 @@
+"""Recipes for families of a picture tower, a projector and a plain decoder: see record.py, which runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.nn as nn
+import torch
+import transformers
+
+from tests.zoo import Inputs
+from tests.zoo.gemma3 import IMAGE as GEMMA3_IMAGE
+from tests.zoo.llava_onevision import PINPOINTS
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LANGUAGE = (r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head.")
+TOWER = (r"^vision_tower\.vision_model\.", "model.vision_tower."), (r"^vision_tower\.", "model.vision_tower.")
+PROJECTOR = (r"^multi_modal_projector\.", "model.multi_modal_projector.")
+RENAME = (*TOWER, PROJECTOR, (r"^image_newline", "model.image_newline"), *LANGUAGE)
+
+
+def rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def text_of(zoo: nn.Module, **more: Any) -> dict[str, Any]:
+    """A text configuration like the zoo's."""
+    ours = zoo.config.text_config
+    same = {"vocab_size": ours.vocab_size, "rms_norm_eps": ours.rms_norm_eps}
+    return {**TEXT, **same, "rope_parameters": rope(100.0), **more}
+
+
+def vision_of(zoo: nn.Module, **more: Any) -> dict[str, Any]:
+    """A vision configuration like the zoo's."""
+    ours = zoo.config.vision_config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
+    return {name: getattr(ours, name) for name in names} | more
+
+
+def without_batch(inputs: Inputs) -> dict[str, Any]:
+    """transformers' processor has no axis in front of the tiles."""
+    return {"pixel_values": torch.tensor(inputs["pixel_values"][0])} if "pixel_values" in inputs else {}
+
+
+def llava(zoo: nn.Module) -> torch.nn.Module:
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **text_of(zoo)},
+        vision_config={"model_type": "clip_vision_model", **vision_of(zoo)},
+        image_token_index=zoo.config.image_token_index,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def llava_next(zoo: nn.Module) -> torch.nn.Module:
+    config = transformers.LlavaNextConfig(
+        text_config={"model_type": "mistral", "sliding_window": None, **text_of(zoo)},
+        vision_config={"model_type": "clip_vision_model", **vision_of(zoo)},
+        image_token_index=zoo.config.image_token_index,
+        image_grid_pinpoints=PINPOINTS,
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
+def llava_onevision(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config
+    config = transformers.LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **text_of(zoo)},
+        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        image_token_index=ours.image_token_index,
+        video_token_index=ours.video_token_index,
+        image_grid_pinpoints=PINPOINTS,
+        vision_aspect_ratio=ours.vision_aspect_ratio,
+    )
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
+def paligemma(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    text = text_of(zoo, model_type=ours.model_type, head_dim=ours.head_dim)
+    if ours.model_type == "gemma2":
+        text |= {"query_pre_attn_scalar": ours.query_pre_attn_scalar}
+        text |= {name: getattr(ours, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    config = transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=vision_of(zoo, model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=zoo.config.image_token_index,
+        projection_dim=64,
+    )
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+def all_prefix(inputs: Inputs) -> dict[str, Any]:
+    """No token is an answer's (transformers' processor returns the types)."""
+    return {"token_type_ids": torch.zeros(inputs["input_ids"].shape, dtype=torch.long)}
+
+
+#: Published checkpoints say silu; transformers' default is gelu.
+PIXTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": rope(10000.0), "hidden_act": "silu"}
+
+
+def pixtral(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "mistral", "head_dim": 16, "sliding_window": None, **text_of(zoo)},
+        vision_config={"model_type": "pixtral", **vision_of(zoo), **PIXTRAL},
+        image_token_index=ours.image_token_index,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+MISTRAL4 = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
+MISTRAL4 += ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+MISTRAL4 += ("first_k_dense_replace",)
+
+
+def mistral3(zoo: nn.Module) -> torch.nn.Module:
+    ours, text = zoo.config, zoo.config.text_config
+    more: dict[str, Any] = {"model_type": text.model_type, "tie_word_embeddings": False}
+    if text.rope_parameters:
+        more["rope_parameters"] = dict(text.rope_parameters)
+    if text.model_type == "mistral4":
+        more |= {name: getattr(text, name) for name in MISTRAL4} | {"num_key_value_heads": 4}
+    else:
+        more["head_dim"] = text.head_dim
+    config = transformers.Mistral3Config(
+        text_config={**text_of(zoo), **more, "sliding_window": None},
+        vision_config={"model_type": "pixtral", **vision_of(zoo), **PIXTRAL},
+        image_token_index=ours.image_token_index,
+        spatial_merge_size=ours.spatial_merge_size,
+        multimodal_projector_bias=ours.multimodal_projector_bias,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def internvl(zoo: nn.Module) -> torch.nn.Module:
+    config = transformers.InternVLConfig(
+        text_config={"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False, **text_of(zoo)},
+        vision_config=vision_of(zoo, attention_bias=True, use_mask_token=False),
+        image_token_id=zoo.config.image_token_id,
+        downsample_ratio=zoo.config.downsample_ratio,
+        tie_word_embeddings=False,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def gemma3(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    same = ("head_dim", "query_pre_attn_scalar", "sliding_window")
+    rotations = {
+        "full_attention": rope(ours.rope_global_base_freq),
+        "sliding_attention": rope(ours.rope_local_base_freq),
+    }
+    config = transformers.Gemma3Config(
+        text_config=text_of(
+            zoo,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=rotations,
+            tie_word_embeddings=False,
+            **{name: getattr(ours, name) for name in same},
+        ),
+        vision_config=vision_of(zoo, vision_use_head=False),
+        mm_tokens_per_image=ours.mm_tokens_per_image,
+        image_token_index=zoo.config.image_token_index,
+        tie_word_embeddings=False,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def picture_types(inputs: Inputs) -> dict[str, Any]:
+    """Which tokens are a picture's, from which transformers makes the mask (its processor returns them)."""
+    ids = torch.tensor(inputs["input_ids"])
+    return {"token_type_ids": (ids == GEMMA3_IMAGE).long()}
+
+
+def joined_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up projections of the experts are one parameter in transformers."""
+    found = {}
+    for name, value in weights.items():
+        if "switch_mlp.gate_proj" in name:
+            up = weights[name.replace("gate_proj", "up_proj")]
+            found[name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")] = torch.cat([value, up], dim=1)
+        elif "switch_mlp.down_proj" in name:
+            found[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = value
+        elif "switch_mlp" not in name:
+            found[name] = value
+    return found
+
+
+#: What each family's ``Recipe`` is made of.
+TOWERS: dict[str, dict[str, Any]] = {
+    "llava": {"build": llava, "rename": RENAME},
+    "mistral3": {"build": mistral3, "rename": RENAME},
+    "mistral3_ministral3": {"build": mistral3, "rename": RENAME},
+    "mistral3_mistral4": {"build": mistral3, "rename": RENAME, "convert": joined_experts},
+    "paligemma": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
+    "paligemma2": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
+    "pixtral": {"build": pixtral, "rename": RENAME},
+    "gemma3": {"build": gemma3, "rename": RENAME, "inputs": picture_types},
+    "internvl": {"build": internvl, "rename": RENAME, "inputs": without_batch},
+    "llava_next": {"build": llava_next, "rename": RENAME},
+    "llava_onevision": {"build": llava_onevision, "rename": RENAME},
+}

@@ -1,0 +1,17 @@
+"""Prompts of the families that count their positions: words, then each picture's ids followed by words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ._build import ids, words
+
+
+def prompt(seed: int, pictures: Sequence[Sequence[int]], num_words: int = 4) -> np.ndarray:
+    """(1, L) ids: three words, then each picture's own ids and `num_words` words (one more after each picture)."""
+    parts = [words(seed, 3)]
+    for index, picture in enumerate(pictures):
+        parts += [list(picture), words(seed + 101 * (index + 1), num_words + index)]
+    return ids(*parts)

@@ -1,0 +1,113 @@
+"""Nemotron Nano Omni: Mamba-2, attention without positions and experts in one stack; a RADIO tower."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models import nemotron_h_nano_omni as upstream
+from mlx_vlm.models.nemotron_h_nano_omni import config as upstream_config
+
+from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._oracle import generate_alone
+from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
+
+PATCH = 4
+IMAGE, START, END = PLAIN, PLAIN + 1, PLAIN + 2
+GRIDS = ((4, 4), (4, 6), (6, 6))
+
+
+def build() -> nn.Module:
+    """Five layers of 64: Mamba-2, experts, attention, Mamba-2, attention; two vision blocks of 32."""
+    model = upstream.Model(
+        upstream_config.ModelConfig(
+            text_config=upstream_config.TextConfig(
+                model_type="nemotron_h",
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=5,
+                max_position_embeddings=1024,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                attention_bias=False,
+                mamba_num_heads=4,
+                mamba_head_dim=8,
+                mamba_proj_bias=False,
+                ssm_state_size=8,
+                conv_kernel=4,
+                n_groups=2,
+                mlp_bias=False,
+                layer_norm_epsilon=1e-5,
+                use_bias=False,
+                use_conv_bias=True,
+                hybrid_override_pattern=["M", "E", "*", "M", "*"],
+                moe_intermediate_size=48,
+                moe_shared_expert_intermediate_size=48,
+                n_group=1,
+                topk_group=1,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                norm_topk_prob=True,
+                routed_scaling_factor=1.5,
+            ),
+            vision_config=upstream_config.VisionConfig(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                image_size=16,
+                patch_size=PATCH,
+                max_resolution=32,
+            ),
+            projector_hidden_size=64,
+            vit_hidden_size=32,
+            img_context_token_id=IMAGE,
+            image_token_index=IMAGE,
+            eos_token_id=END_OF_TEXT,
+        )
+    )
+    head = "language_model.lm_head.weight"
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule(r"\.A_log$", spread(0.5, -0.5)),
+        Rule(r"\.dt_bias$", spread(0.5, -1.0)),
+        Rule(r"mixer\.D$", spread(0.3, 1.0)),
+        Rule(r"mixer\.norm\.weight$", spread(0.2, 1.0)),
+        Rule(r"mixer\.gate\.weight$", fan_in(1.3)),
+        Rule(r"e_score_correction_bias$", spread(0.1)),
+        Rule(r"(cls_token\.token|pos_embed)$", spread(1.0)),
+        Rule(r"input_conditioner\.norm_", spread(0.1, 1.0)),
+    ]
+    enliven(model, seed=88, rules=rules, quiet=head)
+    return model
+
+
+def request(seed: int, grid: tuple[int, int], number: int) -> Inputs:
+    """Words, then each picture between its markers followed by words; pictures of one size come in one array."""
+    high, wide = grid
+    parts = [words(seed, 3)]
+    for index in range(number):
+        parts += [[START, *[IMAGE] * (high * wide // 4), END], words(seed + 101 * (index + 1), 4 + index)]
+    return {"input_ids": ids(*parts), "pixel_values": pixels(seed, number, 3, high * PATCH, wide * PATCH)}
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 4, 6 or 9 placeholders."""
+    return request(seed, GRIDS[size], 1)
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures of one grid."""
+    return request(seed, GRIDS[1], 2)
+
+
+FAMILY = TinyFamily(
+    name="nemotron_h_nano_omni",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    greedy=generate_alone,
+    oracle_note="mlx-vlm's generate_step.",
+)

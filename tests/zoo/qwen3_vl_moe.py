@@ -1,0 +1,84 @@
+"""Qwen3-VL with experts: as Qwen3-VL, half of the text layers with four experts of which two answer."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models import qwen3_vl_moe as upstream
+
+from . import _qwen
+from ._build import Rule, activated, enliven, fan_in, text_request
+from ._oracle import generate_alone
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
+from .qwen3_vl import image, two_images
+
+
+def build() -> nn.Module:
+    """Four layers of 64, the second and the fourth with experts; both vision blocks feed deepstack."""
+    model = upstream.Model(
+        upstream.ModelConfig(
+            model_type="qwen3_vl_moe",
+            vocab_size=VOCABULARY,
+            eos_token_id=[END_OF_TEXT],
+            image_token_id=_qwen.IMAGE,
+            video_token_id=_qwen.VIDEO,
+            vision_start_token_id=_qwen.VISION_START,
+            vision_end_token_id=_qwen.VISION_END,
+            text_config=upstream.TextConfig(
+                model_type="qwen3_vl_moe_text",
+                num_hidden_layers=4,
+                hidden_size=64,
+                intermediate_size=96,
+                moe_intermediate_size=48,
+                num_experts=4,
+                num_experts_per_tok=2,
+                decoder_sparse_step=2,
+                mlp_only_layers=[],
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                rms_norm_eps=1e-6,
+                vocab_size=VOCABULARY,
+                rope_theta=100.0,
+                max_position_embeddings=1024,
+                rope_scaling={"type": "default", "mrope_section": [4, 2, 2]},
+            ),
+            vision_config=upstream.VisionConfig(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=64,
+                out_hidden_size=64,
+                num_heads=2,
+                patch_size=_qwen.PATCH,
+                spatial_patch_size=_qwen.PATCH,
+                spatial_merge_size=_qwen.MERGE,
+                temporal_patch_size=_qwen.TEMPORAL_PATCH,
+                num_position_embeddings=25,
+                deepstack_visual_indexes=[0, 1],
+            ),
+        )
+    )
+    head = "language_model.lm_head.weight"
+    enliven(model, seed=33, rules=[Rule(head, fan_in(3.0))], quiet=head)
+    return model
+
+
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """mlx-vlm's loop over a tower with the activations of the configuration."""
+    tower = model.vision_tower
+    mergers = [tower.merger, *tower.deepstack_merger_list]
+    blocks = activated([block.mlp for block in tower.blocks], nn.GELU(approx="tanh"))
+    with blocks, activated(mergers, nn.GELU()):
+        return generate_alone(model, inputs, num_tokens)
+
+
+FAMILY = TinyFamily(
+    name="qwen3_vl_moe",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model and the vision tower's two forms of GELU put where "
+    "transformers has them (modeling_qwen3_vl_moe.py: gelu_pytorch_tanh in blocks, nn.GELU in mergers); "
+    "transformers agrees with that (tests/references).",
+)

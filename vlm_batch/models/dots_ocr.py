@@ -1,0 +1,16 @@
+"""dots.ocr: Qwen2 with one-dimensional positions behind a vision tower of its own."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import GridAdapter
+from vlm_batch.models.modules import LastPosition
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="dots_ocr", model_types=("dots_ocr",)))
+class DotsOCR(GridAdapter):
+    """Nothing is special but where the head is."""
+
+    def shorten(self) -> None:
+        """The head is the trunk's own here, so the last position is cut out before it."""
+        self.language.model.norm = LastPosition(self.language.model.norm)

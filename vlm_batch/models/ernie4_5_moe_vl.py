@@ -1,0 +1,69 @@
+"""ERNIE 4.5 VL: pictures have experts of their own; positions on three axes, the last dimension here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
+from vlm_batch.models.modules import attend_apart
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep, Encoded, PositionState
+
+
+@register(
+    ModelSpec(
+        family="ernie4_5_moe_vl",
+        model_types=("ernie4_5_moe_vl",),
+        notes=(
+            "a picture's tokens, its start and end included, go to the vision experts, as in transformers "
+            "(processing_ernie4_5_vl_moe.py, create_moe_mm_token_type_ids) and the publisher's training code; mlx-vlm's "
+            "generation sends them to the text experts (ernie4_5_moe_vl.py:253 is reached by __call__ alone)",
+            "positions travel with the row; mlx-vlm makes them of each chunk without the pictures' grids "
+            "(ernie4_5_moe_vl/language.py:603)",
+            "a picture attends to itself only; from the third on, mlx-vlm lets them attend to each other "
+            "(ernie4_5_moe_vl/vision.py:146)",
+        ),
+    )
+)
+class Ernie45MoeVL(MRoPEAdapter):
+    """Pictures only: mlx-vlm's resampler takes the pictures' grid for videos, too."""
+
+    input_keys = GridAdapter.input_keys
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.ernie4_5_moe_vl import vision as upstream
+
+        class PictureAttention(upstream.VisionAttention):
+            """Upstream cuts at most three segments (ernie4_5_moe_vl/vision.py:146); transformers cuts one a picture
+            (Ernie4_5_VLMoeVisionAttention)."""
+
+            def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array | None = None) -> mx.array:
+                """(N, D) patches of all pictures -> (N, D)"""
+                split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
+                queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
+                return self.proj(attend_apart(queries, keys, split[2], cu_seqlens, self.scale))
+
+        return {upstream.VisionAttention: PictureAttention}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, and which tokens (1, L) belong to a picture."""
+        config = self.config
+        marks = {config.image_token_id, config.image_start_token_id, config.image_end_token_id}
+        is_vision = mx.stack([ids == mark for mark in marks]).any(axis=0)
+        found = super().features(ids, extra)
+        return {**found, "token_type_ids": is_vision.astype(mx.int32)} if is_vision.any().item() else found
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"))  # (1, L, 3)
+        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {"position_ids": cut(encoded.position.prompt, 1, start, end)}
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        return {"position_ids": mx.broadcast_to(step.positions[:, None, None], (step.positions.size, 1, 3))}

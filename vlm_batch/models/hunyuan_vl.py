@@ -1,0 +1,142 @@
+"""HunyuanOCR: positions on four axes (all tokens, columns, rows, pictures); text counts all tokens on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models.rope_utils import rotate_half
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter, cut
+from vlm_batch.models.modules import attention
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep, Encoded, PositionState
+
+
+@register(
+    ModelSpec(
+        family="hunyuan_vl",
+        model_types=("hunyuan_vl",),
+        notes=(
+            "every token turns by its own row's position; mlx-vlm takes the batch's shared column "
+            "(hunyuan_vl/language.py:206) and counts text positions from the second chunk on (:459)",
+            "a picture attends to itself only, as in transformers; mlx-vlm's vision tower takes all pictures for one "
+            "(hunyuan_vl/vision.py:49)",
+            "the fourth axis numbers the pictures, as in transformers (modeling_hunyuan_vl.py:951) and vLLM; mlx-vlm's "
+            "processor writes 0 for all of them",
+        ),
+    )
+)
+class HunyuanVL(Adapter):
+    """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
+
+    input_keys = Adapter.input_keys | {"image_grid_thw", "position_ids", "imgs_pos"}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.hunyuan_vl.language import Attention
+
+        class RowAttention(Attention):
+            """Upstream turns by the shared column and by four axes in the first chunk only (hunyuan_vl/language.py:206-228);
+            transformers turns every token by its four positions (HunYuanVLAttention)."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None) -> mx.array:
+                """(B, L, D), positions (B, 4, L) -> (B, L, D)"""
+                queries, keys, values = (
+                    project(x).reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
+                    for project in (self.q_proj, self.k_proj, self.v_proj)
+                )
+                angles = axis_angles(position_ids, self.rotary_emb._inv_freq, self.xdrope_section)  # (B, 1, L, D_head)
+                queries, keys = (turn(part, angles) for part in (queries, keys))
+                if self.config.use_qk_norm:
+                    queries, keys = self.query_layernorm(queries), self.key_layernorm(keys)
+                keys, values = cache.update_and_fetch(keys, values)
+                output = attention(queries, keys, values, cache, self.scale, mask)
+                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+        return {Attention: RowAttention}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with each picture's features in the place of its tokens; every picture is encoded on its own."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": embeds}
+        needed = sum(len(positions[0]) + 2 for positions in self._pictures(extra))
+        if (given := self.count_image_tokens(ids, extra)) != needed:
+            raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
+        found = extra.get("cached_image_features")
+        found = self._encode(extra) if found is None else found  # (1, tokens, D)
+        is_picture = ids[0] == self.config.image_token_id
+        embeds[:, mx.array(np.flatnonzero(np.array(is_picture)))] = found.astype(embeds.dtype)
+        return {"inputs_embeds": embeds}
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        """(1, 4, L): all tokens; and inside a picture, but for its first and last token, column, row and number."""
+        positions = np.tile(np.arange(ids.shape[1]), (4, 1))
+        places = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
+        for number, (columns, rows) in enumerate(self._pictures(extra)):
+            inside, places = places[1 : 1 + len(rows)], places[2 + len(rows) :]
+            positions[1:, inside] = np.stack([columns, rows, np.full_like(rows, number)])
+        axes = len(self.config.text_config.rope_scaling["xdrope_section"])
+        return PositionState(prompt=mx.array(positions[None, 4 - axes :].astype(np.int32)))
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        axes = len(self.config.text_config.rope_scaling["xdrope_section"])
+        return {"position_ids": mx.broadcast_to(step.positions[:, None, None], (step.positions.size, axes, 1))}
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops positions after a chunk."""
+        trunk = self.language.model
+        hidden = trunk(input_ids=ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+        head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
+        return head(hidden)[:, -1]
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        patch = int(self.config.vision_config.patch_size)
+        return tuple((wide * patch, high * patch) for high, wide in self._grids(extra))
+
+    def _grids(self, extra: Mapping[str, Any]) -> list[tuple[int, int]]:
+        grids = np.array(extra["image_grid_thw"]).reshape(-1, 3).tolist() if "image_grid_thw" in extra else []
+        return [(high, wide) for _, high, wide in grids]
+
+    def _pictures(self, extra: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(columns, rows) of each picture's inner tokens: its merged patches, each row of them with a line break."""
+        merge = int(self.config.vision_config.spatial_merge_size)
+        merged = [(high // merge, wide // merge + 1) for high, wide in self._grids(extra)]
+        return [(np.tile(np.arange(wide), high), np.repeat(np.arange(high), wide)) for high, wide in merged]
+
+    def _encode(self, extra: Mapping[str, Any]) -> mx.array:
+        grids = self._grids(extra)
+        ends = np.cumsum([high * wide for high, wide in grids])[:-1].tolist()
+        pictures = mx.split(extra["pixel_values"], ends)
+        tower: nn.Module = self.model.vision_tower
+        return mx.concatenate([tower(p, [[1, *grid]]) for p, grid in zip(pictures, grids, strict=True)], axis=1)
+
+
+def axis_angles(positions: mx.array, frequencies: mx.array, sections: Sequence[int] | None) -> mx.array:
+    """Angles (B, 1, L, D_head) of positions (B, axes, L). A head's dimensions, in order, belong to the axes in turn.
+
+    The sections, repeated once, cover the head (Tencent's and vLLM's xdrope); without sections the first axis turns all.
+    """
+    if sections is None:
+        sections, positions = [frequencies.size], positions[:, :1]
+    axis = np.repeat(np.tile(np.arange(len(sections)), 2), [*sections, *sections])  # (D_head,)
+    doubled = mx.concatenate([frequencies, frequencies])  # (D_head,)
+    turned = positions[:, mx.array(axis)].astype(mx.float32).swapaxes(1, 2)  # (B, L, D_head)
+    return (turned * doubled)[:, None]
+
+
+def turn(x: mx.array, angles: mx.array) -> mx.array:
+    """Half-split rotation of (B, H, L, D) in float32, by cosines and sines rounded as the model's weights are."""
+    cos, sin = (table(angles).astype(x.dtype).astype(mx.float32) for table in (mx.cos, mx.sin))
+    wide = x.astype(mx.float32)
+    return (wide * cos + rotate_half(wide) * sin).astype(x.dtype)

@@ -1,0 +1,13 @@
+"""LFM2-VL: short convolutions in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="lfm2_vl", model_types=("lfm2_vl", "lfm2-vl")))
+class Lfm2VL(Adapter):
+    """Nothing is special: a convolution's state is its cache's business, RoPE takes each row's own offset."""
+
+    input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask", "image_rows", "image_cols"}

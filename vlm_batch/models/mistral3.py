@@ -1,0 +1,95 @@
+"""Pixtral and Mistral 3: pictures of any size as one sequence of patches, Mistral text in four generations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+#: transformers, modeling_mistral4.py, Mistral4RMSNorm.
+LATENT_EPS = 1e-6
+
+
+@register(ModelSpec(family="pixtral", model_types=("pixtral",)))
+class Pixtral(Adapter):
+    """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
+
+    input_keys = Adapter.input_keys | {"image_sizes"}
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        return tuple((int(wide), int(high)) for high, wide in extra["image_sizes"].tolist()) if extra else ()
+
+
+@register(
+    ModelSpec(
+        family="mistral3",
+        model_types=("mistral3",),
+        notes=(
+            "queries of Ministral 3 and Mistral 4 grow with each row's own position; mlx-vlm takes the first row's for all "
+            "(mistral3/language.py:180, mistral4/language.py:267)",
+            "Mistral 4's attention has YaRN's factor, as in transformers (modeling_mistral4.py, yarn_apply_mscale); mlx-vlm "
+            "leaves it out (mistral4/language.py:34); and the norms of its latents have an epsilon of 1e-6, not 1e-5",
+        ),
+    )
+)
+class Mistral3(Pixtral):
+    """Mistral, Ministral 3 or Mistral 4 text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        text = self.config.text_config
+        for layer in self.language.layers:
+            layer.self_attn.config = text  # where ``query_scale`` looks
+            if text.model_type == "mistral4":
+                layer.self_attn.scale = layer.self_attn.qk_head_dim**-0.5 * yarn_scale(text.rope_parameters)
+                for norm in (layer.self_attn.get("q_a_layernorm"), layer.self_attn.kv_a_layernorm):
+                    if norm is not None:
+                        norm.eps = LATENT_EPS
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.mistral3.language import Attention
+        from mlx_vlm.models.mistral4.language import Mistral4Attention
+
+        class RowAttention(Attention):
+            """Upstream scales by the first row's positions (mistral3/language.py:180); here each row has its own."""
+
+            def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                return super().__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
+
+        class RowLatentAttention(Mistral4Attention):
+            """Upstream scales by the first row's positions (mistral4/language.py:267); here each row has its own."""
+
+            def __call__(self, x: mx.array, attn_scale: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                return super().__call__(x, query_scale(self.config, cache.offset, x), mask, cache)
+
+        return {Attention: RowAttention, Mistral4Attention: RowLatentAttention}
+
+
+def yarn_scale(rope: Mapping[str, Any]) -> float:
+    """What YaRN multiplies attention's scale with where only a part of each key is rotated (DeepSeek-V2's rule).
+
+    The factor that ``mscale_all_dim`` asks for, squared (transformers, modeling_rope_utils.py, yarn_apply_mscale).
+    """
+    kind, factor, all_dim = rope.get("rope_type", rope.get("type")), rope.get("factor", 1.0), rope.get("mscale_all_dim")
+    if kind != "yarn" or not all_dim or factor <= 1:
+        return 1.0
+    return float((0.1 * all_dim * math.log(factor) + 1) ** 2)
+
+
+def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
+    """What queries are multiplied with, (1 or B, 1, L, 1), for (B, L, D) tokens after ``offset`` (int or (B,)) others.
+
+    1 + beta * log(1 + floor(position / length)), as in Llama 4 (transformers, modeling_ministral3.py).
+    """
+    rope = config.rope_parameters
+    start = offset[:, None] if isinstance(offset, mx.array) else offset
+    periods = mx.floor((start + mx.arange(x.shape[1])) / rope["original_max_position_embeddings"])
+    scale = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + periods)
+    return scale.reshape(-1, 1, x.shape[1], 1).astype(x.dtype)

@@ -1,0 +1,175 @@
+"""Moondream 2 and 3: BOS and one picture attend to each other both ways; in 3 attention is scaled by a learned tau."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter, bidirectional_mask
+from vlm_batch.models.modules import attention, fused_attention
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Encoded, Picture
+
+_PREFIX = (
+    "the two-way mask of BOS and picture reaches the model: generate passes it as attention_mask_4d, which "
+    "the language model swallows (moondream3/language.py:276, moondream2/language.py:124); a text has no such prefix, as "
+    "in Moondream's own engine"
+)
+_POOLING = (
+    "crops are pooled over the overlapping windows of an adaptive average, as in Moondream's own code "
+    "(moondream/torch/vision.py, vision_projection; vLLM and Moondream's engine do the same); mlx-vlm pools over "
+    "rounded windows (moondream3/vision.py:114)"
+)
+_CROPS = (
+    "which crops there are is mlx-vlm's processor's choice: its grid and its cuts differ from Moondream's own for "
+    "pictures of more than one crop (moondream3/image_crops.py:13 against moondream/torch/image_crops.py)"
+)
+
+
+def adaptive_average(grid: mx.array, size: int) -> mx.array:
+    """(H, W, D) -> (size, size, D), the average over rows floor(i H / size) to ceil((i + 1) H / size), columns alike.
+
+    torch's ``adaptive_avg_pool2d``: neighbouring windows overlap where H is no multiple of the size.
+    """
+    rows, columns = _windows(grid.shape[0], size), _windows(grid.shape[1], size)
+    return mx.einsum("ih,hwd,jw->ijd", rows, grid.astype(mx.float32), columns).astype(grid.dtype)
+
+
+def _windows(length: int, size: int) -> mx.array:
+    """(size, length) weights, each row an average."""
+    places, starts = mx.arange(length)[None], (mx.arange(size) * length // size)[:, None]
+    ends = ((mx.arange(1, size + 1) * length + size - 1) // size)[:, None]
+    inside = (places >= starts) & (places < ends)
+    return inside / inside.sum(axis=1, keepdims=True)
+
+
+def _adaptive_pooling(parent: type) -> type:
+    class AdaptivePooling(parent):  # type: ignore[misc]
+        """Upstream pools over rounded windows (moondream3/vision.py:114-140, moondream2 the same); Moondream's own code
+        calls adaptive_avg_pool2d (moondream/torch/vision.py, vision_projection)."""
+
+        def _reconstruct_local_features(self, crops: list[mx.array], layout: tuple[int, int]) -> mx.array:
+            """Features (N, D) of each crop, row by row -> (N, D): neighbours' margins are cut off, the rest is pooled."""
+            size, margin = self.config.crop_size // self.config.patch_size, self.config.overlap_margin
+            high, wide = layout
+
+            def inner(index: int, count: int) -> slice:
+                return slice(margin if index else 0, size - margin if index < count - 1 else size)
+
+            grids = [crop.reshape(size, size, -1) for crop in crops]
+            rows = [
+                mx.concatenate([grids[r * wide + c][inner(r, high), inner(c, wide)] for c in range(wide)], axis=1)
+                for r in range(high)
+            ]
+            return adaptive_average(mx.concatenate(rows, axis=0), size).reshape(size * size, -1)
+
+    return AdaptivePooling
+
+
+class _Moondream(Adapter):
+    """The prefix is one span; what follows is causal, so only the chunk that holds the prefix needs a mask."""
+
+    compiles = True
+    input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
+    #: Made again for the chunk that holds the prefix, as bools (upstream's float32 does not fit bfloat16 attention).
+    ignored_features = frozenset({"attention_mask_4d"})
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, for one picture; it replaces the ids after BOS, whatever they are (moondream3.py:70)."""
+        if len(extra.get("num_crops", ())) > 1:
+            raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
+        if ids.shape[1] < 1 + (count := self.count_image_tokens(ids, extra)):
+            raise InvalidPrompt(
+                f"a {self.spec.family} prompt with a picture begins with BOS and {count} placeholder ids"
+            )
+        return super().features(ids, extra)
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """BOS and the picture, if there is one."""
+        count = self.count_image_tokens(ids, extra)
+        return ((0, 1 + count),) if count else ()
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The one after BOS."""
+        count = self.count_image_tokens(ids, extra)
+        return (Picture(1, 1 + count, extra),) if count else ()
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        """As many as patches in a crop, whatever the picture's size: crops are pooled (moondream3/vision.py:114)."""
+        vision = self.config.vision_config
+        return (vision.crop_size // vision.patch_size) ** 2 if "pixel_values" in extra else 0
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {"mask": bidirectional_mask(encoded.atomic, start, end)}
+
+
+@register(
+    ModelSpec(
+        family="moondream2",
+        model_types=("moondream2", "moondream1"),
+        multi_image=False,
+        notes=(_PREFIX, _POOLING, _CROPS),
+    )
+)
+class Moondream2(_Moondream):
+    """Rotary attention with one projection."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.moondream2.language import Attention
+        from mlx_vlm.models.moondream2.vision import VisionModel
+
+        class RowAttention(Attention):
+            """Upstream calls ``mx.fast`` past the hook (moondream2/language.py:61)."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                return fused_attention(self, self.qkv, self.proj, x, mask, cache)
+
+        return {Attention: RowAttention, VisionModel: _adaptive_pooling(VisionModel)}
+
+
+@register(
+    ModelSpec(
+        family="moondream3",
+        model_types=("moondream3",),
+        multi_image=False,
+        notes=(
+            _PREFIX,
+            _POOLING,
+            _CROPS,
+            "tau and RoPE take each row's own position, without reading offsets back (moondream3/language.py:116)",
+        ),
+    )
+)
+class Moondream3(_Moondream):
+    """Attention with tau, and experts."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.moondream3.language import Attention
+        from mlx_vlm.models.moondream3.vision import VisionModel
+
+        class RowAttention(Attention):
+            """Upstream rotates row by row after a read-back of the offsets and calls ``mx.fast`` past the hook
+            (moondream3/language.py:116-137); ``mx.fast.rope`` takes an offset per row, the hook takes rows."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                length = x.shape[1]
+                qkv = self.qkv(x)  # (B, L, (H + 2 H_kv) * D_head)
+                offset = cache.offset  # an int, or (B,)
+                start = offset[:, None] if isinstance(offset, mx.array) else offset
+                tau_q, tau_v = self.tau(qkv, start + mx.arange(length))  # (B, H, L, 1)
+                heads, kv_heads = self.n_heads, self.n_kv_heads
+                split = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, self.head_dim).swapaxes(1, 2)
+                queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+                queries = self.rope(queries * tau_q, offset=offset)
+                keys, values = cache.update_and_fetch(self.rope(keys, offset=offset), values * tau_v)
+                output = attention(queries, keys, values, cache, self.scale, mask)
+                return self.proj(output.swapaxes(1, 2).flatten(-2))
+
+        return {Attention: RowAttention, VisionModel: _adaptive_pooling(VisionModel)}

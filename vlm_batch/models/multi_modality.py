@@ -1,0 +1,47 @@
+"""DeepSeek-VL and Janus: a SigLIP tower (with SAM beside it in the larger ones), an MLP, and Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="multi_modality",
+        model_types=("multi_modality",),
+        notes=(
+            "each picture's features go to its own placeholders; mlx-vlm puts all pictures where the first one is and "
+            "drops the text between them (multi_modality.py:200-285), and resizes only one picture for the small tower",
+        ),
+    )
+)
+class MultiModality(Adapter):
+    """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
+
+    input_keys = frozenset({"pixel_values"})
+
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0
+        if not pictures or self.count_image_tokens(ids, extra) != pictures:
+            return ids
+        return repeat_placeholders(ids, self.config.image_token_index, [self.config.num_image_tokens] * pictures)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with each picture's features in its placeholders; pictures are encoded one at a time."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" in extra:
+            found = mx.concatenate([self._encode(picture) for picture in extra["pixel_values"]])
+            embeds = put_features(embeds, ids, self.image_token_ids(), found)
+        return {"inputs_embeds": embeds}
+
+    def _encode(self, picture: mx.array) -> mx.array:
+        """(3, S, S) -> (tokens, D)"""
+        states = self.model.vision_model(picture[None].transpose(0, 2, 3, 1), output_hidden_states=True)
+        is_hybrid = self.config.vision_config.cls == "HybridVisionTower"  # its result is already (high, low)
+        return self.model.aligner(states if is_hybrid else states[0])[0]

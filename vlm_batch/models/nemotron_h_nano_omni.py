@@ -1,0 +1,27 @@
+"""Nemotron Nano Omni: Mamba-2 and attention layers without positions, and experts, behind a RADIO tower."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import LastPosition
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="nemotron_h_nano_omni",
+        model_types=("nemotron_h_nano_omni",),
+        notes=("pictures and text; sound and video are refused",),
+    )
+)
+class NemotronHNanoOmni(Adapter):
+    """Order is the recurrent layers' business; nothing is given positions."""
+
+    input_keys = Adapter.input_keys | {"num_patches", "num_tokens", "imgs_sizes"}
+
+    def shorten(self) -> None:
+        """The trunk has another name here."""
+        self.language.backbone = LastPosition(self.language.backbone)
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({self.config.img_context_token_id})

@@ -1,0 +1,30 @@
+"""PaddleOCR-VL: Ernie 4.5's small text model with positions on three axes."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from vlm_batch.models.base import GridAdapter, MRoPEAdapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="paddleocr_vl",
+        model_types=("paddleocr_vl",),
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model "
+            "(paddleocr_vl/paddleocr_vl.py:67) and counts text positions from the second chunk on (language.py:424)",
+            "the projector's norm has an epsilon of 1e-5, as in the published model and transformers; mlx-vlm takes 1e-6 "
+            "(paddleocr_vl/vision.py:170)",
+        ),
+    )
+)
+class PaddleOCRVL(MRoPEAdapter):
+    """Pictures only: mlx-vlm's model has no place for ``pixel_values_videos``."""
+
+    input_keys = GridAdapter.input_keys
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model.visual.projector.pre_norm.eps = 1e-5  # transformers: PaddleOCRProjector
