@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,11 +16,13 @@ from tests.reuse_cases import TAIL, TWO_WAY, Asker, alone, asker, end_of_picture
 from tests.zoo._build import words
 from vlm_batch.caches import Placement
 from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.directory import RowFiles
+from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prefix import MAX_POINTS, PrefixCache, thin
 from vlm_batch.caches.saved import Point, SavedRow
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
-from vlm_batch.reuse import Reuse
+from vlm_batch.reuse import Kept, Reuse
 from vlm_batch.scheduler import PrefillRow, SchedulerConfig, chunk_end
 from vlm_batch.types import PromptKey, SamplingParams
 
@@ -227,7 +230,15 @@ def test_the_longest_beginning_is_found_and_spans_are_not_entered() -> None:
 
 def test_what_was_used_longest_ago_goes_first() -> None:
     evicted: list[SavedRow] = []
-    cache = PrefixCache(ByteBudget(3 * 1000), evicted.append)
+
+    class Below:
+        def put(self, row: SavedRow) -> None:
+            evicted.append(row)
+
+        def find(self, keys: np.ndarray, beyond: int) -> None:
+            return None
+
+    cache = PrefixCache(ByteBudget(3 * 1000), Below())
     rows = [saved([index, 1, 2], nbytes=800) for index in range(3)]
     for row in rows:
         cache.store(row)
@@ -284,3 +295,87 @@ def test_nothing_is_kept_of_what_is_no_use(monkeypatch: pytest.MonkeyPatch) -> N
     assert generator.reuse.prefix is not None
     assert len(generator.reuse.prefix) == 0
     assert Asker(name, generator).ask(TEXT) == [0]
+
+
+# On disk --------------------------------------------------------------------------------------------------------------
+
+
+def on_disk(name: str, directory: Path, *, budget: int = 2**28, max_bytes: int = 2**28, model: str = "m") -> Asker:
+    adapter = shared_adapter(name)
+    prefix = Kept(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
+    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix)))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "mllama", "gemma3n", "qwen3_5"])
+def test_rows_outlive_the_process(name: str, tmp_path: Path) -> None:
+    """Another engine, on the same directory: exact, from where the first one was; not for another model's."""
+    first = on_disk(name, tmp_path)
+    first.ask(IMAGE, TEXT)
+    first.generator.reuse.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert on_disk(name, tmp_path, model="another").ask(IMAGE) == [0]
+    second = on_disk(name, tmp_path)
+    assert second.ask(IMAGE, TEXT) == [length(name, IMAGE), length(name, TEXT)]
+    (cached,) = on_disk(name, tmp_path).ask(f"{IMAGE}~1")
+    assert cached >= end_of_pictures(name, IMAGE)
+
+
+def test_what_memory_has_no_room_for_is_found_on_disk(tmp_path: Path) -> None:
+    name = "qwen2_vl"
+    asks = on_disk(name, tmp_path, budget=60_000)  # about one row
+    assert asks.ask(TEXT) == [0]
+    assert asks.ask("text:6:30") == [0]
+    assert asks.ask(f"{TEXT}+1") == [length(name, TEXT)]
+
+
+def test_damaged_files_are_ignored_and_removed(tmp_path: Path) -> None:
+    name = "qwen2_vl"
+    first = on_disk(name, tmp_path)
+    for key in (IMAGE, TEXT, "text:6:30"):
+        first.ask(key)
+    first.generator.reuse.close()
+    torn, flipped, _ = sorted(tmp_path.iterdir())
+    torn.write_bytes(torn.read_bytes()[:-100])
+    contents = bytearray(flipped.read_bytes())
+    contents[-5] ^= 255
+    flipped.write_bytes(bytes(contents))
+    (tmp_path / ".unfinished.safetensors.abc.part").write_bytes(b"half")
+    (tmp_path / "foreign.safetensors").write_bytes(b"not ours")
+    (tmp_path / "notes.txt").write_text("a user's")
+    asks = on_disk(name, tmp_path)
+    assert not torn.exists()  # seen at once by its length
+    cached = [asks.ask(key)[0] for key in (IMAGE, TEXT, "text:6:30")]
+    assert sum(count > 0 for count in cached) == 1
+    assert not flipped.exists()  # seen when it was read
+    assert (tmp_path / "notes.txt").exists()
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_files_are_bounded_in_bytes_and_the_oldest_go_first(tmp_path: Path) -> None:
+    rows = [saved([index, *range(1, 400)], nbytes=40_000) for index in range(4)]
+    files = RowFiles(tmp_path, 120_000, Identity("m"))
+    for row in rows[:2]:
+        files.put(row)
+    assert files.find(rows[0].keys, 0) is not None  # used: the second one is older now
+    files.put(rows[2])
+    assert len(files) == 2
+    assert files.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir()) <= 120_000
+    assert files.find(rows[1].keys, 0) is None
+    files.put(saved([9] * 400, nbytes=400_000))  # larger than everything
+    assert len(files) == 2
+    longer = np.concatenate([rows[2].keys, rows[3].keys])
+    files.put(SavedRow(longer, 0, {}, {}))
+    assert files.find(rows[2].keys, 0) is not None
+    assert len(files) == 2  # the shorter one went into it
+
+
+def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RowFiles(tmp_path, 10**6, Identity("m"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    files.put(saved([1, 2, 3], nbytes=400))
+    assert len(files) == 0
+    assert not list(tmp_path.iterdir())

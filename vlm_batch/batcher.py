@@ -20,7 +20,6 @@ import mlx.nn as nn
 from vlm_batch import threads
 from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.files import Identity
-from vlm_batch.caches.prefix import PrefixCache
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation, settings_of
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
@@ -33,7 +32,7 @@ from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_mess
 from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
-from vlm_batch.reuse import DEFAULT_CACHE_BYTES, Reuse
+from vlm_batch.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
 from vlm_batch.scheduler import SchedulerConfig
 from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings
 
@@ -90,7 +89,8 @@ class VLMBatcher:
     longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded; None lifts it.
     ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many requests in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
-    pictures start from there (docs/caches.md); 0 keeps nothing. ``kv_bits`` stores keys and values of full attention in
+    pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
+    files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
     so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant".
 
@@ -113,6 +113,8 @@ class VLMBatcher:
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache_dir: str | Path | None = None,
+        cache_dir_bytes: int = DEFAULT_DIRECTORY_BYTES,
         kv_bits: float | None = None,
         kv_group_size: int = 64,
         kv_quant_scheme: str = "uniform",
@@ -124,6 +126,8 @@ class VLMBatcher:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if cache_bytes < 0:
             raise ValueError(f"cache_bytes is {cache_bytes}; it must be at least 0 (0 keeps nothing)")
+        if cache_dir is not None and (not cache_bytes or cache_dir_bytes < 1):
+            raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
         if isinstance(model, nn.Module) and processor is None:
             raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
         self.max_image_pixels = max_image_pixels
@@ -139,7 +143,9 @@ class VLMBatcher:
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0}
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
-        make_engine = partial(_engine, settings=settings, max_prompt_tokens=max_prompt_tokens, cache_bytes=cache_bytes)
+        kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
+        kept = Kept(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes)
+        make_engine = partial(_engine, settings=settings, max_prompt_tokens=max_prompt_tokens, kept=kept, kv=kv)
         ready: Future[tuple[BatchGenerator, Processing]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             ready.set_result(make_engine(model, processor))
@@ -274,6 +280,7 @@ class VLMBatcher:
             first, self._closed = not self._closed, True
         if first:
             self._inbox.put(self._cancel_all)
+            self._inbox.put(self._generator.reuse.close)
             self._inbox.put(_stop)
         self._engine_thread.join()
         self._loaders.shutdown(wait=False, cancel_futures=True)
@@ -468,17 +475,18 @@ def _engine(
     *,
     settings: SchedulerConfig,
     max_prompt_tokens: int | None,
-    cache_bytes: int,
+    kept: Kept,
     kv: KVQuantisation | None,
 ) -> tuple[BatchGenerator, Processing]:
     adapter = adapt(model)
     if kv is not None:
         check_quantisation(adapter, kv)
-    budget = ByteBudget(cache_bytes)
-    if cache_bytes:
+    identity = Identity(adapter.fingerprint, settings_of(kv))
+    budget = ByteBudget(kept.max_bytes)
+    if kept.max_bytes:
         adapter.remember_features(FeatureStore(budget))
-    prefix = PrefixCache(budget) if cache_bytes and adapter.resumable else None
-    reuse = Reuse(adapter, prefix, Identity(adapter.fingerprint, settings_of(kv)))
+    prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.resumable else None
+    reuse = Reuse(adapter, prefix, identity)
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)

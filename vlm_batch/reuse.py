@@ -7,12 +7,16 @@ cache nor gives one back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.batch import Row, Traces
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.directory import RowFiles
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prefix import Match, PrefixCache, match, thin
 from vlm_batch.caches.prompt import PromptCache
@@ -28,6 +32,8 @@ POINT_STRIDE = 512
 
 #: Bytes that are kept for later requests: saved rows and vision features together.
 DEFAULT_CACHE_BYTES = 2**30
+#: Bytes of files that saved rows may take, where a directory is given for them.
+DEFAULT_DIRECTORY_BYTES = 8 * 2**30
 
 
 class Recogniser(Protocol):
@@ -36,6 +42,21 @@ class Recogniser(Protocol):
     @property
     def resumable(self) -> bool: ...
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How much is kept for later requests, and where: bytes in memory, and those of files in a directory."""
+
+    max_bytes: int = DEFAULT_CACHE_BYTES
+    directory: Path | None = None
+    directory_bytes: int = DEFAULT_DIRECTORY_BYTES
+
+    def prefix_cache(self, budget: ByteBudget, identity: Identity) -> PrefixCache:
+        """An empty one, with the rows of this model and these settings that the directory holds as its second tier."""
+        if self.directory is None:
+            return PrefixCache(budget)
+        return PrefixCache(budget, RowFiles(self.directory, self.directory_bytes, identity))
 
 
 class Reuse:
@@ -52,6 +73,11 @@ class Reuse:
     def nbytes(self) -> int:
         """Bytes that are kept for later requests, vision features included."""
         return 0 if self.prefix is None else self.prefix.budget.nbytes
+
+    def close(self) -> None:
+        """Write what is to outlive the process."""
+        if self.prefix is not None:
+            self.prefix.close()
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""

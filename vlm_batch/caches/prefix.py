@@ -7,8 +7,10 @@ nothing is ever taken for something else), kept within a budget of bytes, and ne
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
 
 from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.saved import Point, SavedRow
@@ -43,14 +45,21 @@ def match(row: SavedRow, key: PromptKey) -> Match:
     return Match(row, length, common)
 
 
-class PrefixCache:
-    """Saved rows by their beginnings. ``on_evict`` is told of a row that the budget pushes out."""
+class SecondTier(Protocol):
+    """Where rows go that the budget pushes out, and where they may be found again."""
 
-    def __init__(self, budget: ByteBudget, on_evict: Callable[[SavedRow], None] | None = None) -> None:
+    def put(self, row: SavedRow) -> None: ...
+    def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None: ...
+
+
+class PrefixCache:
+    """Saved rows by their beginnings. A row that the budget pushes out goes to the second tier, if there is one."""
+
+    def __init__(self, budget: ByteBudget, second: SecondTier | None = None) -> None:
         self.budget = budget
+        self.second = second
         self._rows: dict[int, SavedRow] = {}
         self._numbers = itertools.count()
-        self._on_evict = on_evict or (lambda row: None)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,7 +70,14 @@ class PrefixCache:
         return tuple(self._rows.values())
 
     def find(self, key: PromptKey) -> Match | None:
-        """The best match, and the furthest position that any row shares with the prompt; None if none shares any."""
+        """The best match, and the furthest position that any row shares with the prompt; None if none shares any.
+
+        A row of the second tier that shares more comes back into memory first.
+        """
+        if self.second is not None:
+            known = max((row.common(key.positions) for row in self._rows.values()), default=0)
+            if known < key.length and (row := self.second.find(key.positions, known)) is not None:
+                self.store(row)
         best: tuple[int, Match] | None = None
         furthest = 0
         for number, row in self._rows.items():
@@ -89,7 +105,13 @@ class PrefixCache:
         if self.budget.add((id(self), number), row.nbytes, lambda: self._evict(number)):
             self._rows[number] = row
         else:
-            self._on_evict(row)
+            self._pass_on(row)
+
+    def close(self) -> None:
+        """Pass everything on to the second tier."""
+        for row in self.rows if self.second is not None else ():
+            self._pass_on(row)
+        self.clear()
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -101,7 +123,11 @@ class PrefixCache:
         self.budget.remove((id(self), number))
 
     def _evict(self, number: int) -> None:
-        self._on_evict(self._rows.pop(number))
+        self._pass_on(self._rows.pop(number))
+
+    def _pass_on(self, row: SavedRow) -> None:
+        if self.second is not None:
+            self.second.put(row)
 
 
 def absorb(longer: SavedRow, shorter: SavedRow) -> SavedRow:

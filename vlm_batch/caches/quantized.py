@@ -25,6 +25,8 @@ UNIFORM_GROUPS = (32, 64, 128)
 #: What the codebooks of TurboQuant (arXiv:2504.19874) are made for here; halves give the values one bit more than the keys.
 TURBO_BITS = (2, 8)
 SCHEMES = ("uniform", "turboquant")
+#: How much longer a head may become by filling its last group.
+MAX_FILLED = 1.25
 #: Columns by which a row's cache grows.
 STEP = 256
 
@@ -67,15 +69,17 @@ class KVQuantisation:
         return sum(_has_full(cache) for cache in fresh), len(fresh)
 
     def check_shapes(self, fresh: Sequence[Any]) -> None:
-        """Raise ValueError if caches that have seen tokens hold heads that do not divide into groups."""
+        """Raise ValueError if groups do not fit the heads of caches that have seen tokens: too much would be filler."""
         for cache in fresh:
             for part in cache.caches if type(cache) is CacheList else (cache,):
                 if self.scheme == "uniform" and type(part) is KVCache and part.keys is not None:
                     for what, array in (("keys", part.keys), ("values", part.values)):
-                        if array.shape[-1] % self.group_size:
+                        depth = int(array.shape[-1])
+                        filled = depth + -depth % self.group_size
+                        if filled > MAX_FILLED * depth:
                             raise ValueError(
-                                f"the model's {what} have {array.shape[-1]} numbers a head, which kv_group_size="
-                                f"{self.group_size} does not divide; take one of {UNIFORM_GROUPS} that does, or "
+                                f"the model's {what} have {depth} numbers a head: with kv_group_size={self.group_size} "
+                                f"they would be stored as {filled}; take another of {UNIFORM_GROUPS} that fits, or "
                                 "kv_quant_scheme='turboquant'"
                             )
 
@@ -106,20 +110,27 @@ def _has_full(cache: Any) -> bool:
     return any(map(_has_full, cache.caches)) if type(cache) is CacheList else type(cache) is KVCache
 
 
+class Layout(NamedTuple):
+    """How quantised numbers lie: ``depth`` of them a head, filled with zeros to whole groups."""
+
+    group_size: int
+    bits: int
+    depth: int
+
+
 class QuantizedStates(NamedTuple):
     """Keys or values (B, H, L, D), quantised: what a model gets instead of an array. The hook in attention reads it."""
 
     packed: mx.array  # (B, H, L, D * bits / 32) uint32
     scales: mx.array  # (B, H, L, D / group_size)
     biases: mx.array
-    group_size: int
-    bits: int
+    layout: Layout
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, L, D), for models that ask how many keys there are."""
-        batch, heads, length, groups = self.scales.shape
-        return (batch, heads, length, groups * self.group_size)
+        batch, heads, length, _ = self.scales.shape
+        return (batch, heads, length, self.layout.depth)
 
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -127,24 +138,30 @@ class QuantizedStates(NamedTuple):
 
     def map(self, change: Any) -> QuantizedStates:
         """The same with every part changed."""
-        return of_parts([change(part) for part in self.parts], self.group_size, self.bits)
+        return of_parts([change(part) for part in self.parts], self.layout)
 
     def dequantized(self) -> mx.array:
         """(B, H, L, D)"""
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
-        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+        group_size, bits, depth = self.layout
+        return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)[..., :depth]
 
 
-def of_parts(parts: Sequence[mx.array], group_size: int, bits: int) -> QuantizedStates:
+def of_parts(parts: Sequence[mx.array], layout: Layout) -> QuantizedStates:
     """States of packed numbers, scales and biases."""
     packed, scales, biases = parts
-    return QuantizedStates(packed, scales, biases, group_size, bits)
+    return QuantizedStates(packed, scales, biases, layout)
 
 
 def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
-    """(B, H, L, D), in groups along D."""
-    packed, scales, biases = mx.quantize(array, group_size=group_size, bits=bits)
-    return QuantizedStates(packed, scales, biases, group_size, bits)
+    """(B, H, L, D), in groups along D, the last one filled with zeros."""
+    layout = Layout(group_size, bits, array.shape[-1])
+    return of_parts(mx.quantize(_filled(array, group_size), group_size=group_size, bits=bits), layout)
+
+
+def _filled(array: mx.array, group_size: int) -> mx.array:
+    missing = -array.shape[-1] % group_size
+    return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
 
 class QuantizedCache:
@@ -228,13 +245,16 @@ def attend_quantized(
     One query a row reads the packed numbers; several are worth unpacking them once for all. ``mask`` is None,
     "causal", or an array that broadcasts to (B, H, L, K): bool (True attends) or added to the scores.
     """
-    batch, heads, length, depth = queries.shape
+    batch, heads, length, _ = queries.shape
     if length > 1:
         plain = (states.dequantized() for states in (keys, values))
         return mx.fast.scaled_dot_product_attention(queries, *plain, scale=scale, mask=mask, sinks=sinks)
     groups = keys.shape[1]
-    product = partial(mx.quantized_matmul, group_size=keys.group_size, bits=keys.bits)
-    grouped = (queries * scale).reshape(batch, groups, heads // groups, depth)  # the heads of a group as its rows
+    group_size, bits, _ = keys.layout
+    product = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
+    grouped = _filled(queries * scale, group_size).reshape(
+        batch, groups, heads // groups, -1
+    )  # the heads of a group as its rows
     scores = product(grouped, *keys.parts, transpose=True)  # (B, G, H / G, K)
     if isinstance(mask, mx.array):  # "causal" hides nothing from the last query
         by_group = _by_group(mask, groups, heads)
@@ -246,7 +266,7 @@ def attend_quantized(
     if sinks is not None:
         weights = weights[..., :-1]
     output = product(weights, *values.parts, transpose=False)  # (B, G, H / G, D_v)
-    return output.reshape(batch, heads, 1, -1)
+    return output[..., : values.layout.depth].reshape(batch, heads, 1, -1)
 
 
 def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
@@ -264,7 +284,7 @@ def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> Quan
         capacity = -(-end // STEP) * STEP
         old = (None,) * 3 if held is None else held.parts
         grown = [_grown(part, like, at, capacity) for part, like in zip(old, new.parts, strict=True)]
-        held = of_parts(grown, new.group_size, new.bits)
+        held = of_parts(grown, new.layout)
     for part, piece in zip(held.parts, new.parts, strict=True):
         part[:, :, at:end] = piece
     return held
@@ -287,10 +307,12 @@ class QuantizedSlabCache(SlabCache):
         super().__init__(num_places)
         self.group_size = group_size
         self.bits = bits
+        self.layouts: list[Layout] = []  # of keys and of values
 
     def put(self, place: int, cache: QuantizedCache) -> None:
         """Copy one row's packed keys and values (its own bytes only) into a place."""
         length = cache.offset
+        self.layouts = [states.layout for states in cache.state]
         rows = [states.parts for states in cache.state]
         self._reserve_parts(rows, length + 1)
         for slabs, parts in zip((self.keys, self.values), rows, strict=True):
@@ -303,8 +325,8 @@ class QuantizedSlabCache(SlabCache):
         cache = QuantizedCache(self.group_size, self.bits)
         cache.offset = self._lengths[place]
         cache.keys, cache.values = (
-            self._states([self._row(slab, place, 0, cache.offset) for slab in slabs])
-            for slabs in (self.keys, self.values)
+            of_parts([self._row(slab, place, 0, cache.offset) for slab in slabs], layout)
+            for slabs, layout in zip((self.keys, self.values), self.layouts, strict=True)
         )
         return cache
 
@@ -338,11 +360,9 @@ class QuantizedSlabCache(SlabCache):
     def _fetched(self) -> Any:
         width = self._width(self._idx)
         return tuple(
-            self._states([slab[: self._live, :, :width] for slab in slabs]) for slabs in (self.keys, self.values)
+            of_parts([slab[: self._live, :, :width] for slab in slabs], layout)
+            for slabs, layout in zip((self.keys, self.values), self.layouts, strict=True)
         )
-
-    def _states(self, parts: Sequence[mx.array]) -> QuantizedStates:
-        return of_parts(parts, self.group_size, self.bits)
 
     def _reserve_parts(self, like: Sequence[Sequence[mx.array]], tokens: int) -> None:
         """Make room for ``tokens`` columns, of heads and depths as in ``like``."""

@@ -18,7 +18,7 @@ from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCach
 from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState
 
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, of_parts
+from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, of_parts
 
 
 class LayerState(Protocol):
@@ -189,12 +189,14 @@ class QuantizedState(_OnePart):
     values: tuple[mx.array, ...]
     group_size: int
     bits: int
+    depths: tuple[int, int]  # of a head's keys and values
     is_whole = True
 
     @classmethod
     def of(cls, cache: QuantizedCache) -> QuantizedState:
         keys, values = (tuple(_own(part) for part in states.parts) for states in cache.state)
-        return cls(keys, values, cache.group_size, cache.bits)
+        depths = tuple(states.layout.depth for states in cache.state)
+        return cls(keys, values, cache.group_size, cache.bits, (depths[0], depths[1]))
 
     def reaches(self, length: int) -> bool:
         return length <= int(self.keys[0].shape[2])
@@ -202,8 +204,8 @@ class QuantizedState(_OnePart):
     def restore(self, length: int) -> QuantizedCache:
         cache = QuantizedCache(self.group_size, self.bits)
         cache.keys, cache.values = (
-            of_parts([part[:, :, :length] for part in parts], self.group_size, self.bits)
-            for parts in (self.keys, self.values)
+            of_parts([part[:, :, :length] for part in parts], Layout(self.group_size, self.bits, depth))
+            for parts, depth in zip((self.keys, self.values), self.depths, strict=True)
         )
         cache.offset = length
         return cache
