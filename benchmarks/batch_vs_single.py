@@ -20,7 +20,7 @@ from typing import Any
 from vlm_batch import Request, SamplingParams, VLMBatcher, blas
 from vlm_batch.assets import default_checkpoint, sample_images
 
-#: The medium model: the embedded checkpoint's architecture with these sizes and random weights, 35 M parameters.
+#: The medium model: the embedded checkpoint's architecture with these sizes and random weights, 37 M parameters.
 MEDIUM_TEXT = {
     "hidden_size": 512,
     "intermediate_size": 2048,

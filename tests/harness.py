@@ -19,6 +19,7 @@ from tests.zoo import FAMILIES, Inputs, Trace
 from tests.zoo import family as tiny_family
 from vlm_batch import generator as engine
 from vlm_batch.caches import Placement
+from vlm_batch.compiled import CompiledDecode
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.registry import adapter_for
@@ -102,6 +103,7 @@ def run(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "sample", recording)
+        patch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 0)
         step = 0
         while batch.has_work or step <= max(ask.at for ask in asks):
             for index, ask in enumerate(asks):

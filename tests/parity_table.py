@@ -18,6 +18,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 BEGIN = "<!-- parity table: written by scripts/parity_table -->"
 END = "<!-- end of parity table -->"
 FAILED = "**failed**"
+TWO_IMAGES = "two_images_in_a_row"
 
 Record = dict[str, Any]
 
@@ -38,15 +39,24 @@ def read(path: Path) -> list[Record]:
 
 
 def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
-    """Scenarios down, families across; each cell the largest difference of log-probabilities, or why there is none."""
+    """Families down, numbered scenarios across; each cell the largest difference of log-probabilities, or why there is none.
+
+    A family whose models differ has a row for each of them, called by the family's name and more.
+    """
     cells = {(record["scenario"], record["family"]): _number(record["difference"]) for record in records}
-    for spec in specs:
-        cells |= {(scenario, spec.family): "known gap" for scenario, _ in spec.known_gaps}
     scenarios = sorted({scenario for scenario, _ in cells})
-    lines = ["| | " + " | ".join(spec.family for spec in specs) + " |", "|---" * (len(specs) + 1) + "|"]
-    for scenario in scenarios:
-        row = [cells.get((scenario, spec.family), FAILED) for spec in specs]
-        lines.append("| " + " | ".join([scenario.replace("_", " "), *row]) + " |")
+    models = {family for _, family in cells}
+    numbers = [str(number) for number in range(1, len(scenarios) + 1)]
+    lines = ["| | " + " | ".join(numbers) + " |", "|---" * (len(scenarios) + 1) + "|"]
+    for spec in specs:
+        no_cell = dict.fromkeys((scenario for scenario, _ in spec.known_gaps), "gap")
+        if not spec.multi_image:
+            no_cell[TWO_IMAGES] = "one picture only"
+        for model in sorted(_models(spec, models, specs)):
+            row = [no_cell.get(scenario) or cells.get((scenario, model), FAILED) for scenario in scenarios]
+            lines.append("| " + " | ".join([model, *row]) + " |")
+    named = [f"{number}. {scenario.replace('_', ' ')}" for number, scenario in zip(numbers, scenarios, strict=True)]
+    lines += ["", "The scenarios:", "", *named]
     gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
     notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
     if gaps:
@@ -56,8 +66,16 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
     return "\n".join(lines)
 
 
+def _models(spec: ModelSpec, models: set[str], specs: Sequence[ModelSpec]) -> set[str]:
+    """The tested models of a family: its own name, or that with something behind it that is no other family's."""
+    others = {other.family for other in specs} - {spec.family}
+    return {m for m in models if m.startswith(f"{spec.family}_") and m not in others} | {spec.family} & models or {
+        spec.family
+    }
+
+
 def _number(difference: float) -> str:
-    return f"{difference:.1e}".replace("e-0", "e-") if difference else "0"
+    return f"{difference:.0e}".replace("e-0", "e-") if difference else "0"
 
 
 def insert(page: str, table: str) -> str:

@@ -36,18 +36,25 @@ def remembering(name: str, budget: int = 2**28) -> tuple[Adapter, FeatureStore, 
     return adapter, store, calls
 
 
+#: Towers that answer with an object of their own, which is not remembered.
+NOT_REMEMBERED = ("jina_vlm", "nemotron_h_nano_omni")
+
+
 @pytest.mark.parametrize("name", every_family())
 def test_a_picture_that_is_asked_twice_is_encoded_once(name: str) -> None:
     adapter, store, calls = remembering(name)
     asker = Asker(name, BatchGenerator(adapter))
-    asker.ask(IMAGE, f"{IMAGE}~1")
-    asker.ask("image:3:2")
-    if not calls:
+    asker.ask(IMAGE)
+    once = len(calls)
+    if not once:
         pytest.skip("the tiny model's pictures go through no tower of the family")
-    if name == "nemotron_h_nano_omni":
-        pytest.skip("its tower answers with an object of its own, which is not remembered")
-    assert len(calls) == len(store)
-    assert store.num_hits == len(calls) - 1
+    asker.ask(f"{IMAGE}~1")
+    if name in NOT_REMEMBERED:
+        assert len(calls) == 2 * once
+        return
+    assert (len(calls), store.num_hits) == (once, once)
+    asker.ask("image:3:2")
+    assert len(calls) > once
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen2_vl", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 1), ("glm4v", 1)])

@@ -22,7 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("reuse", "features"),
     ("models", "generator"),
     ("batcher",),
-    ("console", "cli"),
+    ("console",),
+    ("bench",),
+    ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.harness import every_family, inputs_of, shared_adapter
-from tests.reuse_cases import TAIL, TWO_WAY, Asker, alone, asker, end_of_pictures, in_turns, length, request
+from tests.reuse_cases import TAIL, TWO_WAY, Asker, alone, asker, end_of_pictures, in_turns, key_of, length, request
 from tests.zoo._build import words
 from vlm_batch.caches import Placement
 from vlm_batch.caches.budget import ByteBudget
@@ -35,6 +35,7 @@ all_families = pytest.mark.parametrize("name", every_family())
 def test_hits(name: str, placement: Placement) -> None:
     """The same prompt again, another question about the same picture, and a longer prompt: all from what is kept."""
     asks = asker(name, placement=placement)
+    length(name, IMAGE)
     assert asks.ask(IMAGE, SHORT) == [0, 0]
     # Nothing is prefilled, not even the last token: its logits were kept.
     assert asks.ask(SHORT, IMAGE) == [length(name, SHORT), length(name, IMAGE)]
@@ -43,7 +44,7 @@ def test_hits(name: str, placement: Placement) -> None:
         assert (other, longer) == (0, 0)
         return
     assert end_of_pictures(name, IMAGE) <= other <= length(name, IMAGE) - TAIL
-    assert longer == length(name, SHORT)
+    assert longer in (length(name, SHORT), length(name, SHORT) + 1)  # the answer may begin as the longer prompt goes on
 
 
 @all_families
@@ -51,10 +52,12 @@ def test_another_picture_is_never_a_hit(name: str) -> None:
     """The same ids with other pixels: at most what comes before the picture (which may see it, where attention is not
     causal) is reused."""
     asks = asker(name)
+    key = key_of(name, inputs_of(name, IMAGE))
+    if not key.pictures:
+        pytest.skip("a text model")
     asks.ask(IMAGE)
     mine, theirs = inputs_of(name, IMAGE), inputs_of(name, "image:9:2")
     (cached,) = asks.ask_inputs({**theirs, "input_ids": mine["input_ids"]})
-    key = shared_adapter(name).prompt_key(as_mlx(mine))
     assert cached <= key.pictures[0][0]
 
 
@@ -72,7 +75,7 @@ def test_pictures_in_another_order_are_never_a_hit(name: str) -> None:
         **inputs,
         **{name: _swapped(inputs[name], 1 if "cross_attention_mask" in inputs else 0) for name in names},
     }
-    key = shared_adapter(name).prompt_key(as_mlx(inputs))
+    key = key_of(name, inputs)
     assert asks.ask_inputs(swapped)[0] <= key.pictures[0][0]
     assert asks.ask_inputs(inputs) == [key.length]
 

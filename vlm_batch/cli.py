@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
 from vlm_batch import blas
 
@@ -95,6 +95,31 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch demo``: the sample pictures and a few questions, answered by the embedded checkpoint."""
     return _answer(demo_jobs(sample_images()), _sampling_params(args), args, open_batcher)
+
+
+def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch bench``: a chat load, and where its time goes."""
+    from vlm_batch import bench as load_test
+
+    load = load_test.Load(
+        requests=args.requests,
+        rate=args.rate,
+        picture_share=args.pictures,
+        prompt_words=_limits("--prompt-words", args.prompt_words),
+        answer_tokens=_limits("--answer-tokens", args.answer_tokens),
+        seed=args.seed,
+    )
+    record = _open_record(args.json)
+    try:
+        with open_batcher(args) as batcher:
+            report = load_test.measure(cast("load_test.Batcher", batcher), load)
+        load_test.show(report, sys.stderr if record is sys.stdout else sys.stdout)
+        if record is not None:
+            record.write(json.dumps(report.figures()) + "\n")
+    finally:
+        if record is not None and record is not sys.stdout:
+            record.close()
+    return ANSWERED if all(result.ok for result in report.results) else FAILED
 
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -225,6 +250,13 @@ def _open_record(target: str | None) -> TextIO | None:
         raise UsageError(f"cannot write {target}: {error.strerror}") from error
 
 
+def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:
+    least, most = pair
+    if not 1 <= least <= most:
+        raise UsageError(f"{option} {least} {most}: the least must be at least 1 and no more than the most")
+    return least, most
+
+
 def _write(record: TextIO, job: Job, result: Result) -> None:
     """One JSON line for one result, flushed: what is done is on disk whatever happens next."""
     usage, timings = result.usage, result.timings
@@ -292,12 +324,50 @@ def parser() -> argparse.ArgumentParser:
     _add_answering(showing)
     showing.set_defaults(command=demo, model=None, trust_remote_code=False)
 
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="put a chat load on a model and show where its time goes",
+            description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
+            "how fast this machine answers them, and where the time goes.",
+        )
+    )
+
     listing = commands.add_parser(
         "families", help="list the model families", description="List the model families that are batched."
     )
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=list_families)
     return top
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    parser.add_argument("--requests", type=_at_least(1), default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--batch", type=_at_least(1), default=8, metavar="N", help="most rows in the batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="arrivals a second; 0 is all at once (default: twice what one request at a time could serve)",
+    )
+    parser.add_argument(
+        "--pictures", type=float, default=0.5, metavar="SHARE", help="share with a picture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-words", type=int, nargs=2, default=(24, 900), metavar=("MIN", "MAX"), help="default: 24 900"
+    )
+    parser.add_argument(
+        "--answer-tokens", type=int, nargs=2, default=(8, 128), metavar=("MIN", "MAX"), help="default: 8 128"
+    )
+    parser.add_argument("--seed", type=int, default=4, help="of the requests and arrivals (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as a JSON line; - is standard output")
+    parser.set_defaults(command=bench)
 
 
 def _add_answering(parser: argparse.ArgumentParser) -> None:

@@ -44,8 +44,8 @@ class Report:
         self._jobs = {job.request_id: job for job in jobs}
         self._results: dict[str, Result] = {}
         self._quiet = quiet
-        self._out = _console(table_to)
-        self._err = _console(sys.stderr)
+        self._out = open_console(table_to)
+        self._err = open_console(sys.stderr)
         self._began = self._ended = time.perf_counter()
         self._bar = Bar(self._err, len(jobs), "loading the model", stays=False)
 
@@ -144,7 +144,7 @@ def print_families(specs: Sequence[ModelSpec], out: TextIO) -> None:
             "in chunks" if spec.chunked_prefill else "whole",
             Text("\n".join(notes)),
         )
-    _console(out).print(table)
+    open_console(out).print(table)
 
 
 def plain_text(text: str) -> str:
@@ -162,7 +162,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _console(file: TextIO) -> Console:
+def open_console(file: TextIO) -> Console:
     """A console that wraps at a terminal's width, and hardly at all into files."""
     if file.isatty():
         return Console(file=file, highlight=False)

@@ -241,6 +241,7 @@ class Encoded:
     """One row, ready for prefill. ``length`` counts the positions of ``inputs_embeds``: pictures included.
 
     ``prefill`` holds what the family's forward needs besides, whole; the adapter cuts each chunk's part out of it.
+    An id below zero is no token: some families mark their pictures' positions with one.
     ``decode`` holds what every later step of this row needs. ``atomic`` spans [start, end) may not be cut by a chunk.
     The first ``cached`` positions are in the row's caches already: what stands for them here is never read.
     """

@@ -13,6 +13,7 @@ moondream3 and falcon_ocr have no class in transformers, so nothing is recorded 
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -273,6 +274,81 @@ def ernie_token_types(inputs: Inputs) -> dict[str, Any]:
     return {**token_types(inputs), "moe_mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
 
 
+def lfm2_vl(zoo: nn.Module) -> torch.nn.Module:
+    vision = {"model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_patches": 16, "vision_use_head": False}
+    text = {**TEXT, **HEADS, "model_type": "lfm2", "vocab_size": zoo.config.text_config.vocab_size, "norm_eps": 1e-5}
+    text |= {"layer_types": zoo.config.text_config.layer_types, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    config = transformers.Lfm2VlConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=zoo.config.image_token_id,
+        downsample_factor=zoo.config.downsample_factor,
+        projector_hidden_size=zoo.config.projector_hidden_size,
+    )
+    return transformers.Lfm2VlForConditionalGeneration(config)
+
+
+def falcon_h1(zoo: nn.Module) -> torch.nn.Module:
+    """With all multipliers 1: mlx-vlm multiplies them into the weights when it loads a checkpoint."""
+    names = [
+        name for name in vars(zoo.config) if name.startswith("mamba_") and name not in ("mamba_expand", "mamba_use_mlp")
+    ]
+    config = transformers.FalconH1Config(
+        **{**TEXT, "num_hidden_layers": 3},
+        **HEADS,
+        **{name: getattr(zoo.config, name) for name in names},
+        vocab_size=zoo.config.vocab_size,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        mlp_multipliers=[1.0] * 2,
+        ssm_multipliers=[1.0] * 5,
+    )
+    return transformers.FalconH1ForCausalLM(config)
+
+
+def minicpmv_parts(zoo: nn.Module) -> dict[str, Any]:
+    ours = zoo.config.text_config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 32, "patch_size": 4, "insert_layer_id": 0}
+    text = {**TEXT, **HEADS, "model_type": ours.model_type, "head_dim": 16, "vocab_size": ours.vocab_size}
+    names = ["linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"]
+    text |= {name: getattr(ours, name) for name in [*names, "linear_conv_kernel_dim"]}
+    text["layer_types"] = ["linear_attention", "full_attention"] * 2
+    text["rope_parameters"] = mrope([2, 1, 1], partial_rotary_factor=0.5, mrope_interleaved=True)
+    return {"text_config": text, "vision_config": vision, "insert_layer_id": 0, "image_size": 32}
+
+
+def minicpmv4_6(zoo: nn.Module) -> torch.nn.Module:
+    from tests.zoo.minicpmv4_6 import IMAGE
+
+    config = transformers.MiniCPMV4_6Config(**minicpmv_parts(zoo), image_token_id=IMAGE)
+    return transformers.MiniCPMV4_6ForConditionalGeneration(config)
+
+
+def minicpmv4_7(zoo: nn.Module) -> torch.nn.Module:
+    parts, ours = minicpmv_parts(zoo), zoo.config
+    shared = ours.text_config.shared_expert_intermediate_size
+    parts["text_config"] |= {**experts(ours.text_config), "shared_expert_intermediate_size": shared}
+    names = ["image_token_id", "video_token_id", "image_start_id", "image_end_id"]
+    names += ["slice_start_id", "slice_end_id", "newline_id"]
+    config = transformers.MiniCPMV4_7Config(**parts, **{name: getattr(ours, name) for name in names})
+    return transformers.MiniCPMV4_7ForConditionalGeneration(config)
+
+
+def packed(inputs: Inputs) -> dict[str, Any]:
+    """All patches side by side, and the tokens' kinds where positions are made of them."""
+    if "tgt_sizes" not in inputs:
+        return {}
+    from tests.zoo.minicpmv4_6 import IMAGE
+
+    pixels = np.concatenate(inputs["pixel_values"][0], axis=-1)[None]
+    found = {"pixel_values": torch.tensor(pixels), "target_sizes": torch.tensor(inputs["tgt_sizes"][0])}
+    kinds = {"mm_token_type_ids": torch.tensor((inputs["input_ids"] == IMAGE).astype(np.int64))}
+    return {**found, "tgt_sizes": None, "image_bound": None, **({} if "image_bound" in inputs else kinds)}
+
+
 def aya_vision(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "num_attention_heads": 2, "patch_size": 4}
@@ -405,6 +481,85 @@ def molmo2_inputs(inputs: Inputs) -> dict[str, Any]:
     }
 
 
+MINICPM = (
+    (r"^vision_tower\.", "model.vision_tower."),
+    (r"^vit_merger\.", "model.vision_tower.vit_merger."),
+    (r"^merger\.", "model.merger."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
+MINICPM_NORMS = r"^language_model.*(_layernorm|[qk]_norm|model\.norm)\.weight$"
+
+
+def cohere_compass(zoo: nn.Module) -> torch.nn.Module:
+    ours, tower = zoo.config.text_config, zoo.config.vision_config
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("num_key_value_heads", "head_dim", "layer_norm_eps", "sliding_window", "layer_types", "logit_scale")
+    text = {name: getattr(ours, name) for name in same} | {"tie_word_embeddings": True, "pad_token_id": 0}
+    text["rope_parameters"] = {
+        kind: {"rope_type": "default", "mrope_interleaved": True, **rope} for kind, rope in ours.rope_parameters.items()
+    }
+    vision = {"depth": tower.depth, "hidden_size": tower.hidden_size, "intermediate_size": tower.intermediate_size}
+    vision |= {"num_heads": tower.num_heads, "out_hidden_size": tower.out_hidden_size, **patches(zoo.config)}
+    vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": tower.deepstack_visual_indexes}
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.CohereCompassConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        **{name: getattr(zoo.config, name) for name in names},
+    )
+    return transformers.CohereCompassForConditionalGeneration(config)
+
+
+def same_names(ours: Any, config: type, **more: Any) -> dict[str, Any]:
+    """The settings of mlx-vlm's config that transformers' config class also has."""
+    known = set(inspect.signature(config.__init__).parameters)
+    return {name: value for name, value in vars(ours).items() if name in known} | more
+
+
+def muse_glimmer(zoo: nn.Module) -> torch.nn.Module:
+    return transformers.MuseGlimmerForConditionalGeneration(
+        transformers.MuseGlimmerConfig(
+            text_config=same_names(zoo.config.text_config, transformers.MuseGlimmerTextConfig),
+            vision_config=same_names(
+                zoo.config.vision_config,
+                transformers.MuseGlimmerVisionConfig,
+                rope_parameters={"rope_type": "axial", "rope_theta": 10000.0},
+            ),
+            **{name: getattr(zoo.config, name) for name in ("image_token_id", "video_token_id", "out_hidden_size")},
+            projector_hidden_size=zoo.config.projector_hidden_size,
+        )
+    )
+
+
+def llama4(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config
+    text = same_names(ours.text_config, transformers.Llama4TextConfig, attn_temperature_tuning=True, pad_token_id=0)
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": ours.text_config.rope_theta}}
+    text.pop("moe_layers", None)
+    text.pop("no_rope_layers", None)
+    rope = {"rope_type": "default", "rope_theta": ours.vision_config.rope_theta}
+    vision = same_names(ours.vision_config, transformers.Llama4VisionConfig, rope_parameters=rope)
+    vision.pop("rope_theta", None)
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=ours.image_token_id)
+    return transformers.Llama4ForConditionalGeneration(config)
+
+
+def llama4_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as (experts, inputs, outputs), gates and ups in one."""
+    found = {}
+    for path, value in weights.items():
+        if path.endswith("experts.gate_proj.weight"):
+            both = np.concatenate([value, weights[path.replace("gate_proj", "up_proj")]], axis=1)
+            found[path.replace("gate_proj.weight", "gate_up_proj")] = both.swapaxes(1, 2).copy()
+        elif path.endswith("experts.down_proj.weight"):
+            found[path.removesuffix(".weight")] = value.swapaxes(1, 2).copy()
+        elif not path.endswith("experts.up_proj.weight"):
+            found[path] = value
+    return found
+
+
 VISUAL = ((r"^vision_tower\.", "model.visual."), *LANGUAGE)
 RECIPES: dict[str, Recipe] = {
     "qwen2_vl": Recipe(qwen2_vl, VISUAL, token_types),
@@ -455,6 +610,10 @@ RECIPES: dict[str, Recipe] = {
         ),
         ernie_token_types,
     ),
+    "lfm2_vl": Recipe(lfm2_vl, ((r"^(vision_tower|multi_modal_projector)\.", r"model.\1."), *LANGUAGE)),
+    "minicpmv4_6": Recipe(minicpmv4_6, MINICPM, packed, less_one=MINICPM_NORMS),
+    "minicpmv4_7": Recipe(minicpmv4_7, MINICPM, packed, less_one=MINICPM_NORMS),
+    "falcon_h1": Recipe(falcon_h1, ((r"^language_model\.", ""),)),
     "glm_ocr": Recipe(glm_ocr, VISUAL, token_types),
     "aya_vision": Recipe(
         aya_vision,
@@ -480,6 +639,11 @@ RECIPES: dict[str, Recipe] = {
         ready_features,
         unused=r"layers\.[34]\.self_attn\.(k_proj|v_proj|k_norm)\.",
     ),
+    "cohere_compass": Recipe(cohere_compass, VISUAL, token_types),
+    "muse_glimmer": Recipe(
+        muse_glimmer, ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE)
+    ),
+    "llama4": Recipe(llama4, (), regroup=llama4_weights),
     "molmo2": Recipe(
         molmo2,
         (

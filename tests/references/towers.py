@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 import torch
 import transformers
 
 from tests.zoo import Inputs
 from tests.zoo.gemma3 import IMAGE as GEMMA3_IMAGE
+from tests.zoo.gemma4 import PATCH as GEMMA4_PATCH
 from tests.zoo.llava_onevision import PINPOINTS
 
 TEXT: dict[str, Any] = {
@@ -65,6 +67,47 @@ def llava_next(zoo: nn.Module) -> torch.nn.Module:
         image_grid_pinpoints=PINPOINTS,
     )
     return transformers.LlavaNextForConditionalGeneration(config)
+
+
+def granite_vision(zoo: nn.Module) -> torch.nn.Module:
+    ours, text = zoo.config, zoo.config.text_config
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    config = transformers.LlavaNextConfig(
+        text_config={"model_type": "granite", **text_of(zoo), **{name: getattr(text, name) for name in names}},
+        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        image_token_index=ours.image_token_index,
+        image_grid_pinpoints=ours.image_grid_pinpoints,
+        vision_feature_layer=ours.vision_feature_layer,
+        vision_feature_select_strategy=ours.vision_feature_select_strategy,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
+def granite4_vision(zoo: nn.Module) -> torch.nn.Module:
+    ours, text = zoo.config, zoo.config.text_config
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    config = transformers.Granite4VisionConfig(
+        text_config={
+            "model_type": "granitemoehybrid",
+            **text_of(zoo),
+            **{name: getattr(text, name) for name in names},
+            "layer_types": ["attention"] * 4,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+        vision_config={"model_type": "siglip_vision_model", **vision_of(zoo), "vision_use_head": False},
+        image_token_index=ours.image_token_index,
+        image_grid_pinpoints=ours.image_grid_pinpoints,
+        downsample_rate=ours.downsample_rate,
+        deepstack_layer_map=ours.deepstack_layer_map,
+        use_spatial_sampling=True,
+        spatial_target_layers=ours.spatial_target_layers,
+        spatial_vision_layer=ours.spatial_vision_layer,
+        vision_feature_select_strategy=ours.vision_feature_select_strategy,
+        tie_word_embeddings=False,
+    )
+    return transformers.Granite4VisionForConditionalGeneration(config)
 
 
 def llava_onevision(zoo: nn.Module) -> torch.nn.Module:
@@ -142,6 +185,115 @@ def mistral3(zoo: nn.Module) -> torch.nn.Module:
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
+def idefics2(zoo: nn.Module) -> torch.nn.Module:
+    perceiver = zoo.config.perceiver_config
+    names = ("num_key_value_heads", "resampler_depth", "resampler_head_dim", "resampler_n_heads", "resampler_n_latents")
+    config = transformers.Idefics2Config(
+        text_config={"model_type": "mistral", "sliding_window": None, **text_of(zoo)},
+        vision_config=vision_of(zoo),
+        perceiver_config={name: getattr(perceiver, name) for name in names},
+        image_token_id=zoo.config.image_token_id,
+        tie_word_embeddings=False,
+    )
+    return transformers.Idefics2ForConditionalGeneration(config)
+
+
+def idefics3(zoo: nn.Module) -> torch.nn.Module:
+    kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[zoo.config.model_type]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={"model_type": "llama", **text_of(zoo), "pad_token_id": 0},
+        vision_config=vision_of(zoo),
+        image_token_id=zoo.config.image_token_id,
+        scale_factor=zoo.config.scale_factor,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+IDEFICS = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.", "model.text_model."),
+    (r"^(vision_model|connector)\.", r"model.\1."),
+)
+
+
+def gemma4_text(zoo: nn.Module) -> dict[str, Any]:
+    ours = zoo.config.text_config
+    names = ("head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads", "num_kv_shared_layers")
+    names += ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp", "attention_k_eq_v")
+    names += ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size", "sliding_window")
+    names += ("layer_types", "use_bidirectional_attention", "final_logit_softcapping")
+    return text_of(zoo, rope_parameters=ours.rope_parameters, **{name: getattr(ours, name) for name in names})
+
+
+def gemma4(zoo: nn.Module) -> torch.nn.Module:
+    vision = zoo.config.vision_config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "global_head_dim", "patch_size", "position_embedding_size", "pooling_kernel_size")
+    config = transformers.Gemma4Config(
+        text_config=gemma4_text(zoo),
+        vision_config={
+            **{name: getattr(vision, name) for name in names},
+            "rope_parameters": rope(100.0),
+            "use_clipped_linears": False,
+        },
+        audio_config=None,
+        image_token_id=zoo.config.image_token_id,
+        audio_token_id=zoo.config.audio_token_id,
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def gemma4_unified(zoo: nn.Module) -> torch.nn.Module:
+    names = ("model_patch_size", "mm_embed_dim", "mm_posemb_size", "output_proj_dims")
+    vision = {name: getattr(zoo.config.vision_config, name) for name in names}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=gemma4_text(zoo),
+        vision_config={**vision, "patch_size": vision["model_patch_size"], "pooling_kernel_size": 1},
+        audio_config=None,
+        image_token_id=zoo.config.image_token_id,
+        audio_token_id=zoo.config.audio_token_id,
+    )
+    return transformers.Gemma4UnifiedForConditionalGeneration(config)
+
+
+def as_patches(inputs: Inputs) -> dict[str, Any]:
+    """transformers' processor cuts the patches, which mlx-vlm's model does, and says where they lie."""
+    found: dict[str, Any] = {
+        "mm_token_type_ids": torch.tensor(inputs.get("mm_token_type_ids", inputs["input_ids"] * 0))
+    }
+    if "pixel_values" in inputs and "image_position_ids" not in inputs:
+        pictures = inputs["pixel_values"]
+        number, _, high, wide = pictures.shape
+        rows, columns = high // GEMMA4_PATCH, wide // GEMMA4_PATCH
+        cut = pictures.reshape(number, 3, rows, GEMMA4_PATCH, columns, GEMMA4_PATCH).transpose(0, 2, 4, 3, 5, 1)
+        places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(1, -1, 2)
+        found["pixel_values"] = torch.tensor(cut.reshape(number, rows * columns, -1))
+        found["image_position_ids"] = torch.tensor(places.repeat(number, axis=0))
+    return found
+
+
+GEMMA4 = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^embed_vision\.", "model.embed_vision."),
+    (r"^vision_tower\.", "model.vision_tower."),
+)
+
+
+#: Without a tower, the projection is a part of the embedder.
+GEMMA4_UNIFIED = (
+    GEMMA4[0],
+    (r"^embed_vision\.", "model.embed_vision.multimodal_embedder."),
+    (r"^vision_embedder\.", "model.embed_vision."),
+)
+
+
+def gemma4_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up projections of the experts are one parameter in transformers."""
+    return joined_experts({name.replace("experts.switch_glu", "switch_mlp"): value for name, value in weights.items()})
+
+
 def internvl(zoo: nn.Module) -> torch.nn.Module:
     config = transformers.InternVLConfig(
         text_config={"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False, **text_of(zoo)},
@@ -206,6 +358,24 @@ TOWERS: dict[str, dict[str, Any]] = {
     "paligemma2": {"build": paligemma, "rename": RENAME, "inputs": all_prefix},
     "pixtral": {"build": pixtral, "rename": RENAME},
     "gemma3": {"build": gemma3, "rename": RENAME, "inputs": picture_types},
+    # Granite's logits are divided (modeling_granite.py), LLaVA-NeXT's class forgets it, as it does for Cohere2.
+    "granite_vision": {
+        "build": granite_vision,
+        "rename": RENAME,
+        "unused": r"vision_model\.head\.",
+        "logit_scale": 0.5,
+    },
+    "gemma4": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches},
+    "gemma4_experts": {"build": gemma4, "rename": GEMMA4, "inputs": as_patches, "convert": gemma4_experts},
+    "gemma4_unified": {"build": gemma4_unified, "rename": GEMMA4_UNIFIED, "inputs": as_patches},
+    "granite4_vision": {
+        "build": granite4_vision,
+        "rename": (*RENAME, (r"^(layerwise|spatial)_projectors", r"model.\1_projectors")),
+        "unused": r"vision_model\.head\.",
+    },
+    "idefics2": {"build": idefics2, "rename": IDEFICS},
+    "idefics3": {"build": idefics3, "rename": IDEFICS},
+    "smolvlm": {"build": idefics3, "rename": IDEFICS},
     "internvl": {"build": internvl, "rename": RENAME, "inputs": without_batch},
     "llava_next": {"build": llava_next, "rename": RENAME},
     "llava_onevision": {"build": llava_onevision, "rename": RENAME},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,13 @@ _REMEMBERED = ("_position_ids", "_rope_deltas")
 
 def to_mx(inputs: Inputs) -> dict:
     """The same mapping with MLX arrays."""
-    return {key: mx.array(value) if isinstance(value, np.ndarray) else value for key, value in inputs.items()}
+
+    def convert(value: object) -> object:
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        return mx.array(value) if isinstance(value, np.ndarray) else value
+
+    return {key: convert(value) for key, value in inputs.items()}
 
 
 @contextmanager
@@ -85,18 +91,28 @@ def put_pictures(embeds: mx.array, ids: mx.array, marker: int, features: mx.arra
 
 
 @contextmanager
-def with_exact_gelu(model: nn.Module) -> Iterator[None]:
-    """GELU by the error function in place of its tanh form, wherever a module of the model has it."""
+def _with_gelu(model: nn.Module, given: str, right: str) -> Iterator[None]:
+    """Another form of GELU wherever a module of the model has the given one."""
     changed = [
         (module, name, child)
         for _, module in model.named_modules()
         for name, child in module.items()
-        if isinstance(child, nn.GELU) and child._approx == "precise"
+        if isinstance(child, nn.GELU) and child._approx == given
     ]
     for module, name, _ in changed:
-        module[name] = nn.GELU()
+        module[name] = nn.GELU(approx=right)
     try:
         yield
     finally:
         for module, name, child in changed:
             module[name] = child
+
+
+def with_exact_gelu(model: nn.Module) -> AbstractContextManager[None]:
+    """GELU by the error function in place of its tanh form."""
+    return _with_gelu(model, "precise", "none")
+
+
+def with_tanh_gelu(model: nn.Module) -> AbstractContextManager[None]:
+    """GELU in its tanh form in place of the sigmoid's."""
+    return _with_gelu(model, "fast", "tanh")

@@ -15,3 +15,9 @@ def prompt(seed: int, pictures: Sequence[Sequence[int]], num_words: int = 4) -> 
     for index, picture in enumerate(pictures):
         parts += [list(picture), words(seed + 101 * (index + 1), num_words + index)]
     return ids(*parts)
+
+
+def expanded(ids: np.ndarray, marker: int, counts: Sequence[int]) -> np.ndarray:
+    """(1, L) ids with the n-th marker repeated `counts[n]` times."""
+    left = iter(counts)
+    return np.array([[token for one in ids[0].tolist() for token in [one] * (next(left) if one == marker else 1)]])

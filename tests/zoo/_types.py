@@ -55,6 +55,8 @@ class TinyFamily:
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
     wrong_alone: tuple[str, ...] = ()
     """Requests (names of `requests_of`) that mlx-vlm's own loop answers wrongly, where `greedy` is another path."""
+    text_only: bool = False
+    """Whether the model has no pictures: `image` then makes texts, of three lengths."""
 
     @property
     def registered(self) -> str:

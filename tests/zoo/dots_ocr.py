@@ -74,4 +74,5 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
+    no_reference="transformers has no such class; every scenario is compared with mlx-vlm alone",
 )

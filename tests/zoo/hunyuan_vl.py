@@ -130,4 +130,6 @@ FAMILY = TinyFamily(
     oracle_note="The whole sequence at each step over the model's own layers, with four-axis positions written out here and "
     "each picture encoded alone. mlx-vlm's loop counts text positions after the first chunk, and its tower lets pictures "
     "see each other.",
+    no_reference="transformers' class turns the halves of a rotary pair by different axes (modeling_hunyuan_vl.py:160); the "
+    "published code, vLLM and mlx-vlm turn them by one",
 )

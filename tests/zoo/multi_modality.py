@@ -100,5 +100,5 @@ FAMILY = TinyFamily(
     "placeholders here: mlx-vlm loses the text between two pictures. With one picture its loop agrees "
     "(tests/test_zoo.py).",
     no_reference="transformers has the family as deepseek_vl and janus, in other formats; mlx-vlm's loop with one "
-    "picture stands in (test_multi_modality_one_picture_agrees_with_mlx_vlm)",
+    "picture stands in (test_one_picture_agrees_with_mlx_vlm)",
 )

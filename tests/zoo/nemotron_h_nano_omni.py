@@ -110,4 +110,5 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
+    no_reference="transformers has the text model and a class of another layout; every scenario is compared with mlx-vlm alone",
 )

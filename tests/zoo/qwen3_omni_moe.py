@@ -77,7 +77,7 @@ def build() -> nn.Module:
         )
     )
     head = "thinker.language_model.lm_head.weight"
-    enliven(model, seed=34, rules=[Rule(head, fan_in(3.0))], quiet=head)
+    enliven(model, seed=37, rules=[Rule(head, fan_in(3.0))], quiet=head)
     return model
 
 

@@ -1,5 +1,6 @@
 """The state of the live rows: per layer, one cache per row, one slab for all rows, or one recurrent state for all rows."""
 
+from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
@@ -7,6 +8,8 @@ from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.store import DenseCache, LayerCache, Placement, make_layer_cache
 
 __all__ = [
+    "BlockCache",
+    "BlockSlabCache",
     "DenseCache",
     "LayerCache",
     "ListedCache",

@@ -348,7 +348,7 @@ class QuantizedSlabCache(SlabCache):
         """Make room for one more token; what a step's graph depends on."""
         self._reserve_parts([self.keys, self.values], self._idx + 1)
         shapes = tuple(part.shape for slabs in (self.keys, self.values) for part in slabs)
-        return (shapes, self.keys[1].dtype, self._live, self._width(self._idx + 1), self._is_uniform(None))
+        return (shapes, self.keys[1].dtype, self._live, self._width(self._idx + 1))
 
     @property
     def nbytes(self) -> int:

@@ -52,15 +52,18 @@ def attend_rows(
 
     An empty place answers zeros, so that the places stay aligned.
     """
-    outputs = []
     extra = {} if sinks is None else {"sinks": sinks}
-    for place, (row_keys, row_values, cache) in enumerate(zip(keys.rows, values.rows, keys.caches, strict=True)):
-        query = queries[place : place + 1]
-        if row_keys is None:
-            outputs.append(mx.zeros_like(query))
-            continue
-        outputs.append(attention(query, row_keys, row_values, cache, scale=scale, mask=_mask_of(mask, place), **extra))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+    outputs = [
+        None
+        if row_keys is None
+        else attention(
+            queries[place : place + 1], row_keys, row_values, cache, scale=scale, mask=_mask_of(mask, place), **extra
+        )
+        for place, (row_keys, row_values, cache) in enumerate(zip(keys.rows, values.rows, keys.caches, strict=True))
+    ]
+    like = next((output for output in outputs if output is not None), queries[:1])  # values may be of another width
+    filled = [mx.zeros_like(like) if output is None else output for output in outputs]
+    return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 
 
 def _mask_of(mask: RowMasks | mx.array | None, place: int) -> mx.array | None:

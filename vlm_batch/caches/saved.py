@@ -19,6 +19,7 @@ from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState
 
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, of_parts
+from vlm_batch.caches.retained import RetainedPromptCache
 
 
 class LayerState(Protocol):
@@ -298,6 +299,27 @@ class CopiedState(_OnePart):
         return _arrays(vars(self.cache))
 
 
+@dataclass(frozen=True)
+class LostState(_OnePart):
+    """A layer that no row can go on from: what it dropped, a longer prompt would see."""
+
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return False
+
+    def restore(self, length: int) -> Any:
+        raise LookupError("nothing can be restored of this layer")
+
+    def arrays(self) -> list[mx.array]:
+        return []
+
+
+def _retained(cache: RetainedPromptCache, length: int) -> LayerState:
+    """Once the prompt has ended, the answer's tokens push each other out."""
+    return CopiedState.of(cache, length) if cache.prompt is None else LostState()
+
+
 #: How a kind of single-row cache at a length is saved; kinds that are not here are copied as they are.
 _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     KVCache: lambda cache, length: FullState.of(cache),
@@ -307,6 +329,7 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     QuantizedCache: lambda cache, length: QuantizedState.of(cache),
     TurboQuantKVCache: lambda cache, length: TurboState.of(cache),
     LateCache: LateState.of,
+    RetainedPromptCache: _retained,
     CacheList: lambda cache, length: ListState(tuple(save_layer(part, length) for part in cache.caches)),
 }
 
@@ -332,9 +355,14 @@ def is_whole_kind(cache: Any) -> bool:
 
 
 def save_layer(cache: Any, length: int) -> LayerState:
-    """The state of a single-row cache that has seen ``length`` tokens. Its arrays are copies, not evaluated yet."""
+    """The state of a single-row cache that has seen ``length`` tokens. Its arrays are copies, not evaluated yet.
+
+    Of a kind that is no cache of mlx-vlm's nothing can be restored.
+    """
     saver = _SAVERS.get(type(cache))
-    return CopiedState.of(cache, length) if saver is None else saver(cache, length)
+    if saver is not None:
+        return saver(cache, length)
+    return CopiedState.of(cache, length) if _is_cache(cache) else LostState()
 
 
 @dataclass(frozen=True)
@@ -468,11 +496,15 @@ def _copy(value: Any) -> Any:
         return type(value)(_copy(item) for item in value)
     if isinstance(value, dict):
         return {name: _copy(item) for name, item in value.items()}
-    if type(value).__module__.startswith("mlx_vlm.models.cache"):
+    if _is_cache(value):
         twin = copy.copy(value)
         twin.__dict__.update({name: _copy(item) for name, item in vars(value).items()})
         return twin
     return value
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__module__.startswith(("mlx_vlm.", "vlm_batch.caches."))
 
 
 def _arrays(tree: Any) -> list[mx.array]:
@@ -482,6 +514,6 @@ def _arrays(tree: Any) -> list[mx.array]:
         return [array for item in tree.values() for array in _arrays(item)]
     if isinstance(tree, (list, tuple)):
         return [array for item in tree for array in _arrays(item)]
-    if type(tree).__module__.startswith("mlx_vlm.models.cache"):
+    if _is_cache(tree):
         return _arrays(vars(tree))
     return []

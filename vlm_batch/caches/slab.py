@@ -13,10 +13,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-#: Capacities are multiples of this; doubled when they grow, so that a token is copied O(1) times.
+#: Capacities are multiples of this, and so are the columns that attention reads: shapes, and with them compiled graphs,
+#: change rarely. A capacity grows by a quarter at least, so that a token is copied O(1) times.
 CAPACITY_STEP = 256
-#: The part of a slab that attention reads is rounded up to this, so that shapes (and compiled kernels) change rarely.
-WIDTH_STEP = 64
 
 
 def _round_up(value: int, step: int) -> int:
@@ -64,6 +63,11 @@ class SlabCache:
         self._live = num_places
 
     @property
+    def span(self) -> int | None:
+        """The window of a sliding layer, None for full attention."""
+        return None
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths[: self._live])
 
@@ -99,7 +103,7 @@ class SlabCache:
         """Make room for one more token; what a step's graph depends on."""
         assert self.keys is not None and self.values is not None
         self._reserve(self.keys, self.values, self._idx + 1)
-        return (self.keys.shape, self.keys.dtype, self._live, self._width(self._idx + 1), self._is_uniform(None))
+        return (self.keys.shape, self.keys.dtype, self._live, self._width(self._idx + 1))
 
     def give(self) -> tuple[mx.array, mx.array]:
         """Hand the slab over, to be written by a step."""
@@ -143,7 +147,9 @@ class SlabCache:
         return mask[:, None, None, :]
 
     def _is_uniform(self, window_size: int | None) -> bool:
-        """Whether every place sees every column, so that no mask is needed."""
+        """Whether every place sees every column, so that no mask is needed; a graph cannot know."""
+        if self._traced is not None:
+            return False
         width = self._width(self._idx + 1)
         return window_size is None and all(length + 1 == width for length in self.lengths)
 
@@ -162,10 +168,10 @@ class SlabCache:
         return self.offset
 
     def _capacity(self, tokens: int, current: int) -> int:
-        return max(_round_up(tokens, CAPACITY_STEP), 2 * current)
+        return _round_up(max(tokens, current + current // 4), CAPACITY_STEP)
 
     def _width(self, tokens: int) -> int:
-        return _round_up(tokens, WIDTH_STEP)
+        return _round_up(tokens, CAPACITY_STEP)
 
     def _pad(self, live: mx.array) -> mx.array:
         """Zeros for the places past the live ones: what is written there is never read."""
@@ -207,6 +213,10 @@ class RingSlabCache(SlabCache):
         super().__init__(num_places)
         self.window = window
 
+    @property
+    def span(self) -> int | None:
+        return self.window
+
     def take(self, place: int) -> RotatingKVCache:
         """The row's last tokens in their order."""
         cache = RotatingKVCache(self.window)
@@ -235,7 +245,7 @@ class RingSlabCache(SlabCache):
         return self.offset % self.window
 
     def _is_uniform(self, window_size: int | None) -> bool:
-        return all(length + 1 >= self.window for length in self.lengths)
+        return self._traced is None and all(length + 1 >= self.window for length in self.lengths)
 
     def _capacity(self, tokens: int, current: int) -> int:
         return min(self.window, super()._capacity(tokens, current))

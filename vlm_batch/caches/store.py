@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
 from vlm_batch.caches.recurrent import RecurrentCache
@@ -58,4 +59,6 @@ def make_layer_cache(single: Any, placement: Placement, num_places: int) -> Laye
         return QuantizedSlabCache(num_places, single.group_size, single.bits)
     if placement is Placement.SLAB and type(single) is RotatingKVCache and single.keep == 0:
         return RingSlabCache(num_places, single.max_size)
+    if placement is Placement.SLAB and type(single) is BlockCache:
+        return BlockSlabCache(num_places, single.chunk_size)
     return RowsCache()

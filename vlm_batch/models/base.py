@@ -155,8 +155,11 @@ class Adapter:
     # Recognise
     # ----------------------------------------------------------------------------------------------------------
 
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
-        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways."""
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None:
+        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways.
+
+        None if that cannot be told before the pictures are encoded.
+        """
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
@@ -335,8 +338,8 @@ def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], .
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int], fill: int | None = None) -> mx.array:
-    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times, as ``fill`` if the marker is no token.
+def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx.array:
+    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times.
 
     Raises InvalidPrompt if there are not as many placeholders as counts.
     """
@@ -346,7 +349,6 @@ def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int], fill:
         raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
     repeats = np.ones(len(tokens), dtype=np.int64)
     repeats[places] = counts
-    tokens[places] = marker if fill is None else fill
     return mx.array(np.repeat(tokens, repeats)[None])
 
 
@@ -364,22 +366,23 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
 
 
 def bidirectional_mask(
-    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None
+    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None, *, cut_pictures: bool = True
 ) -> mx.array | None:
     """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
 
-    With a ``window``, a token sees no further back than that many positions, its own included. None if no span lies in
-    the chunk, which then is causal as usual. A span is atomic, so a chunk holds all of it or nothing.
+    With a ``window``, a token sees no further back than that many positions, its own included; unless ``cut_pictures``,
+    it sees all of its own picture. None if no span lies in the chunk, which then is causal as usual. A span is atomic,
+    so a chunk holds all of it or nothing.
     """
     inside = [(first, stop) for first, stop in spans if start <= first < end]
     if not inside:
         return None
     rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
-    mask = columns <= rows
+    near = mx.array(True) if window is None else columns > rows - window
+    mask = (columns <= rows) & near
     for first, stop in inside:
-        mask = mask | ((rows >= first) & (rows < stop) & (columns >= first) & (columns < stop))
-    if window is not None:
-        mask = mask & (columns > rows - window)
+        picture = (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
+        mask = mask | (picture & near if cut_pictures else picture)
     return mask[None, None]
 
 

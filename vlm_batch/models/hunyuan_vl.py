@@ -34,7 +34,8 @@ from vlm_batch.types import DecodeStep, Encoded, PositionState
 class HunyuanVL(Adapter):
     """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
 
-    input_keys = Adapter.input_keys | {"image_grid_thw", "position_ids", "imgs_pos"}
+    input_keys = Adapter.input_keys | {"image_grid_thw"}
+    ignored_inputs = frozenset({"position_ids", "imgs_pos"})
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
@@ -94,7 +95,7 @@ class HunyuanVL(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops positions after a chunk."""
+        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops later positions."""
         trunk = self.language.model
         hidden = trunk(input_ids=ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
         head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head

@@ -10,4 +10,5 @@ from vlm_batch.registry import ModelSpec, register
 class Lfm2VL(Adapter):
     """Nothing is special: a convolution's state is its cache's business, RoPE takes each row's own offset."""
 
-    input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask", "image_rows", "image_cols"}
+    input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
+    ignored_inputs = frozenset({"image_rows", "image_cols"})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
@@ -16,9 +17,23 @@ from vlm_batch.registry import ModelSpec, register
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 
 
-@register(ModelSpec(family="llava", model_types=("llava",)))
+@register(
+    ModelSpec(
+        family="llava",
+        model_types=("llava",),
+        notes=(
+            "a SigLIP tower's GELU has the tanh form of its configuration (gelu_pytorch_tanh); mlx-vlm takes CLIP's, the "
+            "sigmoid's (llava/vision.py:8)",
+        ),
+    )
+)
 class Llava(Adapter):
-    """Nothing is special."""
+    """The decoder is a plain one; the tower is CLIP's, or SigLIP's with its own activation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        if self.config.vision_config.model_type == "siglip_vision_model":
+            use_tanh_gelu(self.model.vision_tower)
 
 
 @register(
@@ -32,7 +47,7 @@ class Llava(Adapter):
         ),
     )
 )
-class LlavaNext(Adapter):
+class LlavaNext(Llava):
     """The picture side is done here; mlx-vlm's language model is right."""
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
@@ -50,17 +65,41 @@ class LlavaNext(Adapter):
 
     def _encode(self, pictures: Any) -> mx.array:
         """Of all pictures in order, each (tiles, 3, S, S) with its (high, wide) in pixels: (tokens, D)."""
-        tile, model = self.config.vision_config.image_size, self.model
         packed = []
         for tiles, size in pictures:
-            rows, columns = best_grid(size, tile, GRIDS)
-            tiles = tiles[: rows * columns + 1].transpose(0, 2, 3, 1)
-            *_, states = model.vision_tower(tiles, output_hidden_states=True)
-            chosen = states[model.vision_feature_layer]
-            if model.vision_feature_select_strategy == "default":
-                chosen = chosen[:, 1:]
-            packed.append(pack(model.multi_modal_projector(chosen), size, (rows, columns), model.image_newline))
+            grid = self.grid(size)
+            features = self.model.multi_modal_projector(self.states(tiles[: grid[0] * grid[1] + 1]))
+            packed.append(pack(features, size, grid, self.model.image_newline))
         return mx.concatenate(packed)
+
+    def grid(self, size: Sequence[int]) -> tuple[int, int]:
+        """The grid of tiles of a picture of (high, wide) pixels: the checkpoint's, where its configuration keeps them."""
+        tile = int(self.config.vision_config.image_size)
+        configured = getattr(self.config, "image_grid_pinpoints", None) or ()
+        return best_grid(size, tile, [(high // tile, wide // tile) for high, wide in configured] or GRIDS)
+
+    def states(self, tiles: mx.array) -> mx.array:
+        """(T, 3, S, S) -> (T, tokens, D) of the tower's chosen layer, or of several side by side."""
+        *_, states = self.model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
+        layers = self.model.vision_feature_layer
+        chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        if self.model.vision_feature_select_strategy == "default":
+            chosen = [layer[:, 1:] for layer in chosen]
+        return mx.concatenate(chosen, axis=-1)
+
+
+@register(
+    ModelSpec(
+        family="granite_vision",
+        model_types=("granite_vision", "granite-vision"),
+        notes=(
+            "a picture's tiles are packed as for llava_next (granite_vision/granite_vision.py:110-150)",
+            "SigLIP's GELU has its tanh form, as for llava (granite_vision/vision.py:8)",
+        ),
+    )
+)
+class GraniteVision(LlavaNext):
+    """LLaVA-NeXT with several layers of SigLIP side by side, and Granite text."""
 
 
 @register(ModelSpec(family="llava_onevision", model_types=("llava_onevision",)))
@@ -71,11 +110,18 @@ class LlavaOnevision(Adapter):
     ignored_inputs = frozenset({"batch_num_images"})
 
 
+def use_tanh_gelu(tower: nn.Module) -> None:
+    """Give the working copy's tower GELU in its tanh form in place of the sigmoid's."""
+    for _, module in tower.named_modules():
+        if isinstance(module.get("activation_fn"), nn.GELU):
+            module.activation_fn = nn.GELU(approx="tanh")
+
+
 def best_grid(size: Sequence[int], tile: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Which grid (rows, columns) of tiles the processor cut a picture of (high, wide) pixels into."""
     from transformers.image_processing_utils import select_best_resolution
 
-    best = select_best_resolution(tuple(size), [(tile * rows, tile * columns) for rows, columns in grids])
+    best = select_best_resolution((size[0], size[1]), [(tile * rows, tile * columns) for rows, columns in grids])
     return best[0] // tile, best[1] // tile
 
 

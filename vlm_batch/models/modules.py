@@ -263,7 +263,7 @@ def two_tables(parent: type) -> type:
 
 def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries: mx.array, scale: float) -> mx.array:
     """Attention of patches (1, N, H, D) within their own picture: (N, H * D). ``boundaries`` are 0, ..., N."""
-    cuts = np.array(boundaries)[1:-1].tolist()
+    cuts: list[int] = np.array(boundaries[1:-1]).tolist()
     parts = [mx.split(part.swapaxes(1, 2), cuts, axis=2) for part in (queries, keys, values)]
     outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=scale) for picture in zip(*parts, strict=True)]
     return mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(queries.shape[1], -1)

@@ -17,7 +17,8 @@ from vlm_batch.registry import ModelSpec, register
 class NemotronHNanoOmni(Adapter):
     """Order is the recurrent layers' business; nothing is given positions."""
 
-    input_keys = Adapter.input_keys | {"num_patches", "num_tokens", "imgs_sizes"}
+    input_keys = frozenset({"pixel_values"})
+    ignored_inputs = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
 
     def shorten(self) -> None:
         """The trunk has another name here."""

@@ -146,7 +146,7 @@ def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (mx.array, np.ndarray)):
         return change(value)
-    if isinstance(value, list) and any(isinstance(item, (mx.array, np.ndarray)) for item in value):
+    if isinstance(value, list):
         return [_map_arrays(item, change) for item in value]
     return value
 

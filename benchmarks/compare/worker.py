@@ -1,0 +1,117 @@
+"""The process of one engine: builds the model once, then does what each line of standard input asks, a JSON line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import traceback
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Worker:
+    """An engine's process between two commands."""
+
+    def __init__(self, engine: str, shape: str, threads: int) -> None:
+        from vlm_batch import blas  # before MLX: it loads the fast BLAS that every engine gets
+
+        blas.limit_threads(threads)
+        import mlx.core as mx
+
+        from benchmarks.compare.engines import ENGINES
+        from benchmarks.compare.shapes import SHAPES, build, count_parameters
+
+        self.make = ENGINES[engine]
+        self.shape = SHAPES[shape]
+        self.model = build(self.shape)
+        self.contexts: Any = None
+        self.ready = {
+            "device": str(mx.default_device()),
+            "mlx": version("mlx"),
+            "parameters": count_parameters(self.model),
+            "weights_mb": mx.get_active_memory() / 1e6,
+        }
+
+    def do(self, command: dict[str, Any]) -> dict[str, Any]:
+        """One command: {"do": run | warm | reference | own_share | copied_bytes, "workload": name, "answers": path}."""
+        from benchmarks.compare import measure, probe
+        from benchmarks.compare.workloads import make_workload
+
+        workload = make_workload(command["workload"], self.shape)
+        if command["do"] == "reference":
+            return measure.reference(self.model, workload, Path(command["answers"]))
+        contexts = self._contexts(workload)
+        if command["do"] == "warm":
+            asks = [replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0) for ask in workload.asks[:8]]
+            measure.measure(self.make, self.model, replace(workload, asks=asks), contexts)
+            return {}
+        if command["do"] == "run":
+            trace = measure.measure(self.make, self.model, workload, contexts)
+            with np.load(command["answers"]) as answers:
+                verdict = measure.compare(workload, trace.tokens, answers)
+            tolerance = self.shape.tolerance
+            return {
+                **measure.figures(workload, trace),
+                "right": verdict.is_right(tolerance),
+                "answers": verdict.describe(tolerance),
+                "rows_that_differ": len(verdict.gaps),
+                "worst_gap": max(verdict.gaps.values(), default=0.0),
+            }
+        call = {"own_share": probe.own_share, "copied_bytes": probe.copied_bytes}[command["do"]]
+        return call(self.make, self.model, workload, contexts)
+
+    def _contexts(self, workload: Any) -> Any:
+        from benchmarks.compare.recall import Contexts
+
+        if not workload.recalled:
+            return None
+        if self.contexts is None:  # all recalled workloads have the same contexts
+            self.contexts = Contexts(self.model, workload.asks)
+        return self.contexts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "work"), default="wall")
+    args = parser.parse_args()
+    if args.clock == "work":
+        from benchmarks.compare.measure import WorkClock
+
+        WorkClock().install()
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever a library prints must not get between
+    os.dup2(2, 1)
+
+    def say(line: dict[str, Any]) -> None:
+        finite = {
+            name: None if value in (math.inf, -math.inf) or value != value else value for name, value in line.items()
+        }
+        answer.write(json.dumps(finite) + "\n")
+        answer.flush()
+
+    try:
+        worker = Worker(args.engine, args.shape, args.threads)
+    except Exception as error:
+        traceback.print_exc()
+        say({"error": f"{type(error).__name__}: {error}"})
+        return
+    say(worker.ready)
+    for line in sys.stdin:
+        try:
+            say(worker.do(json.loads(line)))
+        except Exception as error:
+            traceback.print_exc()
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The benchmarks on a tiny model: every engine gives the answers that one-after-another generation gives."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.compare import __main__ as comparison
+from benchmarks.compare import measure, probe, report
+from benchmarks.compare.engines import ENGINES, WANTED, ThisLibrary
+from benchmarks.compare.recall import Contexts
+from benchmarks.compare.shapes import SHAPES, build
+from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload
+from vlm_batch import VLMBatcher, bench, cli
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.batch import DecodeBatch
+from vlm_batch.caches import Placement
+
+TINY = SHAPES["tiny"]
+CASES = [(name, engine) for name in WANTED for engine in WANTED[name] if engine != "vllm-mlx"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build(TINY)
+
+
+@pytest.fixture(scope="module")
+def answers(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+    """The answers one after another of every workload that has its own."""
+    folder = tmp_path_factory.mktemp("answers")
+    found = {}
+    for name in WANTED:
+        workload = make_workload(name, TINY)
+        if workload.answers_of in ("", name):
+            measure.reference(model, workload, folder / "answers.npz")
+            with np.load(folder / "answers.npz") as arrays:
+                found[name] = dict(arrays)
+    return found
+
+
+@pytest.mark.parametrize(("name", "engine"), CASES)
+def test_every_engine_gives_the_same_tokens(
+    name: str, engine: str, model: Any, answers: dict[str, dict[str, np.ndarray]]
+) -> None:
+    workload = make_workload(name, TINY)
+    contexts = Contexts(model, workload.asks) if workload.recalled else None
+    trace = measure.measure(ENGINES[engine], model, workload, contexts)
+    verdict = measure.compare(workload, trace.tokens, answers[workload.answers_of or name])
+    assert verdict.describe(TINY.tolerance) == "same"
+    figures = measure.figures(workload, trace)
+    assert figures["tokens_per_s"] > 0 and figures["peak_mb"] > 0
+    assert figures["ttft_p50"] <= figures["ttft_p95"] <= trace.seconds
+
+
+def test_other_tokens_are_wrong_unless_nearly_as_likely(answers: dict[str, dict[str, np.ndarray]]) -> None:
+    workload = make_workload("captions", TINY)
+    stored = dict(answers["captions"])
+    right = {ask.name: stored[f"{ask.source}/tokens"].tolist() for ask in workload.asks}
+    assert measure.compare(workload, right, stored).is_right(0.0)
+
+    first = workload.asks[0].source
+    best, logprobs = stored[f"{first}/best"][0], stored[f"{first}/logprobs"][0].copy()
+    second = int(best[np.argsort(-logprobs)[1]])
+    other = right | {first: [second, *right[first][1:]]}
+    verdict = measure.compare(workload, other, stored)
+    assert not verdict.is_right(1e-3) and "WRONG: 1 of 4 rows" in verdict.describe(1e-3)
+
+    logprobs[np.argsort(-logprobs)[1]] = logprobs.max() - 1e-4
+    stored[f"{first}/logprobs"] = np.concatenate([logprobs[None], stored[f"{first}/logprobs"][1:]])
+    near = measure.compare(workload, other, stored)
+    assert near.is_right(1e-3) and near.describe(1e-3).startswith("near-ties: 1 of 4 rows")
+
+    short = right | {first: right[first][:-1]}
+    assert measure.compare(workload, short, stored).gaps == {first: math.inf}
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+def test_a_join_copies_at_most_one_row_and_a_leave_nothing(placement: Placement, model: Any) -> None:
+    workload = make_workload("churn-2", TINY)
+
+    def make(model: Any, workload: Workload, contexts: Contexts | None = None) -> ThisLibrary:
+        engine = ThisLibrary(model, workload, contexts)
+        engine.generator.batch = DecodeBatch(placement, workload.rows)
+        return engine
+
+    found = probe.copied_bytes(make, model, workload, Contexts(model, workload.asks))
+    assert found["join_mb"] <= found["row_mb"] * 1.001
+    assert found["leave_mb"] == 0
+
+
+def test_the_engines_own_share_is_counted(model: Any) -> None:
+    found = probe.own_share(ThisLibrary, model, make_workload("steady", TINY), None)
+    assert 0 < found["own_share"] < 1
+
+
+def test_ratios_leave_wrong_runs_out() -> None:
+    right, wrong = {"seconds": 1.0, "right": True}, {"seconds": 0.1, "right": False}
+    found = {"captions": {"vlm_batch": [right, wrong, right], "other": [{"seconds": 4.0, "right": True}] * 3}}
+    assert report.ratio(found, "captions", "other", "seconds") == 0.25
+    assert report.ratio({"captions": {"vlm_batch": [wrong], "other": [right]}}, "captions", "other", "seconds") is None
+
+
+def test_workloads_are_the_same_each_time() -> None:
+    for name in WORKLOADS:
+        once, again = make_workload(name, TINY), make_workload(name, TINY)
+        for ask, other in zip(once.asks, again.asks, strict=True):
+            assert (ask.name, ask.max_tokens, ask.arrival) == (other.name, other.max_tokens, other.arrival)
+            assert all(np.array_equal(value, other.inputs[key]) for key, value in ask.inputs.items())
+
+
+def test_compare_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "tiny", "--workloads", "captions", "--engines", "vlm_batch", "--rounds", "1"]
+    result = comparison.main([*arguments, "--no-probes", "--clock", "work", "--out", str(tmp_path)])
+    (run,) = result["workloads"]["captions"]["engines"]["vlm_batch"]
+    assert run["answers"] == "same" and run["right"]
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert json.loads(last) == json.loads((tmp_path / "compare.json").read_text(encoding="utf-8")) == result
+
+
+def test_bench_reports_every_request() -> None:
+    load = bench.Load(requests=5, rate=0.0, prompt_words=(2, 8), answer_tokens=(2, 6))
+    with VLMBatcher(str(default_checkpoint())) as batcher:
+        found = bench.measure(batcher, load)
+    figures = found.figures()
+    assert figures["failed"] == 0 and figures["requests"] == 5
+    assert sum(stage["share"] for stage in figures["stages"].values()) == pytest.approx(1)
+    out = io.StringIO()
+    bench.show(found, out)
+    assert "5 requests" in out.getvalue() and "decode" in out.getvalue()
+
+
+def test_the_command_writes_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--requests", "2", "--prompt-words", "2", "4", "--answer-tokens", "2", "3", "--json", "-"]
+    assert cli.main(arguments) == cli.ANSWERED
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["requests"] == 2
+    assert "tokens/s" in printed.err
+    assert cli.main(["bench", "--prompt-words", "9", "4"]) == cli.USAGE

@@ -1,0 +1,122 @@
+"""What adapters mend, one mend at a time, where the parity matrix does not reach: each against its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.models.cache import KVCache
+from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
+from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
+from mlx_vlm.models.rope_utils import SuScaledRoPE
+
+from vlm_batch.caches import BlockCache, BlockSlabCache
+from vlm_batch.caches.retained import RetainedPromptCache
+from vlm_batch.models.deepseek import DeepseekVL2
+from vlm_batch.models.modules import clone_modules
+from vlm_batch.models.phi import Phi3V
+
+BLOCK = 4
+
+
+def keys_of(start: int, end: int) -> mx.array:
+    """Keys (1, 1, L, 2) that say their own positions."""
+    return mx.broadcast_to(mx.arange(start, end, dtype=mx.float32)[None, None, :, None], (1, 1, end - start, 2))
+
+
+@pytest.mark.parametrize("chunks", [[11], [4, 4, 3], [1] * 11, [3, 5, 3], [8, 1, 2]])
+def test_a_block_cache_shows_each_token_its_own_block(chunks: list[int]) -> None:
+    cache, done = BlockCache(BLOCK), 0
+    for length in chunks:
+        mask = cache.make_mask(length)
+        keys, _ = cache.update_and_fetch(keys_of(done, done + length), keys_of(done, done + length))
+        positions = np.array(keys[0, 0, :, 0])
+        for row in range(length):
+            seen = positions if mask is None else positions[np.array(mask[row])]
+            position = done + row
+            assert seen.tolist() == list(range(position // BLOCK * BLOCK, position + 1))
+        done += length
+    assert cache.offset == done
+
+
+@pytest.mark.parametrize("lengths", [(3, 9), (4, 8), (1, 6)])
+def test_block_slabs_show_each_row_its_own_block(lengths: tuple[int, int]) -> None:
+    """Two rows with a hole between them, decoded over two block ends."""
+    slab = BlockSlabCache(3, BLOCK)
+    for place, length in zip((0, 2), lengths, strict=True):
+        single = BlockCache(BLOCK)
+        single.make_mask(length)
+        single.update_and_fetch(keys_of(0, length), keys_of(0, length))
+        slab.put(place, single)
+    for step in range(6):
+        mask = slab.make_mask(1)
+        assert mask is not None
+        offsets = [lengths[0] + step, 0, lengths[1] + step]
+        new = mx.concatenate([keys_of(offset, offset + 1) for offset in offsets])
+        keys, _ = slab.update_and_fetch(new, new)
+        for place in (0, 2):
+            seen = np.array(keys[place, 0, :, 0])[np.array(mask[place, 0, 0])]
+            assert sorted(seen.tolist()) == list(range(offsets[place] // BLOCK * BLOCK, offsets[place] + 1))
+
+
+def test_a_retained_prompt_stays_and_the_answer_rolls() -> None:
+    cache, prompt, window = RetainedPromptCache(3), 5, 3
+    for start, end in ((0, 4), (4, 5)):  # a last chunk of one token is still the prompt's
+        cache.update_and_fetch(keys_of(start, end), keys_of(start, end))
+    cache.end_prompt()
+    for position in range(prompt, prompt + 8):
+        keys, _ = cache.update_and_fetch(keys_of(position, position + 1), keys_of(position, position + 1))
+        assert keys is not None
+        answer = range(max(prompt, position - window + 1), position + 1)
+        assert sorted(np.array(keys[0, 0, :, 0]).tolist()) == [*range(prompt), *answer]
+        assert cache.offset == position + 1
+    assert isinstance(cache, KVCache)
+
+
+def gate(**settings: Any) -> tuple[Any, Any]:
+    """mlx-vlm's gate with random weights, and the adapter's."""
+    config = TextConfig(hidden_size=16, n_routed_experts=8, num_experts_per_tok=2, scoring_func="sigmoid", **settings)
+    upstream = MoEGate(config)
+    random = np.random.RandomState(3)
+    upstream.weight = mx.array(random.standard_normal((8, 16)).astype(np.float32))
+    if "e_score_correction_bias" in upstream:
+        upstream.e_score_correction_bias = mx.array(random.standard_normal(8).astype(np.float32))
+    return upstream, clone_modules(upstream, DeepseekVL2.mends())
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_experts_are_chosen_by_score_and_bias(groups: tuple[int, int]) -> None:
+    """DeepSeek's MoEGate (noaux_tc) by the book, token by token."""
+    _, mended = gate(topk_method="noaux_tc", n_group=groups[0], topk_group=groups[1], routed_scaling_factor=2.5)
+    tokens = mx.array(np.random.RandomState(4).standard_normal((3, 5, 16)).astype(np.float32))
+    experts, weights = (np.array(part) for part in mended(tokens))
+    scores = 1 / (1 + np.exp(-np.array(tokens @ mended.weight.T)))
+    choice = scores + np.array(mended.e_score_correction_bias)
+    for row, token in np.ndindex(3, 5):
+        chosen = choice[row, token].reshape(groups[0], -1)
+        kept = np.argsort(np.sort(chosen, axis=-1)[:, -2:].sum(axis=-1))[-groups[1] :]
+        allowed = np.where(np.isin(np.arange(groups[0]), kept)[:, None], chosen, 0).reshape(-1)
+        best = set(np.argsort(allowed)[-2:].tolist())
+        assert set(experts[row, token].tolist()) == best
+        np.testing.assert_allclose(weights[row, token], 2.5 * scores[row, token][experts[row, token]], rtol=1e-5)
+
+
+def test_greedy_experts_are_mlx_vlms() -> None:
+    upstream, mended = gate(topk_method="greedy")
+    tokens = mx.array(np.random.RandomState(5).standard_normal((2, 4, 16)).astype(np.float32))
+    for found, right in zip(mended(tokens), upstream(tokens), strict=True):
+        np.testing.assert_array_equal(found, right)
+
+
+def test_long_rope_is_each_rows_own_choice() -> None:
+    rope = SuScaledRoPE(8, 100.0, 64, 8, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
+    mended: Any = clone_modules(rope, Phi3V.mends())
+    x = mx.array(np.random.RandomState(6).standard_normal((3, 2, 1, 8)).astype(np.float32))
+    together = mended(x, offset=mx.array([2, 7, 30]))
+    for row, offset in enumerate((2, 7, 30)):
+        np.testing.assert_allclose(together[row : row + 1], rope(x[row : row + 1], offset=offset), atol=1e-5)
+    long = rope(mx.concatenate([x[:1]] * 20, axis=2))  # a prompt of 20 in one run
+    mended.prompt = 20
+    np.testing.assert_allclose(mended(x[:1], offset=0), long[:, :, :1], atol=1e-5)

@@ -1,0 +1,197 @@
+"""Gemma 4 (E2B's shape): sliding and full layers, of which the last share keys and values; inputs for every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models import gemma4 as upstream
+
+from ._build import Rule, Shape, enliven, fan_in, pixels, spread, text_request
+from ._oracle import generate_alone, generate_by_recomputing, to_mx
+from ._pictures import prompt
+from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
+
+PATCH, POOL, WINDOW, HIDDEN = 4, 2, 8, 64
+IMAGE, AUDIO, START, END = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3
+GRIDS = ((4, 4), (4, 6), (6, 4))  # patches; a third of each side's pairs are tokens
+ROPE = {
+    "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 100.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
+}
+LAYER_TYPES = ["sliding_attention", "full_attention"] * 2
+
+
+def experts(random: np.random.RandomState, shape: Shape) -> np.ndarray:
+    """(experts, outputs, inputs): each expert keeps the scale of its input."""
+    return 1.3 / np.sqrt(shape[-1]) * random.standard_normal(shape)
+
+
+EMBEDDING = "language_model.model.embed_tokens.weight"
+RULES = [
+    # Small, and made up for by the last norm: else the current token's own embedding would win every step.
+    Rule(EMBEDDING, spread(0.05)),
+    Rule(r"language_model\.model\.norm\.weight", spread(1.2, 6.0)),
+    Rule(r"embed_tokens_per_layer\.weight", spread(0.4)),
+    Rule(r"[qk]_norm\.weight$", spread(0.1, 0.7)),
+    Rule(r"layer_scalar$", spread(0.1, 1.0)),
+    Rule(r"(position_embedding_table|pos_embedding)$", spread(0.5)),
+    Rule(r"switch_glu\.\w+_proj\.weight$", experts),
+    Rule(r"router\.(scale|per_expert_scale)$", spread(0.2, 1.0)),
+    Rule(r"router\.proj\.weight$", fan_in(2.0)),
+    Rule(r"embedding_projection\.weight$", fan_in(0.6)),
+    Rule(r"norm\w*\.weight$", spread(0.2, 1.0)),
+]
+
+#: E2B and E4B.
+SHARING: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "use_double_wide_mlp": True,
+}
+#: 26B-A4B.
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "use_bidirectional_attention": "vision",
+}
+
+
+def text_of(**more: Any) -> dict[str, Any]:
+    """What the text models of all kinds have in common."""
+    return {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 4,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "sliding_window": WINDOW,
+        "layer_types": LAYER_TYPES,
+        "rope_parameters": ROPE,
+        **more,
+    }
+
+
+def build_with(seed: int, **text: Any) -> nn.Module:
+    """Four layers of 64, two vision layers of 32."""
+    model = upstream.Model(
+        upstream.ModelConfig(
+            model_type="gemma4",
+            image_token_id=IMAGE,
+            audio_token_id=AUDIO,
+            eos_token_id=[END_OF_TEXT],
+            text_config=upstream.TextConfig(**text_of(**text)),
+            vision_config=upstream.VisionConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                head_dim=16,
+                global_head_dim=16,
+                patch_size=PATCH,
+                position_embedding_size=16,
+                pooling_kernel_size=POOL,
+            ),
+        )
+    )
+    enliven(model, seed=seed, rules=RULES, quiet=EMBEDDING)
+    return model
+
+
+def build() -> nn.Module:
+    """E2B's shape."""
+    return build_with(92, **SHARING)
+
+
+def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
+    """Pictures of one grid of patches, as mlx-vlm's processor stacks them."""
+    ids = prompt(seed, [[START, *[IMAGE] * (rows * columns // POOL**2), END] for rows, columns in grids])
+    rows, columns = grids[0]
+    return {
+        "input_ids": ids,
+        "pixel_values": pixels(seed, len(grids), 3, rows * PATCH, columns * PATCH),
+        "mm_token_type_ids": (ids == IMAGE).astype(np.int32),
+    }
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 4 or 6 placeholders, and words after it."""
+    request = _request(seed, [GRIDS[size]])
+    return request if size < 2 else {**request, **_longer(request, seed)}
+
+
+def _longer(request: Inputs, seed: int) -> Inputs:
+    """Three words more, so that all sizes differ in length."""
+    more = np.random.RandomState(seed).randint(1, PLAIN, size=(1, 3)).astype(np.int32)
+    ids = np.concatenate([request["input_ids"], more], axis=1)
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).astype(np.int32)}
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures."""
+    return _request(seed, [GRIDS[1], GRIDS[1]])
+
+
+def _masks(tokens: np.ndarray) -> tuple[mx.array, mx.array]:
+    """(L, L) bools of a full and of a sliding layer: causal, and in the latter whatever lies in the same picture.
+
+    transformers, modeling_gemma4.py, create_masks_for_vision_model.
+    """
+    distance = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
+    is_image = tokens == IMAGE
+    number = np.cumsum(is_image & ~np.roll(is_image, 1)) * is_image
+    same = (number[:, None] == number) & is_image
+    return mx.array(distance >= 0), mx.array(((distance >= 0) | same) & (distance < WINDOW))
+
+
+def greedy_both_ways(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """The whole sequence at each step through the model's own trunk, with the masks that are right."""
+    arrays = to_mx(inputs)
+    arrays.pop("mm_token_type_ids", None)
+    prompt = model.get_input_embeddings(**arrays).inputs_embeds
+    trunk = model.language_model.model
+
+    def logits(generated: list[int]) -> mx.array:
+        tail = trunk.embed_tokens(mx.array([generated], dtype=mx.int32)) * trunk.embed_scale
+        full, sliding = _masks(np.append(inputs["input_ids"][0], np.array(generated, dtype=np.int32)))
+        right = [full if kind == "full_attention" else sliding for kind in LAYER_TYPES]
+        with mock.patch.object(type(trunk), "_make_masks", return_value=right):
+            hidden = mx.concatenate([prompt, tail], axis=1)
+            return model.language_model(None, inputs_embeds=hidden).logits[0, -1]
+
+    return generate_by_recomputing(logits, num_tokens)
+
+
+FACTS: dict[str, Any] = {
+    "text": text_request,
+    "image": image,
+    "two_images": two_images,
+    "window": WINDOW,
+    "greedy": generate_alone,
+    "oracle_note": "mlx-vlm's generate_step; transformers agrees (tests/references).",
+}
+
+BOTH_WAYS: dict[str, Any] = {
+    **FACTS,
+    "greedy": greedy_both_ways,
+    "oracle_note": "The whole sequence at each step under masks made here: mlx-vlm's loop lets pictures attend both ways in "
+    "full layers too. transformers agrees with what is here (tests/references).",
+}
+
+FAMILY = TinyFamily(name="gemma4", build=build, **FACTS)

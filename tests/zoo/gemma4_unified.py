@@ -1,0 +1,69 @@
+"""Gemma 4 unified: patches without a tower, pictures that attend both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models import gemma4_unified as upstream
+
+from ._build import enliven, pixels
+from ._pictures import prompt
+from ._types import END_OF_TEXT, Inputs, TinyFamily
+from .gemma4 import AUDIO, EMBEDDING, END, FACTS, IMAGE, RULES, START, text_of
+
+PATCH = 4
+#: The last has more tokens than the window.
+GRIDS = ((2, 2), (2, 3), (2, 5))
+
+
+def build() -> nn.Module:
+    """Four layers of 64."""
+    text: dict[str, Any] = {"num_key_value_heads": 2, "num_global_key_value_heads": 1}
+    model = upstream.Model(
+        upstream.ModelConfig(
+            image_token_id=IMAGE,
+            audio_token_id=AUDIO,
+            video_token_id=None,
+            audio_config=None,
+            eos_token_id=[END_OF_TEXT],
+            text_config=upstream.TextConfig(**text_of(**text)),
+            vision_config=upstream.VisionConfig(
+                model_patch_size=PATCH, mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32
+            ),
+        )
+    )
+    enliven(model, seed=96, rules=RULES, quiet=EMBEDDING)
+    return model
+
+
+def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
+    """Pictures as lists of patches with their places, padded to the longest."""
+    ids = prompt(seed, [[START, *[IMAGE] * (rows * columns), END] for rows, columns in grids])
+    most = max(rows * columns for rows, columns in grids)
+    patches = np.zeros((len(grids), most, 3 * PATCH * PATCH), dtype=np.float32)
+    places = np.full((len(grids), most, 2), -1, dtype=np.int32)
+    for index, (rows, columns) in enumerate(grids):
+        count = rows * columns
+        patches[index, :count] = pixels(seed + 31 * index, count, 3 * PATCH * PATCH)
+        places[index, :count] = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
+    return {
+        "input_ids": ids,
+        "pixel_values": patches,
+        "image_position_ids": places,
+        "mm_token_type_ids": (ids == IMAGE).astype(np.int32),
+    }
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 4, 6 or 10 placeholders."""
+    return _request(seed, [GRIDS[size]])
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures, of which the first is padded."""
+    return _request(seed, [GRIDS[1], GRIDS[2]])
+
+
+FAMILY = TinyFamily(name="gemma4_unified", build=build, **{**FACTS, "image": image, "two_images": two_images})

@@ -1,0 +1,41 @@
+"""Kimi K2.5: DeepSeek-V3 text that attends over the latent itself, MoonViT."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models import kimi_k25 as upstream
+
+from ._build import enliven, text_request
+from ._deepseek import HEAD, IMAGE, LATENT, TEXT
+from ._kimi import VISION, VISION_RULES, image, small_table, two_images
+from ._oracle import generate_alone
+from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
+
+
+def build() -> nn.Module:
+    """Four layers of 64, the last three of four experts in two groups."""
+    model = upstream.Model(
+        upstream.ModelConfig(
+            model_type="kimi_k25",
+            vocab_size=VOCABULARY,
+            media_placeholder_token_id=IMAGE,
+            eos_token_id=[END_OF_TEXT],
+            text_config=upstream.TextConfig(**TEXT, **LATENT, num_key_value_heads=4, n_group=2, topk_group=1),
+            vision_config=upstream.VisionConfig(**VISION),
+        )
+    )
+    small_table(model)
+    enliven(model, seed=61, rules=VISION_RULES, quiet=HEAD)
+    return model
+
+
+FAMILY = TinyFamily(
+    name="kimi_k25",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    greedy=generate_alone,
+    oracle_note="mlx-vlm's generate_step.",
+    no_reference="not recorded: transformers' KimiK25 has its experts and projector laid out otherwise",
+)

@@ -1,0 +1,115 @@
+"""MiMo-V2: sliding layers with sinks and full ones with other heads, experts, a tower with windows and sinks."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models import mimo_v2 as upstream
+from mlx_vlm.models.mimo_v2.config import AudioConfig
+
+from . import _qwen
+from ._build import Rule, enliven, fan_in, spread, text_request
+from ._deepseek import heads
+from ._oracle import generate_alone
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
+
+WINDOW = 8
+GRIDS = ((4, 4), (4, 6), (6, 8))
+
+
+def build() -> nn.Module:
+    """Four layers of 64, two vision layers of 32; an audio tower that nothing reaches."""
+    model = upstream.Model(
+        upstream.ModelConfig(
+            vocab_size=VOCABULARY,
+            image_token_id=_qwen.IMAGE,
+            video_token_id=_qwen.VIDEO,
+            audio_token_id=_qwen.VIDEO + 1,
+            vision_start_token_id=_qwen.VISION_START,
+            vision_end_token_id=_qwen.VISION_END,
+            eos_token_id=END_OF_TEXT,
+            text_config=upstream.TextConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                intermediate_size=96,
+                moe_intermediate_size=32,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=1,
+                head_dim=24,
+                v_head_dim=16,
+                swa_head_dim=24,
+                swa_v_head_dim=16,
+                swa_num_attention_heads=4,
+                swa_num_key_value_heads=2,
+                rope_theta=100.0,
+                swa_rope_theta=50.0,
+                max_position_embeddings=512,
+                sliding_window_size=WINDOW,
+                hybrid_layer_pattern=[0, 1, 0, 1],
+                moe_layer_freq=[0, 0, 1, 1],
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+            ),
+            vision_config=upstream.VisionConfig(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=64,
+                out_hidden_size=64,
+                num_heads=2,
+                num_key_value_heads=1,
+                qk_channels=16,
+                patch_size=_qwen.PATCH,
+                spatial_patch_size=_qwen.PATCH,
+                window_size=16,
+                visual_token_window_size=4,
+                fullatt_block_indexes=[0],
+                vit_window_attn_types=[-1, 0],
+            ),
+            audio_config=AudioConfig(
+                out_hidden_size=64,
+                audio_channels=2,
+                input_local_attn_heads=2,
+                input_local_dim=16,
+                input_local_head_dim=8,
+                input_local_intermediate_size=16,
+                input_local_layers=1,
+                projection_layers=1,
+                speech_vocab_size=8,
+                speech_zeroemb_idx=4,
+            ),
+        )
+    )
+    head = "language_model.lm_head.weight"
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule(r"^(audio_encoder|speech_embeddings)", spread(0.1)),
+        Rule(r"switch_mlp\.", heads),
+        Rule(r"\.gate\.weight$", fan_in(1.3)),
+        Rule(r"e_score_correction_bias$", spread(0.2)),
+        Rule(r"sink", spread(1.0)),
+    ]
+    enliven(model, seed=45, rules=rules, quiet=head)
+    return model
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 4, 6 or 12 placeholders."""
+    return _qwen.request(seed, [GRIDS[size]])
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures of different grids."""
+    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
+
+
+FAMILY = TinyFamily(
+    name="mimo_v2",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    window=WINDOW,
+    greedy=generate_alone,
+    oracle_note="mlx-vlm's generate_step.",
+    no_reference="transformers has the text model of another version alone (MiMoV2Flash)",
+)

@@ -1,0 +1,69 @@
+"""Qwen3-Next, a text model: gated delta nets and attention in turn, experts in every layer."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_vlm.models.qwen3_next import config as upstream_config
+from mlx_vlm.models.qwen3_next import qwen3_next as upstream
+
+from ._build import Rule, enliven, fan_in, spread, text_by_size, text_request
+from ._oracle import generate_alone
+from ._types import VOCABULARY, TinyFamily
+
+
+def build() -> nn.Module:
+    """Four layers of 64: two recurrent, two with attention."""
+    model = upstream.Model(
+        upstream_config.ModelConfig(
+            model_type="qwen3_next",
+            hidden_size=64,
+            num_hidden_layers=4,
+            intermediate_size=96,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_conv_kernel_dim=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            shared_expert_intermediate_size=48,
+            mlp_only_layers=[],
+            moe_intermediate_size=48,
+            norm_topk_prob=True,
+            rms_norm_eps=1e-6,
+            vocab_size=VOCABULARY,
+            rope_theta=100.0,
+            partial_rotary_factor=0.5,
+            max_position_embeddings=1024,
+            full_attention_interval=2,
+        )
+    )
+    head = "language_model.lm_head.weight"
+    rules = [
+        Rule(head, fan_in(3.0)),
+        Rule(r"\.A_log$", spread(0.5, -0.5)),
+        Rule(r"\.dt_bias$", spread(0.5, -2.0)),
+        Rule(r"in_proj_ba", fan_in(0.7)),
+        Rule(r"linear_attn\.norm\.weight", spread(0.2, 1.0)),
+    ]
+    enliven(model, seed=80, rules=rules, quiet=head)
+    return model
+
+
+FAMILY = TinyFamily(
+    name="qwen3_next",
+    build=build,
+    text=text_request,
+    image=text_by_size,
+    two_images=None,
+    no_two_images="a model without pictures",
+    text_only=True,
+    greedy=generate_alone,
+    oracle_note="mlx-vlm's generate_step.",
+    no_reference="transformers adds the epsilon of its L2 norms to the sum of squares, mlx-vlm to the mean "
+    "(qwen3_next/language.py:241): 1.8e-4 here, the same tokens; every scenario is compared with mlx-vlm alone",
+)

@@ -1,0 +1,82 @@
+"""Unlimited-OCR: as DeepSeek-OCR, but an answer's tokens see the prompt and only the last tokens of the answer."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models import unlimited_ocr as upstream
+
+from . import _deepseek
+from ._build import enliven, text_request
+from ._oracle import generate_by_recomputing, to_mx
+from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
+
+WINDOW = 2
+TILES = ((1, 1), (1, 2), (2, 2))
+
+
+def build() -> nn.Module:
+    """Four layers of 64, the last three of four experts."""
+    with mock.patch.multiple(
+        "mlx_vlm.models.deepseekocr.deepseekocr", SAMEncoder=_deepseek.Sam, VisionModel=_deepseek.Clip
+    ):
+        model = upstream.Model(
+            upstream.ModelConfig(
+                model_type="unlimited_ocr",
+                image_token_index=_deepseek.IMAGE,
+                eos_token_id=[END_OF_TEXT],
+                text_config=upstream.TextConfig(
+                    **_deepseek.TEXT, num_key_value_heads=4, sliding_window_size=WINDOW, sliding_window=WINDOW
+                ),
+                vision_config=upstream.VisionConfig(model_type="vision"),
+                projector_config=upstream.ProjectorConfig(input_dim=64, n_embed=64),
+            )
+        )
+    enliven(model, seed=29, rules=_deepseek.RULES, quiet=_deepseek.HEAD)
+    return model
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of one tile, which is the whole view, or of 2 or 4 crops and a whole view."""
+    return _deepseek.ocr_request(seed, [TILES[size]])
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures, with crops and without."""
+    return _deepseek.ocr_request(seed, [TILES[1], TILES[0]])
+
+
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """The whole sequence at each step; a token sees the prompt, and of the answer itself and those just before it."""
+    arrays = to_mx(inputs)
+    prompt = model.get_input_embeddings(**arrays).inputs_embeds
+    trunk, length = model.language_model.model, prompt.shape[1]
+
+    def logits(generated: list[int]) -> mx.array:
+        tail = trunk.embed_tokens(mx.array([generated], dtype=mx.int32))
+        hidden = mx.concatenate([prompt, tail], axis=1)
+        places = mx.arange(hidden.shape[1])
+        rows, columns = places[:, None], places[None]
+        mask = (columns <= rows) & ((columns < length) | (columns > rows - WINDOW))
+        hidden = trunk(None, inputs_embeds=hidden, mask=mask)
+        return model.language_model.lm_head(hidden[:, -1])[0]
+
+    return generate_by_recomputing(logits, num_tokens)
+
+
+FAMILY = TinyFamily(
+    name="unlimited_ocr",
+    build=build,
+    text=text_request,
+    image=image,
+    two_images=two_images,
+    window=WINDOW,
+    greedy=greedy,
+    oracle_note="The whole sequence at each step under the mask that RingSlidingKVCache describes. mlx-vlm's loop runs the "
+    "prompt's last token by itself, and its cache then takes that token for the answer's first, to be overwritten "
+    "(unlimited_ocr/language.py:38). The towers are linear stand-ins, as for deepseekocr.",
+    wrong_alone=("image_1",),
+    no_reference="transformers has no class of this family",
+)

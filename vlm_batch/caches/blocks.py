@@ -1,0 +1,74 @@
+"""Layers whose tokens see only their own block of positions (Llama 4): 0 .. n - 1, n .. 2 n - 1, and so on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.cache import ChunkedKVCache
+
+from vlm_batch.caches.slab import RingSlabCache
+
+
+class BlockCache(ChunkedKVCache):
+    """One row's keys and values of the block that its next token belongs to; earlier blocks are dropped.
+
+    mlx-vlm's own keeps a sliding window of the block's size instead and leaves the rest to a mask over it.
+    """
+
+    keys: mx.array | None  # (1, H, L, D), and room for more
+    values: mx.array | None
+    start_position: int
+
+    def maybe_trim_front(self) -> None:
+        """Drop the blocks that no later token can see."""
+        start = self.offset // self.chunk_size * self.chunk_size
+        if self.keys is not None and start > self.start_position:
+            kept = slice(start - self.start_position, self.offset - self.start_position)
+            self.keys, self.values = self.keys[..., kept, :], self.values[..., kept, :]  # type: ignore[index]
+            self.start_position = start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.maybe_trim_front()
+        return super().update_and_fetch(keys, values)
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+        """Which of the kept and the new keys each of ``length`` new tokens may see: (L, K) bool, or None if all."""
+        self.maybe_trim_front()
+        if length == 1:
+            return None
+        columns = mx.arange(self.start_position, self.offset + length)[None]
+        rows = mx.arange(self.offset, self.offset + length)[:, None]
+        return (columns <= rows) & (columns // self.chunk_size == rows // self.chunk_size)
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        if self.keys is None:
+            return None, None
+        kept = self.offset - self.start_position
+        return self.keys[..., :kept, :], self.values[..., :kept, :]  # type: ignore[index]
+
+
+class BlockSlabCache(RingSlabCache):
+    """The same for all rows: the token at position p lies in column p mod block, and sees the columns up to its own.
+
+    What the block before left in later columns is masked until it is written over.
+    """
+
+    def take(self, place: int) -> BlockCache:  # type: ignore[override]
+        """The block of the row's last token."""
+        cache = BlockCache(self.window)
+        cache.offset = self._lengths[place]
+        cache.start_position = (cache.offset - 1) // self.window * self.window
+        kept = cache.offset - cache.start_position
+        cache.keys, cache.values = (self._row(slab, place, 0, kept) for slab in (self.keys, self.values))
+        return cache
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
+        if length != 1:
+            raise ValueError(f"a batch decodes one token a row, not {length}")
+        columns = mx.arange(self._width(self._idx + 1))[None]
+        return (columns <= self._positions()[:, None])[:, None, None, :]
+
+    def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:
+        return cache.state

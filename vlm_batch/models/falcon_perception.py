@@ -1,0 +1,144 @@
+"""Falcon Perception: Falcon-OCR's pictures and positions, and points: a coordinate that the model marks is fed back to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.base import create_attention_mask
+
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.falcon_ocr import FalconOCR
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep, PositionState
+
+#: Two points nearer than this on both axes are one (falcon_perception/language.py:487).
+SAME_POINT = 0.01
+MAX_RETRIES = 100
+
+
+@dataclass
+class Pointer:
+    """What one row has pointed at: it lies beside the row's KV, as a layer's cache does, and goes where that goes."""
+
+    found: list[tuple[float, float]] = field(default_factory=list)  # the points of finished detections
+    point: tuple[float, float] | None = None  # of the detection that is being made
+    has_size: bool = False
+    logits: tuple[mx.array, mx.array] | None = None  # (2, bins) of a point and of a size, should the next token be one
+    offset: int = 0
+    nbytes: int = 0
+    state: tuple[()] = ()
+
+
+@register(
+    ModelSpec(
+        family="falcon_perception",
+        model_types=("falcon_perception",),
+        multi_image=False,
+        notes=(
+            "points, sizes and detections belong to the row; mlx-vlm keeps those of the last request on the model",
+            "texts are causal; mlx-vlm's prefill lets a text without a picture see its own future "
+            "(falcon_perception/language.py:458 makes a mask for pictures only)",
+            "prompts are prefilled in chunks; a picture is one chunk's",
+            "answers are text: segmentation masks are not drawn; every step waits for the tokens of the step before, "
+            "which decide what is fed back",
+        ),
+    )
+)
+class FalconPerception(FalconOCR):
+    """A token for a coordinate or a size is embedded by what the state before it points at."""
+
+    input_keys = FalconOCR.input_keys
+    resumable = False  # what a row has pointed at is not kept
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own steps, without what it leaves on the model."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": embeds}
+        if len(extra["image_grid_hw"]) > 1:
+            raise InvalidPrompt("falcon_perception takes one picture a request: its prompt has room for one")
+        found = extra.get("cached_image_features")
+        found = self.model._patchify_and_project(extra["pixel_values"]) if found is None else found  # (N, D)
+        if (given := self.count_image_tokens(ids, extra)) != len(found):
+            raise InvalidPrompt(f"the picture needs {len(found)} placeholder tokens; the prompt has {given}")
+        positions, places, delta = self.model._precompute_positions(ids, extra["image_grid_hw"])
+        embeds = self.model._merge_image_features(self.config.img_id, found, embeds, ids)
+        return {"inputs_embeds": embeds, "pos_hw": places, "position_ids": positions[None], "rope_deltas": delta}
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        if "position_ids" not in features:
+            return PositionState()
+        return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"]))
+
+    def make_cache(self) -> list[Any]:
+        return [*super().make_cache(), Pointer()]
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        """Upstream reads one row's token and feeds back its point or size (language.py:382-434); here every row's own."""
+        rows = step.caches[-1]
+        assert isinstance(rows, RowsCache)
+        embeds = self.language.model.embed_tokens(step.tokens)  # (B, 1, D)
+        for place, (row, token) in enumerate(zip(rows.places, step.tokens[:, 0].tolist(), strict=True)):
+            if row is not None and (fed := self._take(row, token)) is not None:
+                embeds[place] = fed.astype(embeds.dtype)
+        return self.forward(step.tokens, embeds, step.caches, self.decode_extras(step))
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        """Trunk and head; upstream's ``LanguageModel.__call__`` remembers positions, masks and points itself."""
+        *layers, pointers = cache
+        mask = extra.get("mask")
+        mask = create_attention_mask(ids, layers[0]) if mask is None else mask
+        hidden = self.language.model(ids, inputs_embeds=embeds, cache=layers, **{**extra, "mask": mask})  # (B, 1, D)
+        self.language.model.trunk._last_hidden_state = None
+        rows = pointers.places if isinstance(pointers, RowsCache) else [pointers]
+        points, sizes = self.model.decode_coords(hidden[:, -1]), self.model.decode_sizes(hidden[:, -1])
+        for place, row in enumerate(rows):
+            if row is not None:
+                row.logits = (points[place], sizes[place])
+        trunk = self.language.model
+        head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
+        return head(hidden)[:, -1]
+
+    def _take(self, row: Pointer, token: int) -> mx.array | None:
+        """Account for a row's token; what is embedded in its place (1, D), or None."""
+        assert row.logits is not None
+        (point, size), row.logits = row.logits, None
+        if token == self.config.coord_token_id:
+            row.point = new_point(point, row.found)
+            return self.model.coord_encoder(mx.array([row.point]))
+        if token == self.config.size_token_id:
+            row.has_size = True
+            return self.model.size_encoder(to_size(size))
+        if token == self.config.seg_token_id:
+            if row.point is not None and row.has_size:
+                row.found.append(row.point)
+            row.point, row.has_size = None, False
+        return None
+
+
+def new_point(logits: mx.array, found: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The most likely point (x, y) in 0..1 of (2, bins) logits that is not one of those found; the last tried if all are."""
+    last = logits.shape[-1] - 1
+    point = (0.0, 0.0)
+    for _ in range(MAX_RETRIES):
+        x, y = np.array(mx.argmax(logits, axis=-1)).tolist()
+        point = (x / last, y / last)
+        if not any(abs(a - point[0]) < SAME_POINT and abs(b - point[1]) < SAME_POINT for a, b in found):
+            break
+        logits = logits.at[mx.array([0, 1]), mx.array([x, y])].add(-1e9)
+    return point
+
+
+def to_size(logits: mx.array) -> mx.array:
+    """(1, 2) height and width in 0..1 of (2, bins) logits, whose bins are logarithmic (falcon_perception.py, process_sizes)."""
+    bins = logits.shape[-1]
+    least = math.log2(1 / bins)
+    return 2 ** (mx.argmax(logits, axis=-1).astype(mx.float32) / (bins - 1) * -least + least)[None]

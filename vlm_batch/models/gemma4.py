@@ -1,0 +1,112 @@
+"""Gemma 4 with a vision tower, and Gemma 4 unified without one: sliding and full layers that may share keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter, bidirectional_mask, spans_of
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Encoded
+
+MASK_NOTE = (
+    "where the checkpoint asks for it (use_bidirectional_attention 'vision'), a picture is one chunk and attends within "
+    "itself both ways in sliding layers, within their window, as in transformers (modeling_gemma4.py, "
+    "create_masks_for_vision_model); mlx-vlm does so in full layers too, and past the window (gemma4/language.py:499)"
+)
+
+
+@register(
+    ModelSpec(
+        family="gemma4",
+        model_types=("gemma4",),
+        notes=(
+            MASK_NOTE,
+            "a number of placeholders that does not fit the pictures is refused; mlx-vlm begins again with the first feature "
+            "(gemma4/gemma4.py:18)",
+        ),
+    )
+)
+class Gemma4(Adapter):
+    """Pictures only: audio and video are not verified, and their inputs are refused."""
+
+    input_keys = Adapter.input_keys | {"image_position_ids"}
+    ignored_inputs = frozenset({"num_soft_tokens_per_image"})
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.gemma4.language import Gemma4TextModel
+
+        class PictureMasks(Gemma4TextModel):
+            """Upstream lays pictures over the masks of all layers, from a whole prompt's token types
+            (gemma4/language.py:499); here a chunk's masks, by the kind of layer, come in their place."""
+
+            def _make_masks(self, h: mx.array, cache: Any, mm_token_type_ids: Any = None) -> list[Any]:
+                masks = super()._make_masks(h, cache)
+                kinds = dict(mm_token_type_ids or {})
+                for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
+                    if layer.layer_type in kinds:
+                        if entry is not None:  # without a cache, a layer shares the keys of one before it
+                            usual = entry.make_mask(h.shape[1], window_size=self.window_size, return_array=True)
+                            kinds[layer.layer_type] = kinds[layer.layer_type][..., -usual.shape[-1] :]
+                        masks[index] = kinds[layer.layer_type]
+                return masks
+
+        return {Gemma4TextModel: PictureMasks}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, with as many placeholders as features."""
+        extra = dict(extra)
+        positions = extra.pop("image_position_ids", None)
+        if "pixel_values" in extra:
+            found = extra.get("cached_image_features")
+            found = self.model.encode_image(extra["pixel_values"], positions) if found is None else found
+            needed, given = found.size // found.shape[-1], self.count_image_tokens(ids, extra)
+            if needed != given:
+                raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
+            extra["cached_image_features"] = found
+        return super().features(ids, extra)
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        text = self.config.text_config
+        if "pixel_values" not in extra or text.use_bidirectional_attention != "vision":
+            return ()
+        return spans_of(ids, self.image_token_ids())
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        features = super().chunk_features(encoded, start, end)
+        return {**features, "mm_token_type_ids": self.picture_masks(encoded.atomic, start, end)}
+
+    def picture_masks(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> dict[str, mx.array]:
+        """The masks of a chunk by kind of layer; full layers stay causal."""
+        sliding = bidirectional_mask(spans, start, end, self.config.text_config.sliding_window)
+        return {} if sliding is None else {"sliding_attention": sliding}
+
+
+@register(
+    ModelSpec(
+        family="gemma4_unified",
+        model_types=("gemma4_unified",),
+        notes=(
+            "a picture is one chunk and attends within itself both ways in all layers, past their windows too: mlx-vlm's "
+            "definition, which is that of transformers' forward (modeling_gemma4_unified.py:1174)",
+        ),
+    )
+)
+class Gemma4Unified(Gemma4):
+    """No tower: patches go through two norms and a matrix."""
+
+    def picture_masks(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> dict[str, mx.array]:
+        window = self.config.text_config.sliding_window
+        full = bidirectional_mask(spans, start, end)
+        sliding = bidirectional_mask(spans, start, end, window, cut_pictures=False)
+        return {} if full is None or sliding is None else {"full_attention": full, "sliding_attention": sliding}
+
+    def forget(self) -> None:
+        """Upstream notes on the model whether the last prompt could be chunked (gemma4_unified.py:133)."""
+        super().forget()
+        self.model.no_chunked_prefill = self.language.no_chunked_prefill = self.model._base_no_chunked_prefill

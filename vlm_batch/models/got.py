@@ -1,0 +1,27 @@
+"""GOT-OCR 2.0: Qwen2 text behind a SAM encoder, one picture of 256 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="got", model_types=("got",), multi_image=False))
+class GOT(Adapter):
+    """The n-th row of features is the n-th row of ids', so a row takes one picture (got/got.py:71)."""
+
+    input_keys = frozenset({"pixel_values"})
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        if "pixel_values" in extra and extra["pixel_values"].shape[0] != 1:
+            raise InvalidPrompt("got takes one picture a request: its prompt has room for one")
+        return super().features(ids, extra)
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({self.config.im_patch_token})

@@ -1,0 +1,83 @@
+"""Granite 4 Vision: several projections of a picture, each added before a language layer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter, put_features
+from vlm_batch.models.llava import best_grid, pack, use_tanh_gelu
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="granite4_vision",
+        model_types=("granite4_vision", "granite4-vision"),
+        notes=(
+            "all pictures of a request are encoded; mlx-vlm encodes the first only (granite4_vision.py:166)",
+            "SigLIP's GELU has its tanh form, as for llava (granite4_vision/vision.py:77)",
+            "which layers take the features is the model's own, not the last request's (granite4_vision.py:279)",
+        ),
+    )
+)
+class Granite4Vision(Adapter):
+    """Placeholders embed as zeros; what belongs there comes in later, layer by layer."""
+
+    input_keys = frozenset({"pixel_values", "image_sizes"})
+    #: (features, L, D) and (1, L), whole: upstream cuts a chunk's part by the cache's offset.
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": None, "visual_pos_masks": None}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        use_tanh_gelu(self.model.vision_tower)
+        self.language.model.trunk._deepstack_target_layers = [layer for _, layer in self._projections()]
+
+    def _projections(self) -> list[tuple[tuple[int, Any], int]]:
+        """((layer of the tower, projector), layer of the language model) of each set of features."""
+        config, model = self.config, self.model
+        found = [
+            ((int(seen), projector), int(layer))
+            for projector, (seen, layer) in zip(
+                model.layerwise_projectors, config.deepstack_layer_map or (), strict=True
+            )
+        ]
+        if config.use_spatial_sampling:
+            pairs = zip(model.spatial_projectors, config.spatial_target_layers or (), strict=False)
+            found += [((int(config.spatial_vision_layer), projector), int(layer)) for projector, layer in pairs]
+        return found
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with zeros for pictures, and each set of features over the whole prompt."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": embeds}
+        if "image_sizes" not in extra:
+            raise InvalidPrompt("granite4_vision takes its pictures with their image_sizes (pictures, 2)")
+        sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
+        packed = [self._encode(*picture) for picture in zip(extra["pixel_values"], sizes, strict=True)]
+        empty, markers = mx.zeros_like(embeds), self.image_token_ids()
+        sets = [put_features(empty, ids, markers, mx.concatenate(one)) for one in zip(*packed, strict=True)]
+        is_picture = ids == self.config.image_token_index
+        return {
+            "inputs_embeds": mx.where(is_picture[..., None], 0, embeds),
+            "deepstack_visual_embeds": mx.concatenate(sets),
+            "visual_pos_masks": is_picture,
+        }
+
+    def _encode(self, tiles: mx.array, size: list[int]) -> list[mx.array]:
+        """One picture (tiles, 3, S, S) of (high, wide) pixels -> its features (tokens, D) for each language layer."""
+        tile = int(self.config.vision_config.image_size)
+        grid = best_grid(size, tile, [(high // tile, wide // tile) for high, wide in self.config.image_grid_pinpoints])
+        tiles = tiles[: grid[0] * grid[1] + 1].transpose(0, 2, 3, 1)
+        *_, states = self.model.vision_tower(tiles, output_hidden_states=True)
+        skipped = int(self.config.vision_feature_select_strategy == "default")
+        return [
+            pack(projector(states[layer][:, skipped:]), size, grid, self.model.image_newline)
+            for (layer, projector), _ in self._projections()
+        ]

@@ -1,0 +1,65 @@
+"""Jina VLM: picture features are added to the tokens that an index names; RoPE written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import LastPosition, two_tables
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="jina_vlm",
+        model_types=("jina_vlm", "jvlm"),
+        notes=("RoPE takes each row's own offset; mlx-vlm takes the farthest row's for all (jina_vlm/language.py:43)",),
+    )
+)
+class JinaVLM(Adapter):
+    """The language model is its own trunk."""
+
+    input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.jina_vlm.language import ExtendedEmbedding, RoPE
+
+        class RowRoPE(RoPE):
+            """Upstream turns all rows by the farthest one's offset (jina_vlm/language.py:43)."""
+
+            def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+                """(B, H, L, D) -> the same; offset is an int, or (B,)."""
+                places = mx.array(offset).reshape(-1, 1) + mx.arange(x.shape[2])  # (B or 1, L)
+                angles = (places.astype(mx.float32)[..., None] * self._inv_freq)[:, None]  # (B or 1, 1, L, D / 2)
+                cos, sin = mx.cos(angles), mx.sin(angles)
+                first, second = mx.split(x, 2, axis=-1)
+                turned = [first * cos - second * sin, second * cos + first * sin]
+                return mx.concatenate(turned, axis=-1).astype(x.dtype)
+
+        return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
+
+    def shorten(self) -> None:
+        self.language.ln_f = LastPosition(self.language.ln_f)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """What upstream makes, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""
+        if "pixel_values" not in extra or "image_input_idx" not in extra:
+            return super().features(ids, {})
+        found = extra.get("cached_image_features")
+        if found is None:
+            pixels, masks = extra["pixel_values"], extra.get("image_masks")
+            if pixels.ndim == 3:
+                pixels, masks = pixels[None], None if masks is None else masks[None]
+            found = self.model.get_image_features(pixels, masks)
+        index = np.array(extra["image_input_idx"]).reshape(-1)
+        used = np.flatnonzero((index >= 0) & (index < ids.shape[1]))
+        added = found.reshape(len(index), -1)[mx.array(used)]
+        return {"inputs_embeds": self.language.embedding(ids).at[0, mx.array(index[used])].add(added)}
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({self.config.image_patch_token_id})

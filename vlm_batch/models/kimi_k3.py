@@ -1,0 +1,63 @@
+"""Kimi K3: delta attention in most layers, latent attention without positions in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches.rows import RowsCache, attend_rows
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
+class KimiK3(Adapter):
+    """Pictures only: videos are not verified. Order is the recurrent layers' business; nothing is given positions."""
+
+    input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.kimi_k3.language import KimiK3MLAAttention
+
+        class RowLatentAttention(KimiK3MLAAttention):
+            """Upstream multiplies what the cache returns (kimi_k3/language.py:589), which must then be one array; rows
+            that keep their own caches are multiplied one at a time."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                if not isinstance(cache, RowsCache):
+                    return super().__call__(x, mask, cache)
+                wide = (
+                    self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+                )
+                queries = wide.reshape(len(x), 1, self.num_heads, self.q_head_dim).swapaxes(1, 2)  # (B, H, 1, D_head)
+                latent, shared = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
+                latents, keys = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], shared[:, None])
+                queries, extra = mx.split(queries, [self.qk_nope_head_dim], axis=-1)
+                queries = mx.concatenate([self.embed_q(queries), extra], axis=-1)
+                output = attend_rows(attend_latent, queries, latents, keys, self.scale, None, None)
+                output = self.unembed_out(output).swapaxes(1, 2).flatten(-2)
+                return self.o_proj(output * mx.sigmoid(self.g_proj(x)) if self.use_gate else output)
+
+        return {KimiK3MLAAttention: RowLatentAttention}
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({self.config.image_token_index, self.config.media_placeholder_token_id})
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "grid_thws" not in extra:
+            return ()
+        patch = int(self.config.vision_config.patch_size)
+        return tuple((grid[-1] * patch, grid[-2] * patch) for grid in extra["grid_thws"].tolist())
+
+
+def attend_latent(
+    queries: mx.array, latents: mx.array, keys: mx.array, cache: Any, scale: float, mask: mx.array | None
+) -> mx.array:
+    """Attention of (1, H, 1, R + D) queries over latents (1, 1, L, R), which are the values too, and keys (1, 1, L, D)."""
+    query, extra = mx.split(queries, [latents.shape[-1]], axis=-1)
+    scores = (extra * scale) @ keys.swapaxes(-1, -2)  # (1, H, 1, L), to which the latents' part is added
+    return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)

@@ -1,0 +1,91 @@
+"""Kimi-VL, Kimi K2.5 and Youtu-VL: attention over a latent that all heads share (DeepSeek-V2, arXiv:2405.04434)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches.rows import RowsCache, attend_rows
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import LastPosition
+from vlm_batch.registry import ModelSpec, register
+
+
+def _attend_latent(
+    queries: mx.array, latents: mx.array, rotated: mx.array, cache: Any, scale: float, mask: mx.array | None
+) -> mx.array:
+    """Attention of (1, H, 1, R + D_rope) queries over latents (1, 1, L, R) and rotated keys (1, 1, L, D_rope)."""
+    query, turned = mx.split(queries, [latents.shape[-1]], axis=-1)
+    scores = (turned * scale) @ rotated.swapaxes(-1, -2)  # (1, H, 1, L), the rest of the score is added to it
+    return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)
+
+
+def _latent_attention(parent: type) -> type:
+    class RowLatentAttention(parent):  # type: ignore[misc]
+        """Upstream multiplies what the cache returns (youtu_vl/language.py:119, deepseek_v3/language.py:120), which must
+        then be one array; rows that keep their own caches are multiplied one at a time."""
+
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            """(B, L, D) -> (B, L, D)"""
+            if not isinstance(cache, RowsCache):
+                return super().__call__(x, mask, cache)
+            batch = x.shape[0]
+            wide = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            queries = wide.reshape(batch, 1, self.num_heads, self.q_head_dim).swapaxes(1, 2)
+            queries, turned = mx.split(queries, [self.qk_nope_head_dim], axis=-1)
+            latent, rotated = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
+            latent, rotated = self.kv_a_layernorm(latent)[:, None], rotated[:, None]  # (B, 1, 1, R), (B, 1, 1, D_rope)
+            turned, rotated = (self.rope(part, cache.offset) for part in (turned, rotated))
+            latents, keys = cache.update_and_fetch(latent, rotated)
+            queries = mx.concatenate([self.embed_q(queries), turned], axis=-1)
+            output = attend_rows(_attend_latent, queries, latents, keys, self.scale, None, None)
+            return self.o_proj(self.unembed_out(output).swapaxes(1, 2).flatten(-2))
+
+    return RowLatentAttention
+
+
+class _Kimi(Adapter):
+    input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id"}
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        patch = int(self.config.vision_config.patch_size)
+        return tuple(
+            (int(w) * patch, int(h) * patch) for h, w in extra.get("image_grid_hws", mx.zeros((0, 2))).tolist()
+        )
+
+
+@register(ModelSpec(family="kimi_vl", model_types=("kimi_vl",)))
+class KimiVL(_Kimi):
+    """Its latents are made into keys and values before they are stored."""
+
+    input_keys = _Kimi.input_keys | {"_grid_shapes"}
+
+
+@register(ModelSpec(family="kimi_k25", model_types=("kimi_k25",)))
+class KimiK25(_Kimi):
+    """The language model runs the trunk's layers itself. Videos are refused: they are not verified."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention
+
+        return {DeepseekV3Attention: _latent_attention(DeepseekV3Attention)}
+
+    def shorten(self) -> None:
+        self.language.model.norm = LastPosition(self.language.model.norm)
+
+
+@register(ModelSpec(family="youtu_vl", model_types=("youtu_vl",)))
+class YoutuVL(Adapter):
+    """Latent attention; windows in the vision tower."""
+
+    input_keys = frozenset({"pixel_values", "spatial_shapes"})
+    ignored_inputs = frozenset({"pixel_attention_mask"})
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.youtu_vl.language import YoutuAttention
+
+        return {YoutuAttention: _latent_attention(YoutuAttention)}

@@ -1,0 +1,100 @@
+"""Llama 4: three layers of four see blocks of positions with RoPE, every fourth sees all without; experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.base import create_attention_mask
+from mlx_vlm.models.cache import ChunkedKVCache
+
+from vlm_batch.caches.blocks import BlockCache
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import attention
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="llama4",
+        model_types=("llama4",),
+        notes=(
+            "blocks and the attention temperature are counted from each row's own position; mlx-vlm takes the farthest "
+            "row's for all (llama4/language.py:86 and :254)",
+            "the vision tower's GELU is the exact one, as in transformers (modeling_llama4.py, Llama4VisionMLP); mlx-vlm "
+            "takes a sigmoid (llama4/vision.py:155)",
+        ),
+    )
+)
+class Llama4(Adapter):
+    """A row's caches of blocked layers hold the current block only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from mlx_vlm.models.llama4.vision import Llama4VisionMLP
+
+        super().__init__(model)
+        for _, module in self.model.vision_model.named_modules():
+            if isinstance(module, Llama4VisionMLP):
+                module.activation_fn = nn.GELU()  # upstream: "fast", a sigmoid (llama4/vision.py:155)
+        for layer in self.language.layers:
+            # Upstream: 1e-6 (llama4/language.py:81); transformers: the config's (modeling_llama4.py, Llama4TextL2Norm).
+            layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.llama4.language import Attention, LlamaModel
+
+        class RowAttention(Attention):
+            """Upstream scales all rows' queries by the farthest row's positions (llama4/language.py:83-101)."""
+
+            norm_eps: float  # of the queries' and keys' norm
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                batch, length, _ = x.shape
+                queries, keys, values = (
+                    project(x).reshape(batch, length, -1, self.head_dim).swapaxes(1, 2)
+                    for project in (self.q_proj, self.k_proj, self.v_proj)
+                )
+                offset = cache.offset  # an int, or (B,)
+                if self.use_rope:
+                    queries, keys = (self.rope(rotated, offset=offset) for rotated in (queries, keys))
+                if self.use_qk_norm:
+                    queries, keys = (
+                        mx.fast.rms_norm(normed, weight=None, eps=self.norm_eps) for normed in (queries, keys)
+                    )
+                if self.attn_temperature_tuning and not self.use_rope:
+                    counts = mx.array(offset).reshape(-1, 1) + mx.arange(1, length + 1)  # (B or 1, L)
+                    scales = mx.log(mx.floor(counts / self.floor_scale) + 1.0) * self.attn_scale + 1.0
+                    queries = (queries * scales[:, None, :, None]).astype(queries.dtype)
+                keys, values = cache.update_and_fetch(keys, values)
+                output = attention(queries, keys, values, cache, self.scale, mask)
+                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+        class RowModel(LlamaModel):
+            """Upstream makes one mask of blocks for all rows, from the farthest one (llama4/language.py:246-264)."""
+
+            def __call__(
+                self,
+                input_ids: mx.array | None = None,
+                input_embeds: mx.array | None = None,
+                mask: Any = None,
+                cache: Sequence[Any] = (),
+            ) -> mx.array:
+                """(B, L) ids or (B, L, D) embeddings -> (B, L, D)"""
+                hidden = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+                masks: dict[bool, Any] = {}  # one for the layers of either kind
+                for layer, single in zip(self.layers, cache, strict=True):
+                    blocked = bool(layer.use_chunked_attention)
+                    if blocked not in masks:
+                        masks[blocked] = create_attention_mask(hidden, single)
+                    hidden = layer(hidden, masks[blocked], cache=single)
+                return self.norm(hidden)
+
+        return {Attention: RowAttention, LlamaModel: RowModel}
+
+    def make_cache(self) -> list[Any]:
+        made = super().make_cache()
+        return [BlockCache(single.chunk_size) if isinstance(single, ChunkedKVCache) else single for single in made]

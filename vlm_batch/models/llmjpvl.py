@@ -1,0 +1,14 @@
+"""LLM-jp-VL: a Llama or Qwen text model behind SigLIP with pixel shuffle."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="llmjpvl", model_types=("llmjpvl",)))
+class LlmJpVL(Adapter):
+    """Nothing is special."""
+
+    input_keys = Adapter.input_keys | {"image_token_index"}
+    ignored_inputs = frozenset({"image_flags", "num_patches"})

@@ -1,0 +1,13 @@
+"""Mage-VL: Qwen3 behind a vision tower with positions on three axes."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import GridAdapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="mage_vl", model_types=("mage_vl",)))
+class MageVL(GridAdapter):
+    """Nothing is special. Videos, whose patches come with positions, are refused: they are not verified."""
+
+    input_keys = frozenset({"pixel_values", "image_grid_thw"})

@@ -1,0 +1,15 @@
+"""MiMo-V2: sliding layers with attention sinks, full ones without, experts (pictures and text)."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(family="mimo_v2", model_types=("mimo_v2",), notes=("audio and video are not verified, and refused",))
+)
+class MiMoV2(Adapter):
+    """RoPE takes each row's own offset; windows are the caches' business, sinks the attention's."""
+
+    input_keys = Adapter.input_keys | {"image_grid_thw"}

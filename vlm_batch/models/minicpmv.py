@@ -1,0 +1,96 @@
+"""MiniCPM-V 4.6 and 4.7: Qwen3.5's text model, with and without experts, and pictures in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.qwen_vl import Qwen35
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Picture, PositionState
+
+
+@register(
+    ModelSpec(
+        family="minicpmv4_6",
+        model_types=("minicpmv4_6",),
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model (minicpmv4_6.py, "
+            "_set_position_state)",
+            "the merger after the tower takes the exact GELU, as in transformers (MiniCPMV4_6DownsampleMLP); mlx-vlm takes "
+            "its tanh form (minicpmv4_6.py, MergerBlock)",
+        ),
+    )
+)
+class MiniCPMV46(Qwen35):
+    """All tokens count, pictures' too. Videos are refused: they are not verified."""
+
+    input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})
+    ignored_inputs = frozenset(
+        {
+            "grids",
+            "grids_videos",
+            "num_frames_per_video",
+            "num_patches_per_frame",
+            "num_patches_per_image",
+            "video_sizes",
+        }
+    )
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for block in self.model.merger.mlp:
+            block.act = nn.GELU()
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, which checks itself that every slice has its tokens."""
+        return Adapter.features(self, ids, extra)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        bounds = np.array(extra["image_bound"][0]).reshape(-1, 2) if "image_bound" in extra else np.zeros((0, 2), int)
+        return int((bounds[:, 1] - bounds[:, 0]).sum())
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All slices are one, from the first one's tokens to the last one's."""
+        bounds = [np.array(bound).reshape(-1, 2) for bound in extra.get("image_bound", ())]
+        if not bounds:
+            return super().pictures(ids, extra)
+        ends = np.concatenate(bounds)
+        return (Picture(int(ends.min()), int(ends.max()), extra),) if len(ends) else ()
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Unknown: what the processor says are its slices."""
+        return ()
+
+
+@register(
+    ModelSpec(
+        family="minicpmv4_7",
+        model_types=("minicpmv4_7",),
+        notes=("positions and the merger's GELU: as minicpmv4_6",),
+    )
+)
+class MiniCPMV47(MiniCPMV46):
+    """The slices of a picture share a canvas, which gives their tokens positions on three axes."""
+
+    ignored_inputs = MiniCPMV46.ignored_inputs | {"image_bound"}
+    input_keys = MiniCPMV46.input_keys - {"image_bound"}
+
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The whole prompt's: the positions of its rest come with them."""
+        return self.features(ids, extra)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        prompt, delta = features["position_ids"], features["rope_deltas"]
+        return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        return Adapter.count_image_tokens(self, ids, extra)

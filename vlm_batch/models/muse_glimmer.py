@@ -1,0 +1,13 @@
+"""Muse Glimmer: sliding layers with RoPE, full ones without, queries and keys normed, logits capped."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="muse_glimmer", model_types=("muse_glimmer",)))
+class MuseGlimmer(Adapter):
+    """Nothing is special. Videos are refused: they are not verified."""
+
+    input_keys = Adapter.input_keys | {"image_grid_thw"}

@@ -1,0 +1,131 @@
+"""Families whose prompts hold one id for each picture, often one that is no token: FastVLM, Bunny, Phi-4 with SigLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.llava import use_tanh_gelu
+from vlm_batch.models.modules import LastPosition, attention
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Encoded, PromptKey
+
+#: What LLaVA's own code writes where a picture belongs.
+NO_TOKEN = -200
+
+
+class OnePlaceholder(Adapter):
+    """Every placeholder becomes as many positions as its picture has features."""
+
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
+        extra = self._known_inputs(inputs)
+        if "pixel_values" not in extra:
+            return super().encode(inputs, cached)
+        features = extra.get("cached_image_features")
+        pictures = self.encode_pictures(extra) if features is None else list(features)
+        (marker,) = self.image_token_ids()
+        ids = repeat_placeholders(inputs["input_ids"], marker, [len(picture) for picture in pictures])
+        return super().encode({**inputs, "input_ids": ids, "cached_image_features": mx.concatenate(pictures)}, cached)
+
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None:
+        """How many positions a picture takes is not known before it is encoded."""
+        return None if "pixel_values" in inputs else super().prompt_key(inputs)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        embeds = self.language.model.embed_tokens(mx.maximum(ids, 0))
+        if "cached_image_features" in extra:
+            embeds = put_features(embeds, ids, self.image_token_ids(), extra["cached_image_features"])
+        return {"inputs_embeds": embeds}
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+        """The features (tokens, D) of each picture."""
+        raise NotImplementedError
+
+
+@register(
+    ModelSpec(
+        family="fastvlm",
+        model_types=("fastvlm", "llava_qwen2"),
+        notes=("text between two pictures is cut where they are; mlx-vlm cuts one id too late (fastvlm.py:120)",),
+    )
+)
+class FastVLM(OnePlaceholder):
+    """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+        tower = self.model.vision_tower
+        dtype = tower.vision_model.patch_embed.blocks[0].reparam_conv.weight.dtype
+        _, features, _ = tower(extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype))  # (N, H, W, C)
+        return list(self.model.mm_projector(features.flatten(1, 2)))
+
+
+@register(
+    ModelSpec(
+        family="llava_bunny",
+        model_types=("llava_bunny", "llava-qwen2", "bunny-llama"),
+        notes=(
+            "every picture has its place; mlx-vlm puts in the first one only (llava_bunny.py:135)",
+            "SigLIP's GELU has its tanh form, as for llava (llava_bunny/vision.py:8)",
+        ),
+    )
+)
+class LlavaBunny(OnePlaceholder):
+    """The tower's last layer without its norm, as upstream takes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        use_tanh_gelu(self.model.vision_tower)
+
+    def shorten(self) -> None:
+        """The head is a part of the trunk here, behind its norm."""
+        self.language.model.norm = LastPosition(self.language.model.norm)
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+        *_, states = self.model.vision_tower(extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
+        return list(self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype)))
+
+
+@register(
+    ModelSpec(
+        family="phi4_siglip",
+        model_types=("phi4_siglip", "phi4-siglip"),
+        notes=("attention runs a row at a time too; mlx-vlm calls MLX's directly (phi4_siglip/language.py:66)",),
+    )
+)
+class Phi4SigLip(OnePlaceholder):
+    """Pictures of any shape as a padded list of patches, of which a mask says how many are real."""
+
+    input_keys = OnePlaceholder.input_keys | {"spatial_shapes", "pixel_attention_mask"}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.phi4_siglip.language import Attention
+
+        class RowAttention(Attention):
+            """Upstream calls ``mx.fast`` past the hook (phi4_siglip/language.py:66), which knows no rows."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                heads, kv_heads = self.n_heads, self.n_kv_heads
+                split = self.qkv_proj(x).reshape(*x.shape[:2], heads + 2 * kv_heads, self.head_dim).swapaxes(1, 2)
+                queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+                queries, keys = (self.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+                keys, values = cache.update_and_fetch(keys, values)
+                output = attention(queries, keys, values, cache, self.scale, mask)
+                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+        return {Attention: RowAttention}
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({NO_TOKEN})
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+        shapes, mask = extra.get("spatial_shapes"), extra.get("pixel_attention_mask")
+        states, _, _ = self.model.vision_tower(extra["pixel_values"], output_hidden_states=True, spatial_shapes=shapes)
+        chosen = states[self.config.mm_vision_select_layer]
+        counts = [chosen.shape[1]] * len(chosen) if mask is None else mask.sum(axis=-1).tolist()
+        return [self.model.mm_projector(picture[:count]) for picture, count in zip(chosen, counts, strict=True)]

@@ -1,0 +1,13 @@
+"""Step 3.7: sliding and full layers with heads of their own, experts; a picture as patches and its whole view."""
+
+from __future__ import annotations
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(ModelSpec(family="step3p7", model_types=("step3p7",)))
+class Step3p7(Adapter):
+    """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
+
+    input_keys = frozenset({"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"})
