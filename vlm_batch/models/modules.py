@@ -13,6 +13,7 @@ import numpy as np
 from mlx_vlm.models import base as upstream
 
 from vlm_batch.caches.rows import RowStates, attend_rows
+from vlm_batch.models import kernels
 
 
 def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
@@ -116,7 +117,14 @@ def attention(
         mask = mask.mask
     if isinstance(keys, RowStates):
         return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
+    if sinks is None and is_plain(keys, cache):
+        return kernels.attend(queries, keys, values, scale, mask)
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def is_plain(keys: Any, cache: Any) -> bool:
+    """Whether attention is over whole arrays, and not over keys in few bits."""
+    return isinstance(keys, mx.array) and not hasattr(cache, "bits")
 
 
 def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
 from vlm_batch.models.modules import seal_masks
+from vlm_batch.models.qwen_vision import window_runs
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 
@@ -19,6 +20,8 @@ class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
     compiles = True
+    shares_prefill = True
+    look = MRoPEAdapter.look_at_grids
 
 
 @register(
@@ -32,12 +35,14 @@ class Qwen25VL(MRoPEAdapter):
     """M-RoPE; windowed attention in the vision tower."""
 
     compiles = True
+    shares_prefill = True
+    look = MRoPEAdapter.look_at_grids
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
-        return {VisionModel: distinct_windows(VisionModel)}
+        return {VisionModel: window_runs(VisionModel)}
 
 
 def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
