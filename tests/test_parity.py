@@ -41,8 +41,8 @@ def two_images(name: str) -> list[Ask]:
 
 def equal_prompts(name: str) -> list[Ask]:
     """Pictures of one size and texts of one length, that arrive together and later."""
-    late = [Ask(IMAGES[1], at=3), Ask("image:7:1", at=3), Ask("text:7:14", at=4)]
-    return [*together("image:4:1", "image:5:1", "image:6:1", "text:4:14", TEXTS[2]), *late]
+    late = [Ask("image:1:1", at=3), Ask(IMAGES[1], at=3), Ask(TEXTS[2], at=4)]
+    return [*together("image:1:1", IMAGES[1], "image:3:1", "text:4:14", TEXTS[2]), *late]
 
 
 def middle_of_image(name: str) -> SchedulerConfig:

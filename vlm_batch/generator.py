@@ -56,7 +56,8 @@ def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerCon
     )
     if placement is Placement.SLAB:
         return replace(config, smallest_chunk=config.smallest_chunk or SLAB_CHUNK)
-    return replace(config, max_chunk=min(config.max_chunk, ROWS_CHUNK), idle_budget=min(config.idle_budget, ROWS_CHUNK))
+    most = {name: min(value, ROWS_CHUNK) for name, value in (("max_chunk", config.max_chunk), ("idle_budget", config.idle_budget))}
+    return replace(config, smallest_chunk=config.smallest_chunk or ROWS_CHUNK, **most)
 
 
 class ModelAdapter(Protocol):
@@ -198,7 +199,7 @@ class BatchGenerator:
             self._launched.decode = self._launch(rows)
         self._await(before)
         encoding = self._admit(is_decoding=bool(rows))
-        budget = self._pace.budget(is_decoding=bool(rows))
+        budget = self._pace.budget(is_decoding=bool(rows), pending=self._num_pending())
         plan = self.scheduler.plan([_prefill_row(row) for row in self._prefilling.values()], budget)
         joined = [row for group in self._together(plan) for row in self._prefill(group)]
         if joined:
@@ -262,8 +263,11 @@ class BatchGenerator:
 
     def _has_prefill_work(self) -> bool:
         """Whether the prompts that have places fill a step."""
-        pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
-        return pending >= self.scheduler.config.idle_budget
+        return self._num_pending() >= self.scheduler.config.idle_budget
+
+    def _num_pending(self) -> int:
+        """Prompt tokens that have places and are not prefilled."""
+        return sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
 
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None

@@ -121,32 +121,45 @@ def together(plan: Sequence[Chunk], lengths: Mapping[str, int], most: int) -> li
 class Pace:
     """How many prompt tokens a step can take beside decoding rows: from measured step times, smoothed.
 
-    A chunk has a price of its own (a forward's launches, the weights read once more), so it is never smaller than the
-    config's ``smallest_chunk``; the first ones, before anything is measured, are ``FIRST_CHUNK``.
+    A chunk has a price of its own (a forward's launches, the weights read or packed once more), so none is smaller than the
+    config's ``smallest_chunk``, and a step without one may come before it; the first ones, before anything is measured, are
+    ``FIRST_CHUNK``.
     """
 
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
+    LONGEST_SAVING = 4  # steps
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
+        self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
-    def budget(self, is_decoding: bool) -> int:
-        """Prompt tokens for the next step."""
+    def budget(self, is_decoding: bool, pending: int) -> int:
+        """Prompt tokens for the next step, of ``pending`` that have places.
+
+        What fits between two tokens of a decoding row is saved up, for at most ``LONGEST_SAVING`` steps, until it holds the
+        smallest chunk or all that is pending.
+        """
         config = self._config
         if not is_decoding:
+            self._saved_steps = 0
             return config.idle_budget
         if config.prefill_budget is not None:
             return config.prefill_budget
         if not self._tokens_per_second:
             return min(self.FIRST_CHUNK, config.idle_budget)
-        fits = int((config.token_gap - self._decode_seconds) * self._tokens_per_second)
-        return min(max(fits, config.smallest_chunk or self.SMALLEST_CHUNK), config.idle_budget)
+        self._saved_steps += 1
+        fits = int(self._saved_steps * max(config.token_gap - self._decode_seconds, 0.0) * self._tokens_per_second)
+        enough = min(pending, config.smallest_chunk or self.SMALLEST_CHUNK)
+        if fits < enough and self._saved_steps < self.LONGEST_SAVING:
+            return 0
+        self._saved_steps = 0
+        return min(max(fits, enough), config.idle_budget)
 
     def record(self, seconds: float, tokens: int) -> None:
         """What a step took as a whole, and how many tokens of prompt it launched.

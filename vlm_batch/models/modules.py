@@ -10,10 +10,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models import activations
 from mlx_vlm.models import base as upstream
 
 from vlm_batch.caches.rows import RowStates, attend_rows
 from vlm_batch.models import kernels
+
+
+#: mlx-vlm's, whatever its name is bound to later.
+SWIGLU = activations.swiglu
 
 
 def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
@@ -101,6 +106,8 @@ def hook_attention(module: nn.Module) -> None:
         namespace = vars(sys.modules[name])
         if namespace.get("scaled_dot_product_attention") is upstream.scaled_dot_product_attention:
             namespace["scaled_dot_product_attention"] = attention
+        if namespace.get("swiglu") is SWIGLU:
+            namespace["swiglu"] = kernels.swiglu
 
 
 def attention(

@@ -97,7 +97,7 @@ def window_runs(tower_class: type[nn.Module]) -> type[nn.Module]:
             for number, block in enumerate(self.blocks):
                 runs = in_pictures if number in self.fullatt_block_indexes else in_windows
                 x = x + self._attend(block.attn, block.norm1(x), runs, cos, sin)
-                x = x + block.mlp(block.norm2(x))
+                x = x + self._gated(block.mlp, block.norm2(x))
             return self.merger(x)[mx.array(np.argsort(order))]
 
         def _rotation(self, places: np.ndarray) -> tuple[mx.array, mx.array]:
@@ -107,6 +107,11 @@ def window_runs(tower_class: type[nn.Module]) -> type[nn.Module]:
             angles = (places[:, :, None] * speeds.astype(np.float32)).reshape(len(places), 1, -1).astype(np.float32)
             turned = mx.array(np.concatenate([angles, angles], axis=-1))
             return mx.cos(turned), mx.sin(turned)
+
+        @staticmethod
+        def _gated(module: Any, x: mx.array) -> mx.array:
+            """(N, D) -> (N, D)"""
+            return module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
 
         @staticmethod
         def _attend(module: Any, x: mx.array, runs: Sequence[Run], cos: mx.array, sin: mx.array) -> mx.array:
