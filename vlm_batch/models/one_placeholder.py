@@ -12,7 +12,7 @@ from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
 from vlm_batch.models.llava import use_tanh_gelu
 from vlm_batch.models.modules import LastPosition, attention
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
+from vlm_batch.types import Encoded, PromptKey
 
 #: What LLaVA's own code writes where a picture belongs.
 NO_TOKEN = -200
@@ -21,15 +21,19 @@ NO_TOKEN = -200
 class OnePlaceholder(Adapter):
     """Every placeholder becomes as many positions as its picture has features."""
 
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         extra = self._known_inputs(inputs)
         if "pixel_values" not in extra:
-            return super().encode(inputs)
+            return super().encode(inputs, cached)
         features = extra.get("cached_image_features")
-        pictures = self.pictures(extra) if features is None else list(features)
+        pictures = self.encode_pictures(extra) if features is None else list(features)
         (marker,) = self.image_token_ids()
         ids = repeat_placeholders(inputs["input_ids"], marker, [len(picture) for picture in pictures])
-        return super().encode({**inputs, "input_ids": ids, "cached_image_features": mx.concatenate(pictures)})
+        return super().encode({**inputs, "input_ids": ids, "cached_image_features": mx.concatenate(pictures)}, cached)
+
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None:
+        """How many positions a picture takes is not known before it is encoded."""
+        return None if "pixel_values" in inputs else super().prompt_key(inputs)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         embeds = self.language.model.embed_tokens(mx.maximum(ids, 0))
@@ -37,7 +41,7 @@ class OnePlaceholder(Adapter):
             embeds = put_features(embeds, ids, self.image_token_ids(), extra["cached_image_features"])
         return {"inputs_embeds": embeds}
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         """The features (tokens, D) of each picture."""
         raise NotImplementedError
 
@@ -52,7 +56,7 @@ class OnePlaceholder(Adapter):
 class FastVLM(OnePlaceholder):
     """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         tower = self.model.vision_tower
         dtype = tower.vision_model.patch_embed.blocks[0].reparam_conv.weight.dtype
         _, features, _ = tower(extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype))  # (N, H, W, C)
@@ -80,7 +84,7 @@ class LlavaBunny(OnePlaceholder):
         """The head is a part of the trunk here, behind its norm."""
         self.language.model.norm = LastPosition(self.language.model.norm)
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         *_, states = self.model.vision_tower(extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype)))
 
@@ -119,7 +123,7 @@ class Phi4SigLip(OnePlaceholder):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({NO_TOKEN})
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         shapes, mask = extra.get("spatial_shapes"), extra.get("pixel_attention_mask")
         states, _, _ = self.model.vision_tower(extra["pixel_values"], output_hidden_states=True, spatial_shapes=shapes)
         chosen = states[self.config.mm_vision_select_layer]
