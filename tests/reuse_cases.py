@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, TOLERANCE, Answer, Ask, Inputs, every_family, inputs_of, run, shared_adapter
+from tests.recording import record_none
 from tests.zoo import Trace
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
@@ -80,6 +81,7 @@ class Asker:
     def __init__(self, name: str, generator: BatchGenerator) -> None:
         self.name = name
         self.generator = generator
+        self.largest = 0.0  # difference of log-probabilities so far
 
     def ask(self, *keys: str) -> list[int]:
         """Requests that are there together; how many tokens of each were cached."""
@@ -93,7 +95,8 @@ class Asker:
     def _run(self, inputs: dict[str, Inputs], traces: dict[str, Trace]) -> list[int]:
         asks = [Ask(key) for key in inputs]
         answers = run(shared_adapter(self.name), inputs.__getitem__, asks, generator=self.generator)
-        return [checked(self.name, answer, traces[answer.ask.key]) for answer in answers]
+        self.largest = max(self.largest, *(checked(self.name, answer, traces[answer.ask.key]) for answer in answers))
+        return [cached(answer) for answer in answers]
 
 
 def asker(name: str, budget: int = 2**30, **how: Any) -> Asker:
@@ -103,25 +106,35 @@ def asker(name: str, budget: int = 2**30, **how: Any) -> Asker:
     return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), **how))
 
 
-def checked(name: str, answer: Answer, trace: Trace) -> int:
-    """Its cached tokens, once it is shown to be the right answer."""
+def checked(name: str, answer: Answer, trace: Trace) -> float:
+    """The largest difference of its log-probabilities, once it is shown to be the right answer."""
     result = answer.result
     assert result is not None
     assert result.error is None, result.error
     assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], (name, answer.ask.key)
-    worst = max(np.abs(found - right).max() for found, right in zip(answer.logprobs, trace.logprobs, strict=False))
+    pairs = zip(answer.logprobs, trace.logprobs, strict=False)
+    worst = max((float(np.abs(found - right).max()) for found, right in pairs), default=0.0)
     assert worst <= TOLERANCE, (name, answer.ask.key, worst)
-    return result.usage.cached_tokens
+    return worst
+
+
+def cached(answer: Answer) -> int:
+    """How many positions of its prompt were there already."""
+    assert answer.result is not None
+    return answer.result.usage.cached_tokens
+
+
+def only_resumable(name: str, scenario: str | None = None) -> None:
+    """Skips a family whose rows do not go on from others, with the reason that its adapter gives."""
+    if (why := shared_adapter(name).starts_afresh) is None:
+        return
+    if scenario is not None:
+        record_none(name, scenario, f"refused: {why}")
+    pytest.skip(f"rows of this family do not go on from others: {why}")
 
 
 def key_of(name: str, inputs: Inputs) -> PromptKey:
-    """Skips a family that cannot tell its prompts' positions, or whose rows cannot go on from others."""
-    if not shared_adapter(name).resumable:
-        pytest.skip("rows of this family do not go on from others (its adapter says why)")
-    key = shared_adapter(name).prompt_key(as_mlx(inputs))
-    if key is None:
-        pytest.skip("how many positions a picture takes is known once it is encoded: such prompts are not kept")
-    return key
+    return shared_adapter(name).prompt_key(as_mlx(inputs))
 
 
 def length(name: str, key: str) -> int:

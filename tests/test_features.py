@@ -97,6 +97,15 @@ def test_the_budget_holds_and_zero_keeps_nothing() -> None:
     assert (len(store), store.budget.nbytes) == (1, size)
 
 
+@pytest.mark.parametrize("name", [name for name in every_family() if tiny_family(name).two_images is not None])
+def test_pictures_of_other_prompts_are_not_mixed_up(name: str) -> None:
+    """Pairs whose first, second or both pictures were seen before, and pairs that only look like one that was."""
+    adapter, _, _ = remembering(name)
+    asker = Asker(name, BatchGenerator(adapter))
+    asker.ask("two:7", "two:8", IMAGE)
+    asker.ask("two:8~1", "two:9", "two:7~2")
+
+
 def test_features_are_split_by_picture_and_joined_again() -> None:
     tree = (mx.arange(20).reshape(10, 2), [mx.arange(5), None])
     parts = split_rows(tree, [4, 6])

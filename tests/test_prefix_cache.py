@@ -12,14 +12,29 @@ import numpy as np
 import pytest
 
 from tests.harness import every_family, inputs_of, shared_adapter
-from tests.reuse_cases import TAIL, TWO_WAY, Asker, alone, asker, end_of_pictures, in_turns, key_of, length, request
+from tests.recording import record, record_none
+from tests.reuse_cases import (
+    TAIL,
+    TWO_WAY,
+    Asker,
+    alone,
+    asker,
+    end_of_pictures,
+    in_turns,
+    key_of,
+    length,
+    only_resumable,
+    request,
+)
+from tests.zoo import family
 from tests.zoo._build import words
 from vlm_batch.caches import Placement
 from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.directory import RowFiles
-from vlm_batch.caches.files import Identity
+from vlm_batch.caches.files import Identity, can_write
+from vlm_batch.caches.index import BLOCK, BeginningIndex
 from vlm_batch.caches.prefix import MAX_POINTS, PrefixCache, thin
-from vlm_batch.caches.saved import Point, SavedRow
+from vlm_batch.caches.saved import Point, SavedRow, common_length
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.reuse import Kept, Reuse
@@ -28,18 +43,22 @@ from vlm_batch.types import PromptKey, SamplingParams
 
 IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
 
+#: Families with a layer whose kind of cache is copied as it is and goes into no file.
+NOT_WRITTEN: dict[str, str] = {}
+
 all_families = pytest.mark.parametrize("name", every_family())
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
 def test_hits(name: str, placement: Placement) -> None:
     """The same prompt again, another question about the same picture, and a longer prompt: all from what is kept."""
+    only_resumable(name, "prefix_hits")
     asks = asker(name, placement=placement)
-    length(name, IMAGE)
     assert asks.ask(IMAGE, SHORT) == [0, 0]
     # Nothing is prefilled, not even the last token: its logits were kept.
     assert asks.ask(SHORT, IMAGE) == [length(name, SHORT), length(name, IMAGE)]
     other, longer = asks.ask(f"{IMAGE}~1", f"{SHORT}+2")
+    record(name, "prefix_hits", placement, asks.largest)
     if name in TWO_WAY:
         assert (other, longer) == (0, 0)
         return
@@ -47,10 +66,48 @@ def test_hits(name: str, placement: Placement) -> None:
     assert longer in (length(name, SHORT), length(name, SHORT) + 1)  # the answer may begin as the longer prompt goes on
 
 
+@pytest.mark.parametrize(("name", "placement"), in_turns())
+def test_hits_with_two_pictures(name: str, placement: Placement) -> None:
+    """Both pictures from what is kept, neither of them encoded again; and a row beside it that begins otherwise."""
+    only_resumable(name, "prefix_two_images")
+    if family(name).two_images is None:
+        why = family(name).no_two_images
+        record_none(name, "prefix_two_images", why)
+        pytest.skip(why)
+    asks = asker(name, placement=placement)
+    assert asks.ask("two:7", "two:8")[0] == 0
+    same, longer = asks.ask("two:7", "two:7+2")
+    assert same == length(name, "two:7")
+    assert longer == 0 if name in TWO_WAY else longer >= length(name, "two:7")
+    record(name, "prefix_two_images", placement, asks.largest)
+
+
+@pytest.mark.parametrize(("name", "placement"), in_turns())
+def test_hits_from_files(name: str, placement: Placement, tmp_path: Path) -> None:
+    """Another engine on the same directory, and the same prompts: nothing of them is prefilled."""
+    only_resumable(name, "prefix_from_disk")
+    first = on_disk(name, tmp_path, placement=placement)
+    first.ask(IMAGE, SHORT)
+    kept = first.generator.reuse.prefix
+    assert kept is not None
+    is_writable = all(can_write(row) for row in kept.rows)
+    first.generator.reuse.close()
+    again = on_disk(name, tmp_path, placement=placement)
+    hits = again.ask(SHORT, IMAGE)
+    if not is_writable:
+        assert name in NOT_WRITTEN
+        assert hits == [0, 0]
+        record_none(name, "prefix_from_disk", NOT_WRITTEN[name])
+        return
+    assert hits == [length(name, SHORT), length(name, IMAGE)]
+    record(name, "prefix_from_disk", placement, again.largest)
+
+
 @all_families
 def test_another_picture_is_never_a_hit(name: str) -> None:
     """The same ids with other pixels: at most what comes before the picture (which may see it, where attention is not
     causal) is reused."""
+    only_resumable(name)
     asks = asker(name)
     key = key_of(name, inputs_of(name, IMAGE))
     if not key.pictures:
@@ -215,20 +272,52 @@ def key(ids: list[int], spans: tuple[tuple[int, int], ...] = ()) -> PromptKey:
 
 def test_the_longest_beginning_is_found_and_spans_are_not_entered() -> None:
     cache = PrefixCache(ByteBudget(10**6))
-    cache.store(saved([1, 2, 3]))
-    cache.store(saved([1, 2, 3, 4, 9, 9]))
-    cache.store(saved([7, 8]))
-    found = cache.find(key([1, 2, 3, 4, 5, 6]))
+    base = list(range(100, 140))
+    cache.store(saved(base[:11]))
+    cache.store(saved([*base[:20], 9, 9]))
+    cache.store(saved([7] * 30))
+    found = cache.find(key([*base[:20], 5, 6]))
     assert found is not None
-    assert (found.length, found.common) == (4, 4)
+    assert (found.length, found.common) == (20, 20)
     assert len(cache) == 2  # the shortest is the beginning of another
-    found = cache.find(key([1, 2, 3, 4, 5, 6], spans=((3, 5),)))
+    found = cache.find(key([*base[:20], 5, 6], spans=((19, 21),)))
     assert found is not None
-    assert (found.length, found.common) == (3, 4)
-    found = cache.find(key([1, 2, 3]))  # the last token is left to do: its logits are needed
+    assert (found.length, found.common) == (19, 20)
+    found = cache.find(key(base[:11]))  # the last token is left to do: its logits are needed
     assert found is not None
-    assert found.length == 2
-    assert cache.find(key([5, 1])) is None
+    assert found.length == 10
+    assert cache.find(key([5, *base])) is None
+    cache.store(saved(base))  # a longer one, of which another's beginning is only a part
+    found = cache.find(key([*base[:20], 9, 9, 1]))
+    assert found is not None
+    assert found.length == 22
+
+
+def test_the_index_finds_what_a_search_through_all_finds() -> None:
+    """Random rows over two ids with common beginnings of every length: no longer beginning is missed."""
+    random = np.random.RandomState(0)
+    index: BeginningIndex[int] = BeginningIndex()
+    rows: dict[int, np.ndarray] = {}
+    trunk = random.randint(0, 2, 200)
+    for number in range(300):
+        ids = np.concatenate([trunk[: random.randint(0, 200)], random.randint(0, 2, random.randint(1, 60))])
+        rows[number] = np.stack([ids, ids * 0, ids * 0], axis=1)
+        index.add(number, rows[number])
+        if number % 3 == 2:
+            index.remove(number - 1, rows.pop(number - 1))
+    for _ in range(200):
+        ids = np.concatenate([trunk[: random.randint(0, 200)], random.randint(0, 2, 40)])
+        keys = np.stack([ids, ids * 0, ids * 0], axis=1)
+        shared = {number: common_length(row, keys) for number, row in rows.items()}
+        best = max(shared.values())
+        offered = list(index.alike(keys))
+        assert all(least <= shared[number] for number, least in offered)
+        assert len({number for number, _ in offered}) == len(offered)
+        found = max((shared[number] for number, _ in offered), default=0)
+        assert found // BLOCK == best // BLOCK if best >= BLOCK else not offered
+    for number, row in rows.items():
+        index.remove(number, row)
+    assert not list(index.alike(rows[0]))
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
@@ -242,14 +331,14 @@ def test_what_was_used_longest_ago_goes_first() -> None:
             return None
 
     cache = PrefixCache(ByteBudget(3 * 1000), Below())
-    rows = [saved([index, 1, 2], nbytes=800) for index in range(3)]
+    rows = [saved([index] * 9, nbytes=700) for index in range(3)]
     for row in rows:
         cache.store(row)
     assert cache.budget.nbytes == sum(row.nbytes for row in rows)
-    cache.find(key([0, 1, 5]))
-    cache.store(saved([3, 1, 2], nbytes=800))
+    cache.find(key([0] * 8 + [1, 5]))
+    cache.store(saved([3] * 9, nbytes=700))
     assert evicted == [rows[1]]
-    cache.store(saved([4, 1, 2], nbytes=4000))  # larger than everything: nobody goes for it
+    cache.store(saved([4] * 9, nbytes=4000))  # larger than everything: nobody goes for it
     assert len(cache) == 3
     assert len(evicted) == 2
 
@@ -303,10 +392,18 @@ def test_nothing_is_kept_of_what_is_no_use(monkeypatch: pytest.MonkeyPatch) -> N
 # On disk --------------------------------------------------------------------------------------------------------------
 
 
-def on_disk(name: str, directory: Path, *, budget: int = 2**28, max_bytes: int = 2**28, model: str = "m") -> Asker:
+def on_disk(
+    name: str,
+    directory: Path,
+    *,
+    budget: int = 2**28,
+    max_bytes: int = 2**28,
+    model: str = "m",
+    placement: Placement | None = None,
+) -> Asker:
     adapter = shared_adapter(name)
     prefix = Kept(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
-    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix)))
+    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), placement=placement))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "mllama", "gemma3n", "qwen3_5"])
@@ -337,20 +434,21 @@ def test_damaged_files_are_ignored_and_removed(tmp_path: Path) -> None:
     for key in (IMAGE, TEXT, "text:6:30"):
         first.ask(key)
     first.generator.reuse.close()
-    torn, flipped, _ = sorted(tmp_path.iterdir())
+    torn, flipped, whole = sorted(tmp_path.iterdir())
     torn.write_bytes(torn.read_bytes()[:-100])
     contents = bytearray(flipped.read_bytes())
     contents[-5] ^= 255
     flipped.write_bytes(bytes(contents))
-    (tmp_path / ".unfinished.safetensors.abc.part").write_bytes(b"half")
-    (tmp_path / "foreign.safetensors").write_bytes(b"not ours")
-    (tmp_path / "notes.txt").write_text("a user's")
+    (tmp_path / f".{whole.name}.abc.part").write_bytes(b"half")
+    theirs = [tmp_path / name for name in ("model.safetensors", "download.part", "notes.txt")]
+    for path in theirs:
+        path.write_text("a user's")
     asks = on_disk(name, tmp_path)
     assert not torn.exists()  # seen at once by its length
     cached = [asks.ask(key)[0] for key in (IMAGE, TEXT, "text:6:30")]
     assert sum(count > 0 for count in cached) == 1
     assert not flipped.exists()  # seen when it was read
-    assert (tmp_path / "notes.txt").exists()
+    assert all(path.exists() for path in theirs)
     assert not list(tmp_path.glob(".*.part"))
 
 

@@ -25,6 +25,8 @@ class Traces:
     key: PromptKey | None = None
     cached: int = 0  # positions that it has not prefilled itself
     logits: mx.array | None = None  # (1, V) after its prompt, where they were kept
+    known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
+    shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
     stops: tuple[int, ...] = ()  # where its chunks are to end
     points: dict[int, Point] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)

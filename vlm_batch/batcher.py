@@ -485,7 +485,7 @@ def _engine(
     budget = ByteBudget(kept.max_bytes)
     if kept.max_bytes:
         adapter.remember_features(FeatureStore(budget))
-    prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.resumable else None
+    prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.starts_afresh is None else None
     reuse = Reuse(adapter, prefix, identity)
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.

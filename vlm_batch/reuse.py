@@ -6,6 +6,7 @@ cache nor gives one back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ class Recogniser(Protocol):
     """What is asked of an adapter here."""
 
     @property
-    def resumable(self) -> bool: ...
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None: ...
+    def starts_afresh(self) -> str | None: ...
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Reuse:
         self.adapter = adapter
         self.prefix = prefix
         self.identity = identity or Identity("")
+        self._ended: list[SavedRow] = []  # launched, and not waited for yet
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +79,7 @@ class Reuse:
     def close(self) -> None:
         """Write what is to outlive the process."""
         if self.prefix is not None:
+            self.settle_ended()
             self.prefix.close()
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
@@ -89,15 +92,25 @@ class Reuse:
             traces = self._traces(row)
         except Exception:  # what is wrong with it is said when it is encoded
             return False
-        keys = [other.traces.key for other in others if other.traces is not None and other.traces.key is not None]
-        if traces.key is None or not keys:
+        if traces.key is None:
             return False
-        coming = max(common_length(traces.key.positions, key.positions) for key in keys)
-        coming = traces.key.before_span(min(coming, traces.key.length - 1))
+        coming = max((self._shared(traces, other) for other in others), default=0)
         if coming < MIN_TOKENS:
             return False
-        found = self.prefix.find(traces.key)
-        return coming >= (found.length if found is not None else 0) + MIN_TOKENS
+        if traces.known[0] != self.prefix.version:
+            found = self.prefix.find(traces.key)
+            traces.known = (self.prefix.version, 0 if found is None else found.length)
+        return coming >= traces.known[1] + MIN_TOKENS
+
+    def _shared(self, traces: Traces, other: Row) -> int:
+        """How many first positions a prompt has in common with another row's, and could go on from."""
+        if other not in traces.shared:
+            theirs = None if other.traces is None else other.traces.key
+            if traces.key is None or theirs is None:
+                return 0
+            common = common_length(traces.key.positions, theirs.positions)
+            traces.shared[other] = traces.key.before_span(min(common, traces.key.length - 1))
+        return traces.shared[other]
 
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
         """Give a row its caches: fresh ones, or those of its beginning. Returns how many positions are in them.
@@ -105,15 +118,15 @@ class Reuse:
         Raises InvalidCache if the cache that it is to continue does not fit its prompt.
         """
         row.cache = list(fresh)
+        if row.traces is not None:
+            row.traces.shared.clear()
         wanted = row.traces is not None and (row.traces.continues is not None or row.traces.is_returned)
         if self.prefix is None and not wanted:
             return 0
         traces = self._traces(row)
         if traces.key is None:
             if wanted:
-                raise InvalidCache(
-                    "this model runs one row at a time, through mlx-vlm's own path: it has no prompt caches"
-                )
+                raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.starts_afresh}")
             return 0
         found = self._continued(traces) if traces.continues is not None else self._found(traces.key)
         if any(not is_whole_kind(cache) for cache in fresh):
@@ -193,11 +206,23 @@ class Reuse:
         if not self.wants(row) or traces is None or row.cache is None:
             return None
         saved = self._saved(row, traces, row.cache, row.num_sampled - 1)
-        mx.eval(saved.arrays())
         row.cache = None
+        if traces.is_returned:  # another thread may read it
+            mx.eval(saved.arrays())
+        else:
+            mx.async_eval(saved.arrays())
         if self.prefix is not None and saved.length >= MIN_TOKENS:
-            self.prefix.store(saved)
+            self._ended.append(saved)
         return PromptCache(saved, self.identity) if traces.is_returned else None
+
+    def settle_ended(self) -> None:
+        """Make known what rows left that ended a step ago: the device has copied it by now, with nothing to wait for."""
+        ended, self._ended = self._ended, []
+        for saved in ended:
+            with contextlib.suppress(RuntimeError):  # no memory for it: then it is not kept
+                mx.eval(saved.arrays())
+                if self.prefix is not None:
+                    self.prefix.store(saved)
 
     def _saved(self, row: Row, traces: Traces, caches: Sequence[Any], num_answered: int) -> SavedRow:
         assert traces.key is not None
@@ -209,7 +234,7 @@ class Reuse:
     def _traces(self, row: Row) -> Traces:
         if row.traces is None:
             row.traces = Traces()
-        if row.traces.key is None and self.adapter.resumable and row.inputs is not None:
+        if row.traces.key is None and self.adapter.starts_afresh is None and row.inputs is not None:
             row.traces.key = self.adapter.prompt_key(row.inputs)
         return row.traces
 

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from vlm_batch.caches.files import SUFFIX, Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
+from vlm_batch.caches.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
+from vlm_batch.caches.index import BeginningIndex
 from vlm_batch.caches.saved import SavedRow, common_length
-from vlm_batch.digest import digest
+from vlm_batch.digest import DIGEST_SIZE, digest
 from vlm_batch.errors import InvalidCache
+
+#: What the files are called behind their digest, and all of their names: nothing else in a directory is ever touched.
+SUFFIX = ".row.safetensors"
+NAMES = "[0-9a-f]" * (2 * DIGEST_SIZE) + SUFFIX
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class RowFiles:
     """The rows of one model and its settings; ``max_bytes`` of files at most, and what was used longest ago goes first.
 
     A file is whole or not there: one that is damaged all the same, by a full disk or another program, is ignored and
-    removed. Rows of other models in the same directory are left alone, and counted as nobody's.
+    removed. Rows of other models in the same directory are left alone, and counted as nobody's; so is whatever else is
+    there.
     """
 
     def __init__(self, directory: Path, max_bytes: int, identity: Identity) -> None:
@@ -34,9 +40,10 @@ class RowFiles:
         self.max_bytes = max_bytes
         self.identity = identity
         self._files: OrderedDict[str, _File] = OrderedDict()
-        for part in directory.glob(".*.part"):  # of a process that ended in the middle of writing
+        self._index: BeginningIndex[str] = BeginningIndex()
+        for part in directory.glob(f".{NAMES}.*.part"):  # of a process that ended in the middle of writing
             _remove(part)
-        for path in sorted(directory.glob(f"*{SUFFIX}"), key=_age):
+        for path in sorted(directory.glob(NAMES), key=_age):
             self._take_up(path)
         self._make_room()
 
@@ -50,23 +57,28 @@ class RowFiles:
 
     def put(self, row: SavedRow) -> None:
         """Write a row, unless a file has it already or it is of a kind that files do not know. A full disk is no error."""
-        name = digest([row.keys, sorted(row.points)]).hex() + SUFFIX
+        name = digest([row.keys, sorted(row.points), self.identity.model, self.identity.settings]).hex() + SUFFIX
         if name in self._files:
             self._files.move_to_end(name)
             return
         if row.nbytes > self.max_bytes or not can_write(row):
             return
-        for other, file in list(self._files.items()):
-            if common_length(file.keys, row.keys) == len(file.keys):  # this row goes on from that one
+        try:
+            file = _File(row.keys, write_row(self.directory / name, row, self.identity))
+        except OSError:
+            return
+        for other, _ in list(self._index.alike(row.keys)):
+            if common_length(self._files[other].keys, row.keys) == len(
+                self._files[other].keys
+            ):  # it goes on from that one
                 self._drop(other)
-        with contextlib.suppress(OSError):
-            self._files[name] = _File(row.keys, write_row(self.directory / name, row, self.identity))
+        self._add(name, file)
         self._make_room()
 
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
         """The row that shares most positions with ``keys`` (N, 3), if it shares more than ``beyond``; read from its file."""
         while True:
-            shared = {name: common_length(file.keys, keys) for name, file in self._files.items()}
+            shared = {name: common_length(self._files[name].keys, keys) for name, _ in self._index.alike(keys)}
             best = max(shared, key=shared.__getitem__, default=None)
             if best is None or shared[best] <= beyond:
                 return None
@@ -84,7 +96,7 @@ class RowFiles:
     def _take_up(self, path: Path) -> None:
         try:
             if identity_of(read_header(path)) == self.identity:
-                self._files[path.name] = _File(read_keys(path), path.stat().st_size)
+                self._add(path.name, _File(read_keys(path), path.stat().st_size))
         except InvalidCache:
             _remove(path)
         except OSError:
@@ -94,8 +106,12 @@ class RowFiles:
         while self._files and self.nbytes > self.max_bytes:
             self._drop(next(iter(self._files)))
 
+    def _add(self, name: str, file: _File) -> None:
+        self._files[name] = file
+        self._index.add(name, file.keys)
+
     def _drop(self, name: str) -> None:
-        del self._files[name]
+        self._index.remove(name, self._files.pop(name).keys)
         _remove(self.directory / name)
 
 

@@ -19,7 +19,6 @@ from vlm_batch.digest import digest
 from vlm_batch.errors import InvalidCache
 
 FORMAT, VERSION = "vlm_batch.row", "1"
-SUFFIX = ".safetensors"
 
 _KINDS = {kind.__name__: kind for kind in LAYER_STATES}
 

@@ -1,7 +1,8 @@
 """The automatic prefix cache: which saved row has the longest beginning in common with a prompt.
 
 Pure bookkeeping: rows are found by their keys (token ids and picture digests, compared position by position, so that
-nothing is ever taken for something else), kept within a budget of bytes, and never changed.
+nothing is ever taken for something else), kept within a budget of bytes, and never changed. Beginnings of less than a
+block (``index.BLOCK``) are not looked for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.index import BLOCK, BeginningIndex
 from vlm_batch.caches.saved import Point, SavedRow
 from vlm_batch.types import PromptKey
 
@@ -58,7 +60,9 @@ class PrefixCache:
     def __init__(self, budget: ByteBudget, second: SecondTier | None = None) -> None:
         self.budget = budget
         self.second = second
+        self.version = 0  # changes whenever what can be found changes
         self._rows: dict[int, SavedRow] = {}
+        self._index: BeginningIndex[int] = BeginningIndex()
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -74,18 +78,21 @@ class PrefixCache:
 
         A row of the second tier that shares more comes back into memory first.
         """
+        keys = key.positions
         if self.second is not None:
-            known = max((row.common(key.positions) for row in self._rows.values()), default=0)
-            if known < key.length and (row := self.second.find(key.positions, known)) is not None:
+            known = max((self._rows[number].common(keys) for number, _ in self._index.alike(keys)), default=0)
+            if known < key.length and (row := self.second.find(keys, known)) is not None:
                 self.store(row)
         best: tuple[int, Match] | None = None
         furthest = 0
-        for number, row in self._rows.items():
-            found = match(row, key)
+        for number, shared in self._index.alike(keys):
+            if best is not None and best[1].length >= shared + BLOCK:
+                break
+            found = match(self._rows[number], key)
             furthest = max(furthest, found.common)
             if best is None or found.length > best[1].length:
                 best = (number, found)
-        if best is None or not furthest:
+        if best is None:
             return None
         number, found = best
         if found.length:
@@ -94,9 +101,9 @@ class PrefixCache:
 
     def store(self, row: SavedRow) -> None:
         """Keep a row. Rows that it continues go into it; if it is the beginning of a kept row, it goes into that one."""
-        for number, kept in list(self._rows.items()):
-            common = kept.common(row.keys)
-            if common < min(kept.length, row.length):
+        for number, _ in list(self._index.alike(row.keys)):
+            kept = self._rows[number]
+            if kept.common(row.keys) < min(kept.length, row.length):
                 continue
             longer, shorter = (kept, row) if kept.length > row.length else (row, kept)
             row = absorb(longer, shorter)
@@ -104,6 +111,8 @@ class PrefixCache:
         number = next(self._numbers)
         if self.budget.add((id(self), number), row.nbytes, lambda: self._evict(number)):
             self._rows[number] = row
+            self._index.add(number, row.keys)
+            self.version += 1
         else:
             self._pass_on(row)
 
@@ -119,11 +128,17 @@ class PrefixCache:
             self._remove(number)
 
     def _remove(self, number: int) -> None:
-        del self._rows[number]
+        self._take(number)
         self.budget.remove((id(self), number))
 
     def _evict(self, number: int) -> None:
-        self._pass_on(self._rows.pop(number))
+        self._pass_on(self._take(number))
+
+    def _take(self, number: int) -> SavedRow:
+        row = self._rows.pop(number)
+        self._index.remove(number, row.keys)
+        self.version += 1
+        return row
 
     def _pass_on(self, row: SavedRow) -> None:
         if self.second is not None:

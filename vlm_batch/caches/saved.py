@@ -442,8 +442,14 @@ def _restore(layer: LayerState, length: int, share: float) -> Any:
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """How many first positions two keys (N, 3), (M, 3) share."""
     shared = min(len(one), len(other))
-    differs = (one[:shared] != other[:shared]).any(axis=1)
-    return int(differs.argmax()) if differs.any() else shared
+    begin, size = 0, 64
+    while begin < shared:  # most differ early
+        part = slice(begin, min(begin + size, shared))
+        differs = (one[part] != other[part]).any(axis=1)
+        if differs.any():
+            return begin + int(differs.argmax())
+        begin, size = begin + size, 4 * size
+    return shared
 
 
 def save_point(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Point:

@@ -21,6 +21,7 @@ from vlm_batch.models.modules import (
     clone_modules,
     evaluate_arrays,
     hook_attention,
+    split_patches,
 )
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
@@ -29,6 +30,7 @@ from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptK
 VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
 #: Values of each weight that go into a model's fingerprint.
 SAMPLES = 16
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
 IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
@@ -57,8 +59,8 @@ class Adapter:
     max_rows: ClassVar[int | None] = None
     #: How the vision tower remembers what it saw.
     tower_class: ClassVar[type[RememberingTower]] = RememberingTower
-    #: Whether a row can go on from what another row with the same beginning has left in its caches.
-    resumable: ClassVar[bool] = True
+    #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
+    starts_afresh: ClassVar[str | None] = None
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
@@ -104,13 +106,14 @@ class Adapter:
 
     @property
     def fingerprint(self) -> str:
-        """Tells this model from others: its configuration, and a sample of every weight."""
+        """Tells this model from others: its configuration, and of every weight the sum of all its bits and some values."""
         flat: Any = tree_flatten(self.model.parameters())
         weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
         samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
-        mx.eval(samples)
+        sums = [mx.sum(array.view(UNSIGNED[array.itemsize])) for _, array in weights]
+        mx.eval(samples, sums)
         shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
-        return digest([plain(self.config), shapes, samples]).hex()
+        return digest([plain(self.config), shapes, samples, sums]).hex()
 
     # Encode
     # -------------------------------------------------------------------------------------------------------------
@@ -155,11 +158,8 @@ class Adapter:
     # Recognise
     # ----------------------------------------------------------------------------------------------------------
 
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None:
-        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways.
-
-        None if that cannot be told before the pictures are encoded.
-        """
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
+        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways."""
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
@@ -408,15 +408,16 @@ class GridAdapter(Adapter):
             return super().pictures(ids, extra)
         merged = int(self.config.vision_config.spatial_merge_size) ** 2
         grids = np.array(extra["image_grid_thw"])
-        patches = grids.prod(axis=1)
+        counts: list[int] = grids.prod(axis=1).tolist()
         places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
-        if patches.sum() != len(extra["pixel_values"]) or (patches // merged).sum() != len(places):
+        pixels = split_patches(extra["pixel_values"], counts)
+        if pixels is None or sum(count // merged for count in counts) != len(places):
             return super().pictures(ids, extra)  # the encoder refuses them
-        found, patch, place = [], 0, 0
-        for grid, count in zip(grids, patches.tolist(), strict=True):
-            pixels, positions = extra["pixel_values"][patch : patch + count], places[place : place + count // merged]
-            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": pixels, "grid": grid}))
-            patch, place = patch + count, place + count // merged
+        found, place = [], 0
+        for grid, picture in zip(grids, pixels, strict=True):
+            positions = places[place : place + int(grid.prod()) // merged]
+            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": picture, "grid": grid}))
+            place += len(positions)
         return tuple(found)
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

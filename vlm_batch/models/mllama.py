@@ -133,10 +133,9 @@ class Mllama(Adapter):
         parts = [{name: value[:, index] for name, value in per_picture.items()} for index in range(len(places))]
         return tuple(Picture(place, place + 1, part) for place, part in zip(places, parts, strict=True))
 
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None:
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
         """Beside ids and pictures, the tiles that each token sees; one that sees none attends to all pictures."""
         key = super().prompt_key(inputs)
-        assert key is not None
         if (seen := inputs.get("cross_attention_mask")) is None:
             return key
         everything = digest([key.positions[start] for start, _ in key.pictures])

@@ -104,7 +104,7 @@ class RememberingTower(nn.Module):
 
 
 class RememberingGridTower(RememberingTower):
-    """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, D), (P, 3).
+    """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
     Every picture is remembered by itself; those that are new go through the tower together.
     """
@@ -114,14 +114,16 @@ class RememberingGridTower(RememberingTower):
             return super().__call__(*args, **kwargs)
         pixels, grids = args
         counts = np.array(grids).prod(axis=1).tolist()
-        starts = [sum(counts[:index]) for index in range(len(counts))]
-        parts = [(pixels[a : a + n], grids[i : i + 1]) for i, (a, n) in enumerate(zip(starts, counts, strict=True))]
+        pictures = split_patches(pixels, counts)
+        if pictures is None:
+            return super().__call__(*args, **kwargs)
+        parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
         keys = [digest([list(part), dict(kwargs)]) for part in parts]
         found = [self._store.get(key) for key in keys]
         new = [index for index, features in enumerate(found) if features is None]
         if new:
             fresh = self.tower(
-                mx.concatenate([parts[index][0] for index in new]),
+                mx.concatenate([parts[index][0] for index in new], axis=patch_axis(pixels, counts)),
                 mx.concatenate([parts[index][1] for index in new]),
                 **kwargs,
             )
@@ -132,6 +134,20 @@ class RememberingGridTower(RememberingTower):
                 self.remember(keys[index], features)
                 found[index] = features
         return join_rows(found)
+
+
+def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:
+    """Along which axis the patches of pictures lie that have ``counts``: the first, or the second of one row; or None."""
+    return next((axis for axis in (0, 1) if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)), None)
+
+
+def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | None:
+    """The patches of each picture, or None if there are not as many as they have."""
+    axis = patch_axis(pixels, counts)
+    if axis is None:
+        return None
+    ends: list[int] = np.cumsum(counts)[:-1].tolist()
+    return list(mx.split(pixels, ends, axis=axis))
 
 
 def is_array_tree(tree: Any) -> bool:

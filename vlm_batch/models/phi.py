@@ -62,10 +62,9 @@ class _Phi(Adapter):
         super().__init__(model)
         self._long_ropes = [rope for _, rope in self.language.named_modules() if hasattr(type(rope), "prompt")]
 
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey | None:
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
         """A prompt that is long enough for the long factors has other keys, and so has its answer."""
         key = super().prompt_key(inputs)
-        assert key is not None
         if not any(key.length > rope.original_max_position_embeddings for rope in self._long_ropes):
             return key
         content = as_words(digest("long factors"))

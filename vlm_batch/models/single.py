@@ -21,7 +21,7 @@ class SingleRow(Adapter):
 
     spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
     max_rows = 1
-    resumable = False  # the prompt is one chunk, and positions lie on the model
+    starts_afresh = "it runs one row at a time, through mlx-vlm's own path"
 
     def shorten(self) -> None:
         """Nothing is known of the trunk's result, so it stays as it is."""
