@@ -1,12 +1,10 @@
-"""What the matrix leaves for the generated tables of docs/parity.md: one JSON line for each cell, where a file is named for it."""
+"""What the matrix leaves for the tables of docs/parity.md: one JSON line for each cell, where a file is named for it."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-
-import pytest
 
 from vlm_batch.caches import Placement
 
@@ -22,12 +20,6 @@ def record(name: str, scenario: str, placement: Placement, largest: float) -> No
 def record_none(name: str, scenario: str, why: str) -> None:
     """A cell that does not apply to a family, or is refused by name, and why."""
     _leave({"family": name, "scenario": scenario, "why": why})
-
-
-def skip(name: str, scenario: str, why: str) -> None:
-    """Skip a test whose cell does not apply, with the reason in the table, too."""
-    record_none(name, scenario, why)
-    pytest.skip(why)
 
 
 def _leave(line: dict[str, object]) -> None:

@@ -103,7 +103,7 @@ def test_pictures_of_other_prompts_are_not_mixed_up(name: str) -> None:
     adapter, _, _ = remembering(name)
     asker = Asker(name, BatchGenerator(adapter))
     asker.ask("two:7", "two:8", IMAGE)
-    asker.ask("two:8~1", "two:9", "two:7~2")
+    asker.ask("two:8", "two:9", "two:7")
 
 
 def test_features_are_split_by_picture_and_joined_again() -> None:

@@ -44,7 +44,7 @@ from vlm_batch.types import PromptKey, SamplingParams
 IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
 
 #: Families with a layer whose kind of cache is copied as it is and goes into no file.
-NOT_WRITTEN: dict[str, str] = {}
+NOT_WRITTEN = {"minimax_m3_vl": "the cache of its index is of a kind that files do not know; kept in memory only"}
 
 all_families = pytest.mark.parametrize("name", every_family())
 
@@ -76,9 +76,15 @@ def test_hits_with_two_pictures(name: str, placement: Placement) -> None:
         pytest.skip(why)
     asks = asker(name, placement=placement)
     assert asks.ask("two:7", "two:8")[0] == 0
-    same, longer = asks.ask("two:7", "two:7+2")
+    # Of exactly 33 positions mlx-vlm's loop turns phi3_v's first 32 by other factors than a whole prompt of 33.
+    other = "two:7~2" if name == "phi3_v" else "two:7+2"
+    same, longer = asks.ask("two:7", other)
     assert same == length(name, "two:7")
-    assert longer == 0 if name in TWO_WAY else longer >= length(name, "two:7")
+    keys = [key_of(name, request(name, key)).positions for key in ("two:7", other)]
+    if common_length(*keys):  # not where the whole prompt attends both ways, or turns by a long prompt's factors
+        assert longer >= end_of_pictures(name, "two:7")
+    else:
+        assert longer == 0
     record(name, "prefix_two_images", placement, asks.largest)
 
 

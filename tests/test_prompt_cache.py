@@ -24,9 +24,11 @@ from tests.reuse_cases import (
 )
 from tests.zoo._build import words
 from vlm_batch.caches import Placement, RingSlabCache, RowsCache, SlabCache
+from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.caches.saved import save_layer, save_row
 from vlm_batch.errors import InvalidCache
 from vlm_batch.generator import BatchGenerator
@@ -168,6 +170,8 @@ KINDS = {
     "cross_empty": CrossCache,
     "list": lambda: CacheList(filled(KVCache(), 12), recurrent(None, 3)),
     "chunked": lambda: filled(ChunkedKVCache(8), 7, 5),
+    "block": lambda: filled(BlockCache(8), 7, 5),
+    "retained": lambda: filled(RetainedPromptCache(4), 7, 5),
 }
 
 
@@ -263,7 +267,14 @@ def test_a_prompt_that_does_not_continue_its_cache_is_refused() -> None:
         assert not result.cache.is_continued  # it may still be continued as it should be
 
 
-@pytest.mark.parametrize("layers", [("full", "window"), ("recurrent_with_none", "cross", "cross_empty", "list")])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ("full", "window"),
+        ("recurrent_with_none", "cross", "cross_empty", "list"),
+        ("block", "retained", "window_decoded"),
+    ],
+)
 def test_files_give_back_what_was_saved(layers: tuple[str, ...], tmp_path: Path) -> None:
     cache = small(layers=layers)
     path = tmp_path / "conversation.safetensors"

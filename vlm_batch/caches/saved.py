@@ -17,6 +17,7 @@ import numpy as np
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState
 
+from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, of_parts
 from vlm_batch.caches.retained import RetainedPromptCache
@@ -278,6 +279,64 @@ class LateState:
 
 
 @dataclass(frozen=True)
+class BlockState(_OnePart):
+    """Attention within blocks of ``block`` positions: keys and values from the last one's ``start`` on, of ``length`` seen."""
+
+    keys: mx.array  # (1, H, length - start, D)
+    values: mx.array
+    length: int
+    start: int
+    block: int
+    is_whole = False
+
+    @classmethod
+    def of(cls, cache: BlockCache) -> BlockState:
+        keys, values = (_own(part) for part in cache.state)
+        return cls(keys, values, cache.offset, cache.start_position, cache.chunk_size)
+
+    def reaches(self, length: int) -> bool:
+        return self.start < length <= self.length
+
+    def restore(self, length: int) -> BlockCache:
+        cache, kept = BlockCache(self.block), length - self.start
+        cache.keys, cache.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        cache.offset, cache.start_position = length, self.start
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+@dataclass(frozen=True)
+class RetainedState(_OnePart):
+    """A prompt whose answer will see all of it and its own last tokens, as it was before the answer began."""
+
+    keys: mx.array  # (1, H, L, D)
+    values: mx.array
+    window: int
+    is_whole = False
+
+    @classmethod
+    def of(cls, cache: RetainedPromptCache) -> LayerState:
+        """Once the prompt has ended, the answer's tokens push each other out."""
+        if cache.prompt is not None:
+            return LostState()
+        keys, values = (_own(part) for part in cache.state)
+        return cls(keys, values, cache.window)
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys.shape[2])
+
+    def restore(self, length: int) -> RetainedPromptCache:
+        cache = RetainedPromptCache(self.window)
+        cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+@dataclass(frozen=True)
 class CopiedState(_OnePart):
     """Any other kind of single-row cache, copied attribute by attribute: good for one length, and not for a file."""
 
@@ -315,11 +374,6 @@ class LostState(_OnePart):
         return []
 
 
-def _retained(cache: RetainedPromptCache, length: int) -> LayerState:
-    """Once the prompt has ended, the answer's tokens push each other out."""
-    return CopiedState.of(cache, length) if cache.prompt is None else LostState()
-
-
 #: How a kind of single-row cache at a length is saved; kinds that are not here are copied as they are.
 _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     KVCache: lambda cache, length: FullState.of(cache),
@@ -329,7 +383,8 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     QuantizedCache: lambda cache, length: QuantizedState.of(cache),
     TurboQuantKVCache: lambda cache, length: TurboState.of(cache),
     LateCache: LateState.of,
-    RetainedPromptCache: _retained,
+    BlockCache: lambda cache, length: BlockState.of(cache),
+    RetainedPromptCache: lambda cache, length: RetainedState.of(cache),
     CacheList: lambda cache, length: ListState(tuple(save_layer(part, length) for part in cache.caches)),
 }
 
@@ -344,6 +399,8 @@ LAYER_STATES: tuple[type, ...] = (
     QuantizedState,
     TurboState,
     LateState,
+    BlockState,
+    RetainedState,
 )
 
 
@@ -477,7 +534,7 @@ def save_row(
             state = save_layer(cache, len(keys))
             (whole if state.is_whole else last)[index] = state
     kept = {at: point for at, point in points.items() if at <= len(keys)}
-    if last:
+    if last and not any(isinstance(state, LostState) for state in last.values()):
         kept[len(keys)] = Point(last, kept[len(keys)].logits if len(keys) in kept else None)
     return SavedRow(keys, len(caches), whole, kept, num_pictures)
 
