@@ -105,11 +105,11 @@ _TEXT_DECODERS = """
     ministral3 mixtral nanochat nemotron nemotron_h nemotron_nas olmo olmo2 olmo3 olmoe openelm phi phi3 phi3small phimoe
     phixtral plamo plamo2 qwen qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe recurrent_gemma rwkv7
     seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 telechat3 xing4_0 youtu_llm z1t
-""".split()
+"""
 
 #: Model type, after mlx-vlm's remapping, -> why it is not batched.
 ONE_AT_A_TIME: Mapping[str, str] = {
-    **dict.fromkeys(_TEXT_DECODERS, _TEXT_ONLY),
+    **dict.fromkeys(_TEXT_DECODERS.split(), _TEXT_ONLY),
     **dict.fromkeys(
         (
             "deepseek_v4",
