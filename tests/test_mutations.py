@@ -66,6 +66,7 @@ RECURRENT = [
     "minicpmv4_6",
     "minicpmv4_7",
     "nemotron_h_nano_omni",
+    "plamo2vl",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",

@@ -121,7 +121,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
             "molmo_point",
             "muse_spark",
             "nemotron_parse",
-            "plamo2vl",
             "prism_hadamard_qwen35",
             "qwen4_exp",
         ),
