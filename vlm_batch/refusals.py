@@ -117,7 +117,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
             "glm5_next",
             "indic_ocr",
             "inkling",
-            "mistral_large3",
             "molmo_point",
             "muse_spark",
             "nemotron_parse",
