@@ -61,6 +61,7 @@ UNPOSITIONED = ["kimi_k3", "nemotron_h_nano_omni"]
 #: Families with recurrent layers.
 RECURRENT = [
     "falcon_h1",
+    "inkling",
     "kimi_k3",
     "lfm2_vl",
     "minicpmv4_6",

@@ -116,7 +116,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
             "deepseek_v41",
             "glm5_next",
             "indic_ocr",
-            "inkling",
             "molmo_point",
             "muse_spark",
             "nemotron_parse",
