@@ -114,7 +114,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
         (
             "deepseek_v4",
             "deepseek_v41",
-            "glm5_next",
             "indic_ocr",
             "molmo_point",
             "muse_spark",
