@@ -116,7 +116,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
             "deepseek_v41",
             "indic_ocr",
             "molmo_point",
-            "muse_spark",
             "nemotron_parse",
             "prism_hadamard_qwen35",
             "qwen4_exp",
