@@ -14,6 +14,7 @@ from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
+from vlm_batch.caches.whole import WholeCache
 
 
 class Placement(Enum):
@@ -49,6 +50,8 @@ class DenseCache(Protocol):
 
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
+    if isinstance(single, WholeCache):
+        return RowsCache()
     if isinstance(single, CacheList):
         return ListedCache(*(make_layer_cache(part, placement, num_places) for part in single.caches))
     if type(single) is ArraysCache:
