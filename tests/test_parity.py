@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, inputs_of, oracle, run_family, shared_adapter
+from tests.harness import (
+    NUM_TOKENS,
+    TOLERANCE,
+    Ask,
+    check,
+    default_reuse,
+    every_family,
+    inputs_of,
+    oracle,
+    run_family,
+    shared_adapter,
+)
+from tests.recording import record
 from tests.zoo import family as tiny_family
 from vlm_batch.caches import Placement
 from vlm_batch.generator import BatchGenerator
@@ -107,20 +116,15 @@ SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], Scheduler
         lambda name: chunked(11),
     ),
     "equal_prompts": (equal_prompts, lambda name: SchedulerConfig(max_rows=6, encode_together=4, prefill_together=8)),
-    "equal_prompts_apart": (equal_prompts, lambda name: SchedulerConfig(max_rows=6, encode_together=1, prefill_together=1)),
+    "equal_prompts_apart": (
+        equal_prompts,
+        lambda name: SchedulerConfig(max_rows=6, encode_together=1, prefill_together=1),
+    ),
     "one_token": (lambda name: [Ask(IMAGES[0], tokens=1), Ask(TEXTS[0], tokens=1), Ask(IMAGES[1])], None),
 }
 
 both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
 all_families = pytest.mark.parametrize("name", every_family())
-
-
-def record(name: str, scenario: str, placement: Placement, largest: float) -> None:
-    """Leave a line for the generated table in docs/parity.md, where ``VLM_BATCH_PARITY_LOG`` asks for it."""
-    if path := os.environ.get("VLM_BATCH_PARITY_LOG"):
-        line = {"family": name, "scenario": scenario, "placement": placement.value, "difference": largest}
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def test_every_family_of_the_registry_is_in_the_matrix() -> None:
@@ -150,14 +154,17 @@ def test_parity_with_the_kernels_for_cuda(name: str, monkeypatch: pytest.MonkeyP
     """Attention as it is spelled out on CUDA until a shape has a plan, and with a group's heads as queries."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     asks, _ = SCENARIOS["place_is_taken_again"]
-    record(name, "kernels_for_cuda", Placement.SLAB, check(name, run_family(name, asks(name), placement=Placement.SLAB)))
+    record(
+        name, "kernels_for_cuda", Placement.SLAB, check(name, run_family(name, asks(name), placement=Placement.SLAB))
+    )
 
 
 @both_placements
 @all_families
 def test_image_then_text_then_image_on_one_engine(name: str, placement: Placement) -> None:
     """Served one after another by one long-lived engine: nothing of a request is left for the next."""
-    engine = BatchGenerator(shared_adapter(name), placement=placement)
+    adapter = shared_adapter(name)
+    engine = BatchGenerator(adapter, placement=placement, reuse=default_reuse(adapter))
     largest = max(
         check(name, run_family(name, [Ask(key)], generator=engine))
         for key in (IMAGES[0], TEXTS[0], IMAGES[1], TEXTS[0], IMAGES[0])

@@ -49,12 +49,16 @@ class WaitingRow:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache."""
+    """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
+
+    Chunks hold ``atomic`` spans whole, and end at each of ``stops`` (or before the span that it lies in).
+    """
 
     request_id: str
     length: int
     done: int
     atomic: tuple[tuple[int, int], ...] = ()
+    stops: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -95,7 +99,7 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
 
     If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
     """
-    end = min(row.length, row.done + budget)
+    end = min([row.length, row.done + budget, *(stop for stop in row.stops if stop > row.done)])
     for start, stop in row.atomic:
         if start < end < stop:
             return start if start > row.done else min(stop, row.length)
@@ -110,7 +114,10 @@ def together(plan: Sequence[Chunk], lengths: Mapping[str, int], most: int) -> li
     groups: list[list[Chunk]] = []
     for chunk in plan:
         first = groups[-1][0] if groups else None
-        is_alike = first is not None and (first.start, first.end) == (chunk.start, chunk.end) == (0, lengths[chunk.request_id])
+        is_alike = first is not None and (first.start, first.end) == (chunk.start, chunk.end) == (
+            0,
+            lengths[chunk.request_id],
+        )
         if is_alike and first is not None and lengths[first.request_id] == chunk.end and len(groups[-1]) < most:
             groups[-1].append(chunk)
         else:

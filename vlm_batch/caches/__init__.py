@@ -7,6 +7,7 @@ from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
 from vlm_batch.caches.shared import can_share, take_row
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.store import DenseCache, LayerCache, Placement, make_layer_cache
+from vlm_batch.caches.whole import WholeCache
 
 __all__ = [
     "BlockCache",
@@ -21,6 +22,7 @@ __all__ = [
     "RowStates",
     "RowsCache",
     "SlabCache",
+    "WholeCache",
     "arrays_of",
     "can_share",
     "make_layer_cache",

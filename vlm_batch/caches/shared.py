@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 
@@ -14,12 +15,13 @@ def can_share(caches: Sequence[Any]) -> bool:
 
 
 def take_row(caches: Sequence[KVCache], row: int) -> list[KVCache]:
-    """One row's single-row caches; the keys and values are views until somebody writes."""
+    """One row's single-row caches, with copies of its own keys and values: nothing keeps the other rows'."""
     return [_take(cache, row) for cache in caches]
 
 
 def _take(cache: KVCache, row: int) -> KVCache:
     taken = KVCache()
-    taken.keys, taken.values = cache.keys[row : row + 1], cache.values[row : row + 1]
+    place = mx.array([row])
+    taken.keys, taken.values = mx.take(cache.keys, place, axis=0), mx.take(cache.values, place, axis=0)
     taken.offset = cache.offset
     return taken

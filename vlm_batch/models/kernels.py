@@ -73,7 +73,9 @@ def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scal
     """Attention as products and a softmax in float32: (B, H, L, D_v). ``mask`` is None, "causal", or an array."""
     batch, heads, length, width = queries.shape
     kv_heads, columns = keys.shape[1], keys.shape[2]
-    grouped = (queries * scale).reshape(batch, kv_heads, -1, width)  # a group's heads one after another: (B, H_kv, G L, D)
+    grouped = (queries * scale).reshape(
+        batch, kv_heads, -1, width
+    )  # a group's heads one after another: (B, H_kv, G L, D)
     scores = (grouped @ keys.swapaxes(-1, -2)).reshape(batch, heads, length, columns)
     if isinstance(mask, str):
         mask = mx.arange(columns)[None] <= mx.arange(columns - length, columns)[:, None]
@@ -113,7 +115,9 @@ def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale:
         block = queries[:, :, start:stop].reshape(batch, kv_heads, -1, width)  # (B, H_kv, G l, D)
         scores = block @ keys[:, :, :seen].swapaxes(-1, -2)
         if is_causal:
-            scores = (scores.reshape(batch, heads, stop - start, seen) + _later(stop - start, seen)).reshape(scores.shape)
+            scores = (scores.reshape(batch, heads, stop - start, seen) + _later(stop - start, seen)).reshape(
+                scores.shape
+            )
         weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
         attended = (weights @ values[:, :, :seen]) / weights.sum(axis=-1, keepdims=True)
         outputs.append(attended.reshape(batch, heads, stop - start, -1))
