@@ -45,8 +45,9 @@ T = TypeVar("T")
 
 #: Prompt tokens of a forward where rows have their own caches (CPUs): 1.42 ms a token, 1.87 at 1,024 (docs/benchmarks.md).
 ROWS_CHUNK = 256
-#: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 512, and four small pictures as long as one.
-SLAB_CHUNK = 512
+#: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 1,024, and four small pictures as long as one;
+#: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
+SLAB_CHUNK = 1024
 TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (4, 32)}  # rows encoded and prompts prefilled together
 
 
@@ -58,13 +59,16 @@ def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerCon
         encode_together=encode if config.encode_together is None else config.encode_together,
         prefill_together=prefill if config.prefill_together is None else config.prefill_together,
     )
+    is_timed = config.prefill_budget is None
     if placement is Placement.SLAB:
-        return replace(config, smallest_chunk=config.smallest_chunk or SLAB_CHUNK)
-    most = {
-        name: min(value, ROWS_CHUNK)
-        for name, value in (("max_chunk", config.max_chunk), ("idle_budget", config.idle_budget))
-    }
-    return replace(config, smallest_chunk=config.smallest_chunk or ROWS_CHUNK, **most)
+        slack = SLAB_CHUNK // 2 if is_timed else 0
+        return replace(config, smallest_chunk=config.smallest_chunk or SLAB_CHUNK, slack=config.slack or slack)
+    return replace(
+        config,
+        max_chunk=min(config.max_chunk, ROWS_CHUNK),
+        idle_budget=min(config.idle_budget, ROWS_CHUNK),
+        smallest_chunk=config.smallest_chunk or ROWS_CHUNK,
+    )
 
 
 class ModelAdapter(Protocol):
@@ -344,7 +348,7 @@ class BatchGenerator:
         return [row for row, chunk in zip(rows, group, strict=True) if self._guard(row, self._run_chunk, row, chunk)]
 
     def _run_together(self, rows: Sequence[Row]) -> bool:
-        """Launch whole prompts of one length as one array. False if that failed: then each is run alone, and told its own error."""
+        """Launch whole prompts of one length as one array. False if that failed: each then runs alone and is told its error."""
         try:
             cache = self.adapter.make_cache()
             logits = self.adapter.prefill_together([_encoded(row) for row in rows], cache)  # (R, V)
@@ -367,7 +371,7 @@ class BatchGenerator:
         return self._settle(row, logits)
 
     def _settle(self, row: Row, logits: mx.array) -> bool:
-        """Launch what a row's chunk left in its caches, with its logits (1, V) if the prompt is done: then it joins the batch."""
+        """Launch what a chunk left in a row's caches. Whether its prompt is done: the row then joins, with ``logits`` (1, V)."""
         assert row.cache is not None
         done = row.prefilled == row.prompt_length
         kept = self.reuse.prompt_done(row, logits) if done else self.reuse.chunk_done(row)

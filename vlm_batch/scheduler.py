@@ -21,9 +21,10 @@ class SchedulerConfig:
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between
     two tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
     decodes. ``max_chunk``: prompt tokens in one forward. ``encode_ahead``: rows whose pictures are encoded before
-    they have a place, one a step. ``encode_together``: rows whose pictures go through the encoder in one call.
-    ``prefill_together``: whole prompts of one length that are prefilled as one array. None leaves them, ``smallest_chunk`` (prompt
-    tokens beside decoding rows, however slow) and ``max_chunk`` to the device's placement (``vlm_batch.generator.for_placement``).
+    they have a place, one a step. ``encode_together``: rows whose pictures go through the encoder in one
+    call. ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
+    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting
+    to the device (``vlm_batch.generator.for_placement``).
     """
 
     max_rows: int = 8
@@ -34,6 +35,7 @@ class SchedulerConfig:
     encode_together: int | None = None
     prefill_together: int | None = None
     smallest_chunk: int | None = None
+    slack: int = 0
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
 
@@ -78,13 +80,15 @@ class Scheduler:
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
         """The chunks to prefill, oldest row first, within the step's budget.
 
-        A chunk may exceed the budget only to hold an atomic span whole.
+        A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt.
         """
         chunks: list[Chunk] = []
         for row in prefill:
             if budget <= 0:
                 break
-            end = chunk_end(row, min(budget, self.config.max_chunk))
+            rest = row.length - row.done
+            room = rest if rest <= budget + self.config.slack else budget
+            end = chunk_end(row, min(room, self.config.max_chunk))
             chunks.append(Chunk(row.request_id, row.done, end))
             budget -= end - row.done
         return tuple(chunks)

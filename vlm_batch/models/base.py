@@ -55,8 +55,8 @@ class Adapter:
     ignored_features: ClassVar[frozenset[str]] = frozenset()
     #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
     compiles: ClassVar[bool] = False
-    #: Whether whole prompts of one length may be prefilled as one array (R, L): true of families whose prefill takes no more than
-    #: embeddings and positions, and whose caches are plain keys and values.
+    #: Whether whole prompts of one length may be prefilled as one array (R, L): true of families whose prefill takes no more
+    #: than embeddings and positions, and whose caches are plain keys and values.
     shares_prefill: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
