@@ -20,12 +20,16 @@ from tokenizers import Tokenizer
 
 import fixtures.training
 from fixtures.training import common, scenes
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.loading import adapt
 
 CHECKPOINTS = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 NOT_FAMILIES = {"common", "evaluate", "patches", "scenes", "tokenizer", "train"}
 FAMILIES = sorted({module.name for module in pkgutil.iter_modules(fixtures.training.__path__)} - NOT_FAMILIES)
 # The one without a picture first: mlx-vlm's models keep a picture's positions for the next call.
 KINDS = ("repeat", "describe", "digits", "one of two", "describe", "same", "is there")
+# mlx-vlm's own call runs mllama's cross-attention on texts, too (mllama/language.py:336); the published model skips it.
+WRONG_ON_TEXTS = {"mllama"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -75,9 +79,19 @@ def test_training_sees_what_the_checkpoint_computes(family: Any, tmp_path: Path)
     assert written in prompts
     arrays = orders[prompts.index(written)]
     trained = np.array(family.logits(model, {name: mx.array(value) for name, value in arrays.items()}))
+    adapter = adapt(saved)
     for row, one in enumerate(inputs):
-        alone = np.array(saved(**one, cache=make_prompt_cache(saved.language_model)).logits)[0, -1]
-        np.testing.assert_allclose(trained[row, len(written[row]) - 1], alone, atol=1e-3, rtol=0)
+        found = trained[row, len(written[row]) - 1]
+        np.testing.assert_allclose(found, prefilled(adapter, one), atol=1e-3, rtol=0)
+        if records[row].images or config["model_type"] not in WRONG_ON_TEXTS:
+            alone = saved(**one, cache=make_prompt_cache(saved.language_model))
+            np.testing.assert_allclose(found, np.array(alone.logits)[0, -1], atol=1e-3, rtol=0)
+
+
+def prefilled(adapter: Adapter, inputs: dict[str, Any]) -> np.ndarray:
+    """(V,): this library's logits after the prompt."""
+    encoded = adapter.encode({name: value for name, value in inputs.items() if value is not None})
+    return np.array(adapter.prefill(encoded, adapter.make_cache(), 0, inputs["input_ids"].shape[1]))[0]
 
 
 def inputs_of(model: Any, processor: Any, record: scenes.Record) -> dict[str, Any]:
