@@ -26,6 +26,7 @@ CACHES = (
     "prefix_two_images",
     "prefix_from_disk",
     "kv_8_bits",
+    "kv_8_bits_continued",
     "kv_turboquant",
 )
 

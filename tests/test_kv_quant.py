@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 
 from tests.harness import Answer, Ask, inputs_of, oracle, run, shared_adapter
-from tests.reuse_cases import in_turns, request
+from tests.recording import record, record_none
+from tests.reuse_cases import followed_by, in_turns, only_resumable, request
+from tests.zoo._build import words
 from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.files import can_write
 from vlm_batch.caches.prefix import PrefixCache
+from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import (
     KVQuantisation,
     LateCache,
@@ -24,7 +29,7 @@ from vlm_batch.caches.quantized import (
     attend_quantized,
     quantize,
 )
-from vlm_batch.caches.saved import save_layer
+from vlm_batch.caches.saved import common_length, save_layer
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
@@ -61,19 +66,24 @@ def alone(name: str, key: str, kv: KVQuantisation, num_tokens: int = 8) -> tuple
     return list(answer.result.token_ids), np.stack(answer.logprobs)
 
 
-def check(name: str, answers: list[Answer], kv: KVQuantisation) -> None:
-    """Every answer is the row's alone, up to a code that rounding in the sixth digit has pushed over its edge."""
-    allowed = ROUNDED[int(kv.bits)]
+def check(name: str, answers: list[Answer], kv: KVQuantisation) -> float:
+    """Every answer is the row's alone, up to a code that rounding in the sixth digit has pushed over its edge.
+
+    Returns the largest difference.
+    """
+    allowed, largest = ROUNDED[int(kv.bits)], 0.0
     for answer in answers:
         assert answer.result is not None
         assert answer.result.error is None, answer.result.error
         tokens, logprobs = alone(name, answer.ask.key, kv)
         for step, token in enumerate(answer.result.token_ids):
-            worst = np.abs(answer.logprobs[step] - logprobs[step]).max()
+            worst = float(np.abs(answer.logprobs[step] - logprobs[step]).max())
             assert worst <= allowed, (name, answer.ask.key, step, worst)
+            largest = max(largest, worst)
             if token != tokens[step]:  # then they were as good as equal, and what follows is another text
                 assert logprobs[step][tokens[step]] - logprobs[step][token] <= 2 * allowed
                 break
+    return largest
 
 
 #: The zoo's heads are of 16 numbers, which are filled to a group of 32: a batcher refuses so much filler.
@@ -81,10 +91,22 @@ UNIFORM = KVQuantisation(8, 32)
 LATE = KVQuantisation(8, 32, start=20)
 #: Families that refuse, by name and with the reason.
 REFUSED = {
-    "kimi_k25": "cannot be run with kv_bits=8",  # attention over the latent cuts the keys up itself
+    "kimi_k25": "cannot be run with kv_bits=8",
     "kimi_k3": "cannot be run with kv_bits=8",
+    "inkling": "cannot be run with kv_bits=8",
+    "mistral_large3": "cannot be run with kv_bits=8",
     "youtu_vl": "cannot be run with kv_bits=8",
-    "paligemma2": "cannot be run with kv_bits=8",  # scores are capped before the softmax
+    "paligemma2": "cannot be run with kv_bits=8",
+    "unlimited_ocr": "no layer of full attention",
+}
+_LATENT = "attention over the latent cuts the keys up itself"
+REASONS = {
+    "kimi_k25": _LATENT,
+    "kimi_k3": _LATENT,
+    "inkling": "biases by distance are made for keys as arrays",
+    "mistral_large3": _LATENT,
+    "youtu_vl": _LATENT,
+    "paligemma2": "scores are capped before the softmax",
     "unlimited_ocr": "no layer of full attention",
 }
 
@@ -93,15 +115,80 @@ REFUSED = {
 def test_rows_are_what_they_are_alone(name: str, placement: Placement) -> None:
     """Uniform 8 bits: rows together, joining, leaving and cancelled, in chunks; and close to the exact rows."""
     if name in REFUSED:
-        with pytest.raises(UnsupportedModel, match=REFUSED[name]):
-            check_quantisation(shared_adapter(name), TURBO)
+        refused(name, "kv_8_bits", TURBO)
         return
     asks = [Ask(IMAGE), Ask(TEXT, tokens=3), Ask(OTHER, at=2), Ask(TEXT, at=3, cancel_at=7)]
     engine = generator(name, UNIFORM, placement=placement, config=SchedulerConfig(prefill_budget=5, idle_budget=5))
     answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
-    check(name, answers, UNIFORM)
+    record(name, "kv_8_bits", placement, check(name, answers, UNIFORM))
     exact = oracle(name, IMAGE).logprobs[0]
     assert 0 < np.abs(answers[0].logprobs[0] - exact).max() < 1.0
+
+
+@pytest.mark.parametrize(("name", "placement"), in_turns())
+def test_turboquant_for_every_family_or_refused_by_name(name: str, placement: Placement) -> None:
+    """Two rows, one of which joins late."""
+    if name in REFUSED:
+        refused(name, "kv_turboquant", TURBO)
+        return
+    asks = [Ask(IMAGE, tokens=5), Ask(TEXT, at=2, tokens=5)]
+    engine = generator(name, TURBO, placement=placement)
+    answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
+    record(name, "kv_turboquant", placement, check(name, answers, TURBO))
+
+
+@pytest.mark.parametrize(("name", "placement"), in_turns())
+def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path: Path) -> None:
+    """A prefix hit and a continued cache, by way of a file where files know its layers: as without them."""
+    only_resumable(name, "kv_8_bits_continued")
+    if name in REFUSED:
+        refused(name, "kv_8_bits_continued", TURBO)
+        return
+    adapter = shared_adapter(name)
+    engine = generator(name, UNIFORM, placement=placement, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
+    engine.insert("first", as_mlx(request(name, TEXT)), SamplingParams(max_tokens=4, seed=0), return_cache=True)
+    (first,) = [event.result for _ in range(60) for event in engine.step() if event.result is not None]
+    assert first.error is None, first.error
+    assert first.cache is not None
+    held = first.cache
+    if can_write(held.peek()):
+        held.save(tmp_path / "a")
+        held = PromptCache.load(tmp_path / "a")
+    longer = followed_by(
+        request(name, TEXT), [*first.token_ids, *words(77, 5)], len(request(name, TEXT)["input_ids"][0])
+    )
+    largest = 0.0
+    shared = common_length(*(adapter.prompt_key(as_mlx(one)).positions for one in (longer, request(name, TEXT))))
+    ways = [held, None] if shared else [None]  # continued, unless a longer prompt has other keys; a hit of what it left
+    for brought in ways:
+        reuse = Reuse(adapter) if brought is not None else engine.reuse
+        warm = generator(name, UNIFORM, placement=placement, reuse=reuse)
+        found = quantised_answer(name, longer, warm, brought)
+        right = quantised_answer(name, longer, generator(name, UNIFORM, placement=Placement.ROWS))
+        assert found.result is not None
+        assert found.result.error is None, found.result.error
+        if shared:
+            assert found.result.usage.cached_tokens >= first.usage.prompt_tokens
+        worst = float(np.abs(found.logprobs[0] - right.logprobs[0]).max())
+        assert worst <= ROUNDED[8], (name, worst)
+        largest = max(largest, worst)
+    record(name, "kv_8_bits_continued", placement, largest)
+
+
+def refused(name: str, scenario: str, kv: KVQuantisation) -> None:
+    with pytest.raises(UnsupportedModel, match=REFUSED[name]) as raised:
+        check_quantisation(shared_adapter(name), kv)
+    record_none(name, scenario, f"refused: {REASONS[name]}")
+    assert shared_adapter(name).spec.family in str(raised.value)
+
+
+def quantised_answer(name: str, inputs: Any, engine: BatchGenerator, cache: PromptCache | None = None) -> Answer:
+    """The first tokens of a request that may continue a cache."""
+    plain = engine.insert
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "insert", lambda number, given, params: plain(number, given, params, cache=cache))
+        (answer,) = run(shared_adapter(name), lambda key: inputs, [Ask("", tokens=3)], generator=engine)
+    return answer
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3n", "falcon_ocr"])

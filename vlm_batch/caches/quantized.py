@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache, create_attention_mask
-from mlx_vlm.turboquant import TurboQuantKVCache
+from mlx_vlm.turboquant import TurboQuantKVCache, _QuantizedStateProxy
 
 from vlm_batch.caches.slab import SlabCache, grow, put_columns
 
@@ -92,10 +92,10 @@ class KVQuantisation:
             return LateCache(self)
         return self.empty()
 
-    def empty(self) -> QuantizedCache | TurboQuantKVCache:
+    def empty(self) -> QuantizedCache | TurboCache:
         """A cache that quantises from its first token on."""
         if self.scheme == "turboquant":
-            return TurboQuantKVCache(bits=self.bits)
+            return TurboCache(bits=self.bits)
         return QuantizedCache(self.group_size, int(self.bits))
 
 
@@ -230,6 +230,25 @@ class LateCache:
     @property
     def nbytes(self) -> int:
         return int(self.inner.nbytes)
+
+
+class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
+    """Coded keys or values that know the cache whose kernels read them, for layers that share another layer's."""
+
+    __slots__ = ("cache",)
+
+    def __init__(self, states: _QuantizedStateProxy, cache: TurboCache) -> None:
+        super().__init__(states._state, states.shape[2], states.shape[1])
+        self.cache = cache
+
+
+class TurboCache(TurboQuantKVCache):  # type: ignore[misc]
+    """mlx-vlm's cache of one row, coded by TurboQuant."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TurboStates, TurboStates]:
+        """Append (1, H, L, D) keys and values; all that there are, coded."""
+        coded_keys, coded_values = super().update_and_fetch(keys, values)
+        return TurboStates(coded_keys, self), TurboStates(coded_values, self)
 
 
 def attend_quantized(

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
-from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState
+from mlx_vlm.turboquant import TurboQuantMSEState
 
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, of_parts
+from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, TurboCache, of_parts
 from vlm_batch.caches.retained import RetainedPromptCache
 
 
@@ -227,7 +227,7 @@ class TurboState(_OnePart):
     is_whole = True
 
     @classmethod
-    def of(cls, cache: TurboQuantKVCache) -> TurboState:
+    def of(cls, cache: TurboCache) -> TurboState:
         keys, values = (
             tuple(_own(part[:, :, : cache.offset]) for part in state) for state in (cache.keys, cache.values)
         )
@@ -236,8 +236,8 @@ class TurboState(_OnePart):
     def reaches(self, length: int) -> bool:
         return length <= int(self.keys[0].shape[2])
 
-    def restore(self, length: int) -> TurboQuantKVCache:
-        cache = TurboQuantKVCache(bits=self.bits, seed=self.seed)
+    def restore(self, length: int) -> TurboCache:
+        cache = TurboCache(bits=self.bits, seed=self.seed)
         cache.keys, cache.values = (
             TurboQuantMSEState(*(part[:, :, :length] for part in parts)) for parts in (self.keys, self.values)
         )
@@ -291,7 +291,7 @@ class BlockState(_OnePart):
 
     @classmethod
     def of(cls, cache: BlockCache) -> BlockState:
-        keys, values = (_own(part) for part in cache.state)
+        keys, values = (_own(part) for part in cache.state if part is not None)
         return cls(keys, values, cache.offset, cache.start_position, cache.chunk_size)
 
     def reaches(self, length: int) -> bool:
@@ -321,7 +321,7 @@ class RetainedState(_OnePart):
         """Once the prompt has ended, the answer's tokens push each other out."""
         if cache.prompt is not None:
             return LostState()
-        keys, values = (_own(part) for part in cache.state)
+        keys, values = (_own(part) for part in cache.state if part is not None)
         return cls(keys, values, cache.window)
 
     def reaches(self, length: int) -> bool:
@@ -381,7 +381,7 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     ArraysCache: RecurrentState.of,
     CrossCache: lambda cache, length: CrossState.of(cache),
     QuantizedCache: lambda cache, length: QuantizedState.of(cache),
-    TurboQuantKVCache: lambda cache, length: TurboState.of(cache),
+    TurboCache: lambda cache, length: TurboState.of(cache),
     LateCache: LateState.of,
     BlockCache: lambda cache, length: BlockState.of(cache),
     RetainedPromptCache: lambda cache, length: RetainedState.of(cache),
@@ -408,7 +408,7 @@ def is_whole_kind(cache: Any) -> bool:
     """Whether a single-row cache can be cut back to any length."""
     if type(cache) is CacheList:
         return all(is_whole_kind(part) for part in cache.caches)
-    return type(cache) in (KVCache, CrossCache, QuantizedCache, TurboQuantKVCache, LateCache)
+    return type(cache) in (KVCache, CrossCache, QuantizedCache, TurboCache, LateCache)
 
 
 def save_layer(cache: Any, length: int) -> LayerState:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import base as upstream
 
-from vlm_batch.caches.quantized import LateCache, QuantizedStates, attend_quantized
+from vlm_batch.caches.quantized import QuantizedStates, TurboStates, attend_quantized
 from vlm_batch.caches.rows import RowsCache, RowStates, arrays_of, attend_rows
 from vlm_batch.digest import digest
 from vlm_batch.features import FeatureStore
@@ -240,8 +240,8 @@ def attention(
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
     if isinstance(keys, QuantizedStates):
         return attend_quantized(queries, keys, values, scale, mask, sinks)
-    if isinstance(cache, LateCache):
-        cache = cache.inner
+    if isinstance(keys, TurboStates):
+        cache = keys.cache
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -270,7 +270,7 @@ def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
             empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
             filled = [answers.get(place, empty) for place in range(len(rows.places))]
             if isinstance(like, tuple):
-                return tuple(mx.concatenate(part) for part in zip(*filled, strict=True))
+                return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
             return mx.concatenate(filled)
 
     return RowByRow
