@@ -147,11 +147,8 @@ def inkling_weights(weights: Weights) -> Weights:
         down = weights[f"{base}.down_proj.weight"]
         weights[f"{base}.down_proj.weight"] = down * weights.pop(f"{base}.out_scale")[:, None, None]
     for path in [path for path in weights if ".shared_experts." in path]:
-        value = weights.pop(path)
-        if "down_proj" in path:
-            value = value.reshape(64, 2, 32).swapaxes(0, 1)
-        else:
-            value = value.reshape(2, 32, 64)
+        value, is_down = weights.pop(path), "down_proj" in path
+        value = value.reshape(64, 2, 32).swapaxes(0, 1) if is_down else value.reshape(2, 32, 64)
         weights[path.removesuffix(".weight")] = value
     sparse = {path.partition(".mlp.")[0] for path in weights if ".mlp.gate_weight" in path}
     for path in [

@@ -36,5 +36,6 @@ FAMILY = TinyFamily(
     two_images=two_images,
     wrong_alone=("image_2",),
     greedy=greedy,
-    oracle_note="mlx-vlm's generate_step with the tower's published activation and rule for positions; transformers agrees (tests/references).",
+    oracle_note="mlx-vlm's generate_step with the tower's published activation and rule for positions; transformers agrees "
+    "(tests/references).",
 )

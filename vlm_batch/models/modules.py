@@ -353,9 +353,8 @@ def resized_positions(parent: type[nn.Module]) -> type[nn.Module]:
             """Patches (N, D) and grids (pictures, 2), or (clips, 3), which are upstream's own."""
             if grids.shape[1] != 2:
                 return super().__call__(x, grids, **shapes)
-            tables = [
-                resize_bicubic(self.weight, (int(high), int(wide))).flatten(0, 1) for high, wide in grids.tolist()
-            ]
+            sizes = [(int(high), int(wide)) for high, wide in np.array(grids)]
+            tables = [resize_bicubic(self.weight, size).flatten(0, 1) for size in sizes]
             return x + mx.concatenate(tables).astype(x.dtype)
 
     return ResizedPositions
