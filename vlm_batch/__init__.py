@@ -24,6 +24,7 @@ from vlm_batch.errors import (  # noqa: E402
     InvalidParameters,
     InvalidPrompt,
     InvalidRequest,
+    InvalidVideo,
     PromptTooLong,
     RequestFailed,
     UnsupportedModel,
@@ -37,6 +38,7 @@ from vlm_batch.types import (  # noqa: E402
     Timings,
     TokenLogprobs,
     Usage,
+    Video,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ __all__ = [
     "InvalidParameters",
     "InvalidPrompt",
     "InvalidRequest",
+    "InvalidVideo",
     "ModelSpec",
     "PromptTooLong",
     "Request",
@@ -62,6 +65,7 @@ __all__ = [
     "Usage",
     "VLMBatchError",
     "VLMBatcher",
+    "Video",
     "__version__",
     "families",
 ]
