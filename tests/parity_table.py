@@ -43,8 +43,23 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
 
     A family whose models differ has a row for each of them, called by the family's name and more.
     """
+    scenarios = {record["scenario"] for record in records}
+    videos = {scenario for scenario in scenarios if "video" in scenario}
+    lines = _table(records, sorted(scenarios - videos), specs)
+    if videos:
+        with_videos = [spec for spec in specs if spec.video]
+        lines += ["", "Families with videos:", "", *_table(records, sorted(videos), with_videos)]
+    gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
+    notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
+    if gaps:
+        lines += ["", "Known gaps, expected to fail until they are closed:", "", *gaps]
+    if notes:
+        lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
+    return "\n".join(lines)
+
+
+def _table(records: Sequence[Record], scenarios: Sequence[str], specs: Sequence[ModelSpec]) -> list[str]:
     cells = {(record["scenario"], record["family"]): _number(record["difference"]) for record in records}
-    scenarios = sorted({scenario for scenario, _ in cells})
     models = {family for _, family in cells}
     numbers = [str(number) for number in range(1, len(scenarios) + 1)]
     lines = ["| | " + " | ".join(numbers) + " |", "|---" * (len(scenarios) + 1) + "|"]
@@ -56,14 +71,7 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
             row = [no_cell.get(scenario) or cells.get((scenario, model), FAILED) for scenario in scenarios]
             lines.append("| " + " | ".join([model, *row]) + " |")
     named = [f"{number}. {scenario.replace('_', ' ')}" for number, scenario in zip(numbers, scenarios, strict=True)]
-    lines += ["", "The scenarios:", "", *named]
-    gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
-    notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
-    if gaps:
-        lines += ["", "Known gaps, expected to fail until they are closed:", "", *gaps]
-    if notes:
-        lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
-    return "\n".join(lines)
+    return [*lines, "", "The scenarios:", "", *named]
 
 
 def _models(spec: ModelSpec, models: set[str], specs: Sequence[ModelSpec]) -> set[str]:

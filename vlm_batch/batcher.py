@@ -357,9 +357,7 @@ class VLMBatcher:
             else:
                 image_ids = self._generator.adapter.image_token_ids()
                 found = self._processing.inputs_of_ids(job.request.token_ids or (), images, image_ids, clips)
-            return _Prepared(
-                as_numpy(found), tuple(image.size for image in images), tuple(clip.size for clip in clips)
-            )
+            return _Prepared(as_numpy(found), tuple(image.size for image in images), tuple(clip.size for clip in clips))
 
     # On the engine thread
     # -----------------------------------------------------------------------------------------------

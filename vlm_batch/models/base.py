@@ -336,7 +336,9 @@ class MRoPEAdapter(GridAdapter):
         needed = [int(np.prod(grid)) // self.merged for grid in grids]
         if sum(needed) != len(places):
             noun = "videos" if marker == self.marker("video") else "pictures"
-            raise InvalidPrompt(f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}")
+            raise InvalidPrompt(
+                f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
+            )
         return [int(places[count]) for count in np.cumsum([0, *needed])[: len(needed)]]
 
     def marker(self, kind: str) -> int:

@@ -61,8 +61,8 @@ class Processing:
         turns = prompt if isinstance(prompt, str) else list(prompt)
         try:
             if num_videos:  # mlx-vlm's template function knows videos of single prompts only, by their paths
-                turns = _with_parts(turns, num_images, num_videos)
-                rendered = get_chat_template(self.processor, turns, add_generation_prompt=True)
+                marked = _with_parts(turns, num_images, num_videos)
+                rendered = get_chat_template(self.processor, marked, add_generation_prompt=True)
             else:
                 rendered = apply_chat_template(self.processor, self.config, turns, num_images=num_images)
         except Exception as error:
@@ -137,7 +137,7 @@ class Processing:
         return {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
 
     def _seconds(self, clips: Sequence[Clip]) -> dict[str, Any]:
-        """What transformers' processors call ``second_per_grid_ts`` (N,) and mlx-vlm's leave out: seconds between two patches."""
+        """Seconds between a video's time steps (N,): transformers' ``second_per_grid_ts``, which mlx-vlm leaves out."""
         frames = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
         if not clips or frames is None:
             return {}
@@ -254,7 +254,9 @@ def _with_parts(prompt: str | list[Message], num_images: int, num_videos: int) -
     turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
     for message in prompt if not isinstance(prompt, str) else ():
         content = message.get("content") or ""
-        turns.append({**message, "content": [_plain(part) for part in content] if isinstance(content, list) else content})
+        turns.append(
+            {**message, "content": [_plain(part) for part in content] if isinstance(content, list) else content}
+        )
     placed = [part["type"] for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
     missing = [{"type": "image"}] * (num_images - placed.count("image"))
     missing += [{"type": "video"}] * (num_videos - placed.count("video"))
