@@ -13,6 +13,7 @@ from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
+from vlm_batch.caches.whole import WholeCache
 
 
 class Placement(Enum):
@@ -47,6 +48,8 @@ class DenseCache(Protocol):
 
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
+    if isinstance(single, WholeCache):
+        return RowsCache()
     if isinstance(single, CacheList):
         return ListedCache(*(make_layer_cache(part, placement, num_places) for part in single.caches))
     if type(single) is ArraysCache:

@@ -14,6 +14,7 @@ from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.single import SingleRow
+from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
 from vlm_batch.registry import families, spec_for
 
 
@@ -42,11 +43,18 @@ def find_checkpoint(path_or_id: str | Path) -> Path:
 
 
 def check_model_type(model_type: str | None) -> None:
-    """Raise UnsupportedModel for a checkpoint whose type neither this library nor mlx-vlm knows."""
+    """Raise UnsupportedModel for a checkpoint whose type is refused, or that neither this library nor mlx-vlm knows."""
     if model_type is None:
         raise UnsupportedModel(f"config.json names no model_type; the known families are {_known()}")
+    check_refused(model_type)
     if spec_for(model_type) is None and find_spec(f"mlx_vlm.models.{model_type}") is None:
         raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {_known()}")
+
+
+def check_refused(model_type: str) -> None:
+    """Raise UnsupportedModel, with the reason, for a model that writes no text one token at a time."""
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"model type {model_type!r} is refused: {REFUSED[model_type]}")
 
 
 def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
@@ -55,6 +63,7 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     Raises UnsupportedModel if it cannot be run that way either.
     """
     model_type = model_type or str(model.config.model_type)
+    check_refused(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         return spec.adapter(model)
@@ -64,8 +73,8 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
             f"the known families are {_known()}"
         )
     warnings.warn(
-        f"model type {model_type!r} has no verified adapter: its requests run one at a time, through mlx-vlm's own path. "
-        f"The known families are {_known()}",
+        f"model type {model_type!r} runs one request at a time, through mlx-vlm's own path: "
+        f"{ONE_AT_A_TIME.get(model_type, 'it has no verified adapter')}. The known families are {_known()}",
         stacklevel=3,
     )
     return SingleRow(model)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import base as upstream
 
-from vlm_batch.caches.rows import RowStates, attend_rows
+from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
 
 
 def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
@@ -117,6 +117,43 @@ def attention(
     if isinstance(keys, RowStates):
         return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The same attention, called once for each live row of a batch with the row's own cache.
+
+    For classes that do more with a cache than one attention call can hold apart (selected positions, pools). What else a
+    layer does, its experts above all, stays one call for all rows. Empty places answer zeros.
+    """
+
+    class RowByRow(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Any arguments, arrays of which have the rows along their first axis; arrays, or tuples of them."""
+            rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, RowsCache)), None)
+            if rows is None:
+                return super().__call__(*args, **kwargs)
+            answers = {
+                place: super(RowByRow, self).__call__(
+                    *(_of_row(value, place) for value in args),
+                    **{name: _of_row(value, place) for name, value in kwargs.items()},
+                )
+                for place, single in enumerate(rows.places)
+                if single is not None
+            }
+            like = next(iter(answers.values()))
+            empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
+            filled = [answers.get(place, empty) for place in range(len(rows.places))]
+            if isinstance(like, tuple):
+                return tuple(mx.concatenate(part) for part in zip(*filled, strict=True))
+            return mx.concatenate(filled)
+
+    return RowByRow
+
+
+def _of_row(value: Any, place: int) -> Any:
+    if isinstance(value, RowsCache):
+        return value.places[place]
+    return value[place : place + 1] if isinstance(value, mx.array) else value
 
 
 def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:

@@ -1,0 +1,68 @@
+"""Every model package of mlx-vlm is in the registry, or in a table that says why it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pkgutil import iter_modules
+
+import mlx_vlm.models
+import mlx_vlm.speculative.drafters
+import pytest
+from mlx_vlm.utils import MODEL_REMAPPING, get_model_type
+
+from vlm_batch import VLMBatcher
+from vlm_batch.errors import UnsupportedModel
+from vlm_batch.models.loading import adapt, check_model_type
+from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
+from vlm_batch.registry import families
+
+#: Registered beside mlx-vlm's own names: types that its loader gives other names to before it looks for a package.
+OTHER_NAMES = set(MODEL_REMAPPING)
+
+
+def packages(parent: object) -> set[str]:
+    """The folders of a package: one for each model type that mlx-vlm's loader can find."""
+    return {module.name for module in iter_modules(parent.__path__) if module.ispkg}  # type: ignore[attr-defined]
+
+
+def registered() -> set[str]:
+    return {model_type for spec in families() for model_type in spec.model_types}
+
+
+def test_every_package_of_mlx_vlm_has_an_entry() -> None:
+    """A new release of mlx-vlm shows here what is missing."""
+    found = packages(mlx_vlm.models) | packages(mlx_vlm.speculative.drafters)
+    missing = found - registered() - set(REFUSED) - set(ONE_AT_A_TIME)
+    assert not missing, f"neither registered nor refused with a reason: {sorted(missing)}"
+
+
+def test_no_entry_without_a_package_and_none_twice() -> None:
+    found = packages(mlx_vlm.models) | packages(mlx_vlm.speculative.drafters)
+    assert set(REFUSED) | set(ONE_AT_A_TIME) <= found
+    assert registered() <= found | OTHER_NAMES
+    tables = (registered(), set(REFUSED), set(ONE_AT_A_TIME))
+    assert len(set().union(*tables)) == sum(len(table) for table in tables)
+
+
+def test_every_remapped_type_has_an_entry() -> None:
+    known = registered() | set(REFUSED) | set(ONE_AT_A_TIME)
+    assert {get_model_type({"model_type": name}) for name in MODEL_REMAPPING} <= known
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_a_refused_type_says_why(model_type: str) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        check_model_type(model_type)
+    assert str(refusal.value) == f"model type {model_type!r} is refused: {REFUSED[model_type]}"
+
+
+def test_a_refused_checkpoint_says_why_before_any_weight_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rf-detr"}), encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="'rfdetr' is refused: it finds objects in pictures"):
+        VLMBatcher(tmp_path)
+
+
+def test_a_refused_model_object_says_why() -> None:
+    with pytest.raises(UnsupportedModel, match="'sam3' is refused"):
+        adapt(object(), "sam3")  # type: ignore[arg-type]
