@@ -34,7 +34,8 @@ MAX_MISSING_SHARE = 0.05
 class Sampling:
     """Which frames of a file a family looks at: ``fps`` a second within bounds, or ``num_frames`` of every file.
 
-    The number is rounded down to a multiple of ``frame_factor``, the frames that the model takes as one.
+    The number is rounded down to a multiple of ``frame_factor``, the frames that the model takes as one. They are
+    spread from the first frame to the last, or, ``to_the_end`` being false, one at the beginning of each equal part.
     """
 
     fps: float = 2.0
@@ -42,6 +43,7 @@ class Sampling:
     min_frames: int = 4
     max_frames: int = 768
     frame_factor: int = 2
+    to_the_end: bool = True
 
     def indices(self, total: int, fps: float, video: Video) -> np.ndarray:
         """The frames (N,) to take of ``total`` at ``fps``, spread evenly from the first to the last."""
@@ -50,7 +52,8 @@ class Sampling:
         else:
             wanted, most = self._wanted(total / fps, video.fps), min(video.max_frames or self.max_frames, total)
         number = math.floor(min(wanted, most) / self.frame_factor) * self.frame_factor
-        return spread(total, number or min(self.frame_factor, most))
+        number = number or min(self.frame_factor, most)
+        return spread(total, number) if self.to_the_end else np.arange(number) * total // number
 
     def _wanted(self, seconds: float, fps: float | None) -> float:
         if self.num_frames is not None and fps is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import numpy as np
+from mlx_vlm.models.gemma4.processing_gemma4 import Gemma4VideoProcessor
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import (
     Qwen3VLVideoProcessor,
     _resize_video_frames,
@@ -40,3 +42,12 @@ class FrameBoundedVideoProcessor(Qwen3VLVideoProcessor):
         whole = copy.copy(self)
         whole.min_pixels, whole.max_pixels = 0, frames * high * wide * 2
         return Qwen3VLVideoProcessor._process_one(whole, _resize_video_frames(video, high, wide))
+
+
+def every_frame_kept(part: Any) -> Any:
+    """A copy of Gemma 4's video processor that thins nothing out: its frames are chosen already; any other part as it is."""
+    if not isinstance(part, Gemma4VideoProcessor):
+        return part
+    patient = copy.copy(part)
+    patient.num_frames = sys.maxsize
+    return patient

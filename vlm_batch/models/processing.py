@@ -43,7 +43,7 @@ class Processing:
     def __init__(self, processor: Any, config: Any, adapter: type[Adapter] = Adapter) -> None:
         self.processor = _mended(processor, adapter)
         self.config = config
-        self.sampling = _sampling(self.processor, adapter.video_sampling)
+        self.sampling = _sampling(processor, adapter.video_sampling)
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
