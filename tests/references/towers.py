@@ -275,7 +275,7 @@ def as_patches(inputs: Inputs) -> dict[str, Any]:
         found["image_position_ids"] = torch.tensor(places.repeat(number, axis=0))
     if "pixel_values_videos" in inputs:  # transformers has all videos' frames in a row
         for name in ("pixel_values_videos", "video_position_ids"):
-            found[name] = torch.tensor(inputs[name].reshape(-1, *inputs[name].shape[2:]))
+            found[name] = torch.tensor(inputs[name].reshape(-1, *inputs[name].shape[-2:]))
     return found
 
 

@@ -69,7 +69,12 @@ def two_images(seed: int) -> Inputs:
 def video(seed: int, size: int) -> Inputs:
     """A video of 2, 3 or 5 frames of 4, 4 or 10 placeholders, the last more than the window."""
     tokens, more = frames(seed, (2, 3, 5)[size], 1, ((2, 2), (2, 2), (2, 5))[size])
-    return with_types(prompt(seed, [tokens]), more)
+    return with_types(prompt(seed, [tokens]), flat(more))
+
+
+def flat(videos: Inputs) -> Inputs:
+    """All videos' frames in a row, as this family's processor has them."""
+    return {name: value if isinstance(value, list) else value[0] for name, value in videos.items()}
 
 
 def picture_and_video(seed: int) -> Inputs:
@@ -78,7 +83,7 @@ def picture_and_video(seed: int) -> Inputs:
     first, last = ([START, *[IMAGE] * (rows * columns), END] for rows, columns in GRIDS[1:])
     tokens, more = frames(seed, 3, 1, (2, 3))
     pixels_of = {name: pictures[name] for name in ("pixel_values", "image_position_ids")}
-    return with_types(prompt(seed, [first, tokens, last]), {**pixels_of, **more})
+    return with_types(prompt(seed, [first, tokens, last]), {**pixels_of, **flat(more)})
 
 
 OWN = {"image": image, "two_images": two_images, "video": video, "picture_and_video": picture_and_video}

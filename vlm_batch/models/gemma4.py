@@ -82,12 +82,15 @@ class Gemma4(Adapter):
             extra["cached_video_features"] = found
         return super().features(ids, extra)
 
-    def encode_frames(self, videos: mx.array | list[mx.array], places: Any) -> mx.array:
-        """(videos, frames, N, 3 * patch * patch) patches, or a list of them, and their places -> (tokens, D)."""
-        if isinstance(videos, mx.array):
-            videos, places = list(videos), list(places)
-        found = [self.model.encode_image(*video) for video in zip(videos, places, strict=True)]
-        return mx.concatenate([features.reshape(-1, features.shape[-1]) for features in found])
+    def encode_frames(self, videos: mx.array | list[mx.array], places: mx.array | list[mx.array]) -> mx.array:
+        """(..., frames, N, 3 * patch * patch) patches, or a list of such, and their places -> (..., tokens, D)."""
+        patches, where = (
+            mx.concatenate(
+                [part.reshape(-1, *part.shape[-2:]) for part in ([parts] if isinstance(parts, mx.array) else parts)]
+            )
+            for parts in (videos, places)
+        )
+        return self.model.encode_image(patches, where)
 
     def check_room(self, ids: mx.array, marker: int, found: mx.array, noun: str) -> None:
         """Refuse a prompt that has not one placeholder for each of the features."""
