@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, bidirectional_mask, spans_of
@@ -94,7 +95,7 @@ class Gemma4(Adapter):
 
     def check_room(self, ids: mx.array, marker: int, found: mx.array, noun: str) -> None:
         """Refuse a prompt that has not one placeholder for each of the features."""
-        needed, given = found.size // found.shape[-1], int((ids == marker).sum().item())
+        needed, given = found.size // found.shape[-1], int(np.sum(np.array(ids) == marker))
         if needed != given:
             raise InvalidPrompt(f"the {noun} need {needed} placeholder tokens; the prompt has {given}")
 

@@ -71,7 +71,9 @@ class Inkling(Adapter):
                 rows = [None if row is None else row.shape[2] for row in keys.rows]
                 return RowMasks(
                     tuple(
-                        None if width is None else self.mask(bias[place : place + 1], positions[place : place + 1], width)
+                        None
+                        if width is None
+                        else self.mask(bias[place : place + 1], positions[place : place + 1], width)
                         for place, width in enumerate(rows)
                     )
                 )

@@ -1,4 +1,4 @@
-"""Kimi-VL, Kimi K2.5, Mistral Large 3 and Youtu-VL: attention over a latent that all heads share (DeepSeek-V2, arXiv:2405.04434)."""
+"""Kimi-VL, Kimi K2.5, Mistral Large 3 and Youtu-VL: attention over a latent (DeepSeek-V2, arXiv:2405.04434)."""
 
 from __future__ import annotations
 

@@ -69,7 +69,14 @@ class MuseSpark(Adapter):
 def _without_metal(module: str) -> None:
     """Put functions of MLX's operations where the model's file calls kernels that could only raise."""
     namespace = vars(sys.modules[module])
-    for function in (qk_norm, qk_norm_rope, norm_add_norm, expert_routing, post_expert_norm_combine, rms_norm_sigmoid_gate):
+    for function in (
+        qk_norm,
+        qk_norm_rope,
+        norm_add_norm,
+        expert_routing,
+        post_expert_norm_combine,
+        rms_norm_sigmoid_gate,
+    ):
         namespace[function.__name__] = function
 
 

@@ -32,7 +32,9 @@ class Plamo2VL(Adapter):
             def __call__(self, hidden_states: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
                 """(B, L, D) -> (B, L, D)"""
                 heads, kv_heads = self.q_num_heads, self.k_num_heads
-                split = self.qkv_proj(hidden_states).reshape(*hidden_states.shape[:2], heads + 2 * kv_heads, self.qk_dim)
+                split = self.qkv_proj(hidden_states).reshape(
+                    *hidden_states.shape[:2], heads + 2 * kv_heads, self.qk_dim
+                )
                 queries, keys, values = mx.split(split.swapaxes(1, 2), [heads, heads + kv_heads], axis=1)
                 queries = mx.fast.rms_norm(queries, None, 1e-6) * self.q_weight[:, None]
                 keys = mx.fast.rms_norm(keys, None, 1e-6) * self.k_weight[:, None]
