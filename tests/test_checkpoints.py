@@ -45,7 +45,12 @@ QUESTIONS = [
     Asked("sum", "2 + 3", (), "5"),
     Asked("is there", "is there a red shape?", ("red_circle_above_blue_triangle.png",), "yes"),
     Asked("count", "how many triangles?", ("red_circle_above_blue_triangle.png",), "1"),
-    Asked("both", "describe the pictures", ("yellow_cross.png", "red_circle.png"), "first a yellow cross, then a red circle"),
+    Asked(
+        "both",
+        "describe the pictures",
+        ("yellow_cross.png", "red_circle.png"),
+        "first a yellow cross, then a red circle",
+    ),
     Asked("describe", "describe the picture", ("page_of_text.png",), "no shapes"),
     Asked("repeat", "repeat: b b b b b b b", (), "b b b b b b b"),
 ]
@@ -68,12 +73,14 @@ def test_a_checkpoint_answers_a_mixed_job(name: str) -> None:
         endless = submit(asked[0], SamplingParams(max_tokens=1000, ignore_eos=True))
         handles = [submit(question) for question in asked[:half]]
         handles[1].result(timeout=60)
-        handles += [submit(question) for question in asked[:half - 1:-1]]
+        handles += [submit(question) for question in asked[: half - 1 : -1]]
         handles[half].result(timeout=60)
         endless.cancel()
         results = [handle.result(timeout=60) for handle in handles]
         assert endless.result(timeout=60).finish_reason == "cancelled"
-    told = {question: result.text for question, result in zip(asked[:half] + asked[: half - 1 : -1], results, strict=True)}
+    told = {
+        question: result.text for question, result in zip(asked[:half] + asked[: half - 1 : -1], results, strict=True)
+    }
     assert told == {question: question.truth for question in told}
 
 
@@ -82,5 +89,5 @@ def pictures(question: Asked) -> list[Path]:
 
 
 def test_there_are_checkpoints_of_every_kind_of_decoder() -> None:
-    """Rotary positions of three axes, deepstack, recurrent layers, cross-attention, sliding windows, a picture seen both ways."""
+    """Positions on three axes, deepstack, recurrent layers, cross-attention, sliding windows, pictures seen both ways."""
     assert set(CHECKPOINTS) >= {"qwen2_vl", "qwen3_vl", "qwen3_5", "mllama", "aya_vision", "falcon_ocr"}
