@@ -95,5 +95,5 @@ def pictures(question: Asked) -> list[Path]:
 
 
 def test_there_are_checkpoints_of_every_kind_of_decoder() -> None:
-    """Positions of three axes, deepstack, recurrent layers, cross-attention, sliding windows, a picture seen both ways."""
+    """Positions on three axes, deepstack, recurrent layers, cross-attention, sliding windows, pictures seen both ways."""
     assert set(CHECKPOINTS) >= {"qwen2_vl", "qwen3_vl", "qwen3_5", "mllama", "aya_vision", "falcon_ocr"}
