@@ -29,6 +29,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.references.newer import NEWER
 from tests.references.towers import TOWERS
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
@@ -697,7 +698,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-RECIPES |= {name: Recipe(**facts) for name, facts in TOWERS.items()}
+RECIPES |= {name: Recipe(**facts) for name, facts in {**TOWERS, **NEWER}.items()}
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
