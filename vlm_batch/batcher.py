@@ -27,8 +27,9 @@ from vlm_batch.features import FeatureStore
 from vlm_batch.generator import BatchGenerator, describe
 from vlm_batch.handle import Handle
 from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
+from vlm_batch.models.chats import split_messages
 from vlm_batch.models.loading import adapt, load_model
-from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_messages
+from vlm_batch.models.processing import Processing, as_mlx, as_numpy
 from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
