@@ -417,6 +417,27 @@ def test_a_mixed_job(batcher: VLMBatcher, film: Path, tmp_path: Path) -> None:
     assert together[4].video_sizes == ((6, 96, 64), (2, *load_image(CROSS).size))
 
 
+def test_few_videos_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait: a clip can be half a gigabyte. Those without a video are not held up by them."""
+    decoded: list[int] = []
+
+    def counted(*args: Any) -> Clip:
+        decoded.append(sum(not handle.done() for handle in handles))
+        return load_video(*args)
+
+    monkeypatch.setattr("vlm_batch.batcher.load_video", counted)
+    handles: list[Any] = []
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    with VLMBatcher(CHECKPOINT, max_rows=1, look_ahead=64) as batcher:
+        handles += [batcher.submit(prompt=f"{ASK} {index}", videos=still(), params=long) for index in range(12)]
+        text = batcher.submit(prompt="count to 5", priority=1)
+        results = [handle.result(timeout=120) for handle in handles]
+    assert text.result(timeout=60).ok
+    assert all(result.ok for result in results)
+    # The first is decoded while 12 are open, the next when at most one decodes, two wait, and two are ready.
+    assert all(index - (12 - alive) <= 5 for index, alive in enumerate(decoded)), decoded
+
+
 def test_a_video_that_is_too_large_fails_alone(film: Path) -> None:
     with VLMBatcher(CHECKPOINT, max_video_pixels=30_000) as small:
         refused, taken = (
