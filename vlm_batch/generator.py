@@ -19,7 +19,7 @@ from vlm_batch.batch import DecodeBatch, Row, Traces
 from vlm_batch.caches import Placement, arrays_of, can_share, take_row
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation
-from vlm_batch.compiled import CompiledDecode, pays_to_compile
+from vlm_batch.compiled import CompiledDecode
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
@@ -117,7 +117,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
-    ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it (``vlm_batch.compiled`` says when it pays).
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys and
     values are quantised; by default they are not.
     """
@@ -131,15 +131,14 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
-        compile_decode: bool | None = None,
+        compile_decode: bool = False,
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
     ) -> None:
         self.adapter = adapter
         self.kv = kv
         self.reuse = reuse or Reuse(adapter)
-        wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
-        self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
+        self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
         placement = placement or Placement.for_device()
         self.scheduler = Scheduler(for_placement(config or SchedulerConfig(), placement))
         self._shares_prefill = adapter.shares_prefill and can_share(adapter.make_cache())
@@ -371,7 +370,7 @@ class BatchGenerator:
         return self._settle(row, logits)
 
     def _settle(self, row: Row, logits: mx.array) -> bool:
-        """Launch what a chunk left in a row's caches. Whether its prompt is done: the row then joins, with ``logits`` (1, V)."""
+        """Launch what a chunk left in a row's caches. Whether its prompt is done: it then joins, with ``logits`` (1, V)."""
         assert row.cache is not None
         done = row.prefilled == row.prompt_length
         kept = self.reuse.prompt_done(row, logits) if done else self.reuse.chunk_done(row)

@@ -1,7 +1,7 @@
 """Qwen2.5-VL's vision tower with its windows of one size in one attention call, and one rotation a picture.
 
-mlx-vlm's calls attention once a window (25 windows of a picture of 504 pixels in each of 28 blocks), turns the boundaries into a
-list in every block, which waits for the device, and takes cosines and sines anew for queries and keys of every block.
+mlx-vlm's calls attention once a window (25 windows of a picture of 504 pixels in each of 28 blocks), turns the boundaries into
+a list in every block, which waits for the device, and takes cosines and sines anew for queries and keys of every block.
 """
 
 from __future__ import annotations
