@@ -225,7 +225,7 @@ def test_a_damaged_file(tmp_path: Path, kind: str, message: str) -> None:
         ([grey(0), grey(1, 32, 32)], "frames of 96 x 64 and of 32 x 32 pixels; all must be of one size"),
         ([grey(0), "nowhere.png"], "frame 1 of the video given as list: nowhere.png does not exist"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_video(source: Any, message: str) -> None:
     with pytest.raises(InvalidVideo, match=message):

@@ -1,4 +1,4 @@
-"""Recipes for Inkling, GLM-5-Next, Kimi K2.5 and Muse Spark, whose weights mlx-vlm joins: see record.py, which runs them."""
+"""Recipes for Inkling, GLM-5-Next, Kimi K2.5, Muse Spark and Qwen3-Next, whose weights mlx-vlm joins: see record.py, which runs them."""
 
 from __future__ import annotations
 
@@ -289,11 +289,33 @@ KIMI_K25 = (
 )
 
 
+# Qwen3-Next -----------------------------------------------------------------------------------------------------------
+
+
+def qwen3_next(zoo: nn.Module) -> torch.nn.Module:
+    names = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    names += ["head_dim", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "vocab_size"]
+    names += ["linear_value_head_dim", "linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
+    names += ["decoder_sparse_step", "shared_expert_intermediate_size", "moe_intermediate_size", "rms_norm_eps"]
+    config = transformers.Qwen3NextConfig(
+        **same(zoo.config, *names),
+        layer_types=["linear_attention", "full_attention"] * 2,
+        rope_parameters={**rope(zoo.config.rope_theta), "partial_rotary_factor": 0.5},
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
 #: What each family's ``Recipe`` is made of.
 NEWER: dict[str, dict[str, Any]] = {
     "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
     "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
     "inkling": {"build": inkling, "rename": INKLING, "regroup": inkling_weights},
+    "qwen3_next": {
+        "build": qwen3_next,
+        "rename": ((r"^language_model\.", ""),),
+        "less_one": r"layernorm\.weight$|[qk]_norm\.weight$|model\.norm\.weight$",
+    },
     "muse_spark": {
         "build": muse_spark,
         "rename": ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),
