@@ -441,7 +441,7 @@ def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         own = VLMBatcher(CHECKPOINT)
-    assert len([w for w in said if "one at a time" in str(w.message)]) == 1
+    assert len([w for w in said if "one request at a time" in str(w.message)]) == 1
     with own:
         handles = [own.submit(images, prompt, params=SamplingParams(max_tokens=40)) for prompt, images in QUESTIONS]
         for handle, (prompt, images) in zip(handles, QUESTIONS, strict=True):
