@@ -1,4 +1,4 @@
-"""Recipes for Inkling, GLM-5-Next, Kimi K2.5, Muse Spark and Qwen3-Next, whose weights mlx-vlm joins: see record.py, which runs them."""
+"""Recipes for families whose weights mlx-vlm joins or keeps in another layout: see record.py, which runs them."""
 
 from __future__ import annotations
 

@@ -137,6 +137,7 @@ class Adapter:
         """
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
+        self.check_ids(ids)
         is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
         features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
@@ -154,6 +155,18 @@ class Adapter:
         )
         self.forget()
         return encoded
+
+    def check_ids(self, ids: mx.array) -> None:
+        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
+        table = getattr(getattr(self.language, "model", None), "embed_tokens", None)
+        if not isinstance(table, (nn.Embedding, nn.QuantizedEmbedding)):
+            return  # made of several tables, or named otherwise
+        tokens = np.array(ids[0])
+        beyond = tokens[(tokens >= table.weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        if beyond.size:
+            raise InvalidPrompt(
+                f"token id {beyond[0]} is beyond the model's {table.weight.shape[0]}: does the tokenizer belong to this model?"
+            )
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
@@ -409,7 +422,10 @@ class GridAdapter(Adapter):
         needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
         if (given := self.count_image_tokens(ids, extra)) != needed:
             pictures = sum(len(grid) for grid in grids)
-            raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
+            unnamed = "" if self.image_token_ids() else ": config.json names no image_token_id"
+            raise InvalidPrompt(
+                f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}{unnamed}"
+            )
         return super().features(ids, extra)
 
     @property
