@@ -93,6 +93,22 @@ def test_hits_with_two_pictures(name: str, placement: Placement) -> None:
     record(name, "prefix_two_images", placement, asks.largest)
 
 
+@pytest.mark.parametrize("name", [name for name in every_family() if family(name).video is not None])
+def test_hits_with_a_video(name: str) -> None:
+    """Another question about the same video is answered from what is kept; the same words about another video are not."""
+    asks = asker(name)
+    assert asks.ask("video:3:2", "both:6") == [0, 0]
+    again, other, both = asks.ask("video:3:2", "video:3:2~1", "both:6~1")
+    assert again == length(name, "video:3:2")
+    assert end_of_pictures(name, "video:3:2") <= other <= length(name, "video:3:2") - TAIL
+    assert end_of_pictures(name, "both:6") <= both <= length(name, "both:6") - TAIL
+    mine, theirs = request(name, "video:3:2"), request(name, "video:8:2")
+    changed = {**theirs, "input_ids": mine["input_ids"]}
+    assert asks.ask_inputs(changed)[0] <= key_of(name, mine).pictures[0][0]
+    if "second_per_grid_ts" in mine:
+        assert asks.ask_inputs({**mine, "second_per_grid_ts": mine["second_per_grid_ts"] / 2})[0] <= 4
+
+
 @pytest.mark.parametrize(("name", "placement"), in_turns())
 def test_hits_from_files(name: str, placement: Placement, tmp_path: Path) -> None:
     """Another engine on the same directory, and the same prompts: nothing of them is prefilled."""

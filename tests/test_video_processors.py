@@ -199,7 +199,9 @@ def test_a_mixed_job_through_the_familys_own_processor(name: str, film: Path, tm
 def test_the_same_frames_at_another_rate_are_another_video(name: str, film: Path) -> None:
     """Nothing that was kept of the one is taken for the other."""
     frames, params = load_video(film).frames, SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
-    asked = [{"prompt": "what?", "videos": Video(frames, fps=fps), "params": params} for fps in (4, 0.5, 4)]
+    asked: list[dict[str, Any]] = [
+        {"prompt": "what?", "videos": Video(frames, fps=fps), "params": params} for fps in (4, 0.5, 4)
+    ]
 
     def answers(**settings: Any) -> list[Result]:
         with VLMBatcher(family(name).build(), CASES[name].processor(name), **settings) as batcher:

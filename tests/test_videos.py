@@ -207,7 +207,7 @@ def test_a_damaged_file(tmp_path: Path, kind: str, message: str) -> None:
         ([grey(0), grey(1, 32, 32)], "frames of 96 x 64 and of 32 x 32 pixels; all must be of one size"),
         ([grey(0), "nowhere.png"], "frame 1 of the video given as list: nowhere.png does not exist"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_video(source: Any, message: str) -> None:
     with pytest.raises(InvalidVideo, match=message):
@@ -415,6 +415,27 @@ def test_a_mixed_job(batcher: VLMBatcher, film: Path, tmp_path: Path) -> None:
     assert "yellow cross" in together[0].text
     assert "yellow cross" in together[1].text
     assert together[4].video_sizes == ((6, 96, 64), (2, *load_image(CROSS).size))
+
+
+def test_few_videos_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait: a clip can be half a gigabyte. Those without a video are not held up by them."""
+    decoded: list[int] = []
+
+    def counted(*args: Any) -> Clip:
+        decoded.append(sum(not handle.done() for handle in handles))
+        return load_video(*args)
+
+    monkeypatch.setattr("vlm_batch.batcher.load_video", counted)
+    handles: list[Any] = []
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    with VLMBatcher(CHECKPOINT, max_rows=1, look_ahead=64) as batcher:
+        handles += [batcher.submit(prompt=f"{ASK} {index}", videos=still(), params=long) for index in range(12)]
+        text = batcher.submit(prompt="count to 5", priority=1)
+        results = [handle.result(timeout=120) for handle in handles]
+    assert text.result(timeout=60).ok
+    assert all(result.ok for result in results)
+    # The first is decoded while 12 are open, the next when at most one decodes, two wait, and two are ready.
+    assert all(index - (12 - alive) <= 5 for index, alive in enumerate(decoded)), decoded
 
 
 def test_a_video_that_is_too_large_fails_alone(film: Path) -> None:

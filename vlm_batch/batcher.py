@@ -27,8 +27,9 @@ from vlm_batch.features import FeatureStore
 from vlm_batch.generator import BatchGenerator, describe
 from vlm_batch.handle import Handle
 from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
+from vlm_batch.models.chats import split_messages
 from vlm_batch.models.loading import adapt, load_model
-from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_messages
+from vlm_batch.models.processing import Processing, as_mlx, as_numpy
 from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -39,6 +40,9 @@ from vlm_batch.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
 
 #: Threads that read, decode and process pictures and videos ahead of the engine (Pillow and OpenCV release the GIL).
 NUM_LOADERS = 2
+#: Requests with videos that are decoded ahead, and rows that may wait before one more of them is taken in: a clip's patches can
+#: be half a gigabyte.
+VIDEOS_AHEAD = NUM_LOADERS
 #: Seconds that the engine sleeps at most when it has nothing to do (a submit wakes it at once).
 IDLE_SECONDS = 1.0
 
@@ -419,21 +423,27 @@ class VLMBatcher:
         return True
 
     def _load_ahead(self) -> None:
-        """Have the most urgent requests' pictures read, ``look_ahead`` requests at most."""
+        """Have the most urgent requests' pictures and videos read, ``look_ahead`` requests at most, few of them with videos."""
         now = time.perf_counter()
         scheduler = self._generator.scheduler
-        while self._queued and len(self._preparing) < self.look_ahead:
-            job = min(self._queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
+        while len(self._preparing) < self.look_ahead:
+            is_full = sum(bool(job.videos) for job in self._preparing) >= VIDEOS_AHEAD
+            queued = [job for job in self._queued if not (is_full and job.videos)]
+            if not queued:
+                return
+            job = min(queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
             self._queued.remove(job)
             self._preparing.append(job)
             job.preparing = self._loaders.submit(self._prepare, job)
             job.preparing.add_done_callback(lambda _: self._inbox.put(_nothing))
 
     def _take_in(self) -> None:
-        """Insert prepared requests while the engine has room: a batch's worth of them waits there at most."""
+        """Insert prepared requests while the engine has room: a batch's worth of them waits there, fewer with videos."""
         room = self._generator.scheduler.config.max_rows - self._generator.num_waiting
         ready = [job for job in self._preparing if job.preparing is not None and job.preparing.done()]
         for job in ready[: max(0, room)]:
+            if job.videos and self._generator.num_waiting >= VIDEOS_AHEAD:
+                return  # nor those behind it, or it might wait for ever
             self._preparing.remove(job)
             self._insert(job)
 

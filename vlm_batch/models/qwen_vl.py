@@ -173,6 +173,8 @@ class Qwen35Moe(Qwen35):
     ModelSpec(
         family="qwen3_omni_moe",
         model_types=("qwen3_omni_moe",),
+        no_video="a video's positions are fractions of seconds in the published model (modeling_qwen3_omni_moe.py, "
+        "get_rope_index) and whole frames in mlx-vlm's",
         notes=(
             "pictures and text in, text out; sound and video are refused, and nothing is spoken",
             "the vision blocks take the tanh form of GELU, as configured and as in transformers; mlx-vlm fixes the exact "
