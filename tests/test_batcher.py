@@ -433,6 +433,18 @@ def test_an_unknown_model_type_names_the_known_families(tmp_path: Path) -> None:
         VLMBatcher(copied(tmp_path / "model", model_type="no_such_model"))
 
 
+@pytest.mark.parametrize(("lacking", "said"), [("hidden_size", "hidden_size"), ("vision_config", "vision_tower")])
+def test_an_incomplete_config_is_refused_by_name(tmp_path: Path, lacking: str, said: str) -> None:
+    folder = copied(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config[lacking]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        UnsupportedModel, match=rf"model: config.json does not describe a whole qwen2_vl model: .*{said}"
+    ):
+        VLMBatcher(folder)
+
+
 def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
     monkeypatch: pytest.MonkeyPatch, alone: Any
 ) -> None:
@@ -441,7 +453,7 @@ def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         own = VLMBatcher(CHECKPOINT)
-    assert len([w for w in said if "one at a time" in str(w.message)]) == 1
+    assert len([w for w in said if "one request at a time" in str(w.message)]) == 1
     with own:
         handles = [own.submit(images, prompt, params=SamplingParams(max_tokens=40)) for prompt, images in QUESTIONS]
         for handle, (prompt, images) in zip(handles, QUESTIONS, strict=True):

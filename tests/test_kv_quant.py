@@ -38,7 +38,7 @@ from vlm_batch.models.processing import as_mlx
 from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.reuse import Reuse
 from vlm_batch.scheduler import SchedulerConfig
-from vlm_batch.types import SamplingParams
+from vlm_batch.types import DecodeStep, SamplingParams
 
 IMAGE, TEXT, OTHER = "image:3:2", "text:5:26", "image:1:0"
 
@@ -179,9 +179,14 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
 
 def test_quantised_slabs_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: packed numbers, scales and biases go through one graph."""
-    graphs = []
+    graphs: list[DecodeStep] = []
     right = CompiledDecode.__call__
-    monkeypatch.setattr(CompiledDecode, "__call__", lambda self, step: graphs.append(1) or right(self, step))
+
+    def counted(self: CompiledDecode, step: DecodeStep) -> mx.array:
+        graphs.append(step)
+        return right(self, step)
+
+    monkeypatch.setattr(CompiledDecode, "__call__", counted)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
     engine = generator("qwen2_vl", UNIFORM, placement=Placement.SLAB, compile_decode=True)
     check(
