@@ -61,7 +61,10 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
     of them, called by the family's name and more.
     """
     kept = [record for record in records if record["scenario"] in CACHES]
-    lines = _table([record for record in records if record["scenario"] not in CACHES], specs)
+    videos = [record for record in records if "video" in record["scenario"] and record not in kept]
+    lines = _table([record for record in records if record not in kept and record not in videos], specs)
+    if videos:
+        lines += ["", "Families with videos:", "", *_table(videos, [spec for spec in specs if spec.video])]
     if kept:
         lines += ["", "What is kept for later requests, and keys and values in few bits ([caches](caches.md)):", ""]
         lines += _table(kept, specs)

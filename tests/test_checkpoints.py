@@ -15,8 +15,8 @@ CHECKPOINTS = sorted(folder.parent.name for folder in FIXTURES.glob("checkpoints
 ANSWER = SamplingParams(max_tokens=64)
 
 
-#: Outside what a checkpoint was trained on: it answers nonsense, alone as in a batch (its README).
-NOT_LEARNT = {"falcon_ocr": {"page_of_text.png"}}  # 300 patches; training had up to 96
+#: falcon_ocr's processor does not shrink pictures: this one has 300 patches, and training had up to 96.
+TOO_LARGE = {"falcon_ocr": {"page_of_text.png"}}
 
 
 class Asked(NamedTuple):
@@ -67,7 +67,7 @@ def test_a_checkpoint_answers_a_mixed_job(name: str) -> None:
     The second half is asked when the first half is under way.
     """
     known = importlib.import_module(f"fixtures.training.{name}").KINDS
-    left_out = NOT_LEARNT.get(name, set())
+    left_out = TOO_LARGE.get(name, set())
     asked = [question for question in QUESTIONS if question.kind in known and not left_out & set(question.pictures)]
     half = len(asked) // 2
     with VLMBatcher(FIXTURES / "checkpoints" / name, max_rows=4) as batcher:

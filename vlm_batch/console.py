@@ -22,7 +22,7 @@ from rich.text import Text
 
 from vlm_batch.progress import Bar
 from vlm_batch.registry import ModelSpec
-from vlm_batch.types import Result
+from vlm_batch.types import Result, Video
 
 STATUS_STYLES = {"stop": "green", "length": "yellow", "cancelled": "yellow", "error": "red"}
 
@@ -35,6 +35,7 @@ class Job:
     label: str
     images: tuple[str, ...]
     prompt: str
+    videos: tuple[Video, ...] = ()
 
 
 class Report:
@@ -108,7 +109,10 @@ class Report:
             result = self._results.get(job.request_id)
             if result is None:
                 continue
-            sizes = " + ".join(f"{width}x{height}" for width, height in result.image_sizes)
+            sizes = " + ".join(
+                [f"{width}x{height}" for width, height in result.image_sizes]
+                + [f"{frames} of {width}x{height}" for frames, width, height in result.video_sizes]
+            )
             table.add_row(
                 Text(plain_text(job.label)),
                 sizes or "-",
