@@ -441,7 +441,7 @@ def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         own = VLMBatcher(CHECKPOINT)
-    assert len([w for w in said if "one at a time" in str(w.message)]) == 1
+    assert len([w for w in said if "one request at a time" in str(w.message)]) == 1
     with own:
         handles = [own.submit(images, prompt, params=SamplingParams(max_tokens=40)) for prompt, images in QUESTIONS]
         for handle, (prompt, images) in zip(handles, QUESTIONS, strict=True):
@@ -479,7 +479,22 @@ def test_an_overwritten_file_is_another_picture(tmp_path: Path) -> None:
         larger = Image.open(CIRCLE).resize((140, 140))
         assert about(keeping, larger).text == about(forgetting, larger).text
         assert keeping.stats().cache_bytes > 0
-        assert forgetting.stats().cache_bytes == 0
+        assert keeping.stats().cached_tokens >= 2 * kept.usage.prompt_tokens
+        assert (forgetting.stats().cache_bytes, forgetting.stats().cached_tokens) == (0, 0)
+
+
+def test_another_setting_of_the_processor_makes_another_picture() -> None:
+    """The same file through the same processor, which was told other means or another size in between."""
+    with VLMBatcher(CHECKPOINT) as batcher:
+        part = batcher._processing.processor.image_processor
+        before = about(batcher, str(TWO)).usage
+        assert before.prompt_tokens > 8
+        for name, value in (("image_mean", [0.4, 0.4, 0.4]), ("max_pixels", 28 * 28 * 4)):
+            setattr(part, name, value)
+            assert about(batcher, str(TWO)).usage.cached_tokens == 0  # fewer words before it than are looked for
+        setattr(part, name, 12544)
+        part.image_mean = [0.5, 0.5, 0.5]
+        assert about(batcher, str(TWO)).usage.cached_tokens == before.prompt_tokens
 
 
 def test_a_conversation_goes_on_from_its_cache(tmp_path: Path) -> None:

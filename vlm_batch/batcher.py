@@ -61,6 +61,7 @@ class Stats:
     cancelled: int
     generated_tokens: int
     cache_bytes: int = 0  # kept for later requests
+    cached_tokens: int = 0  # of all prompts' positions, those that were not prefilled
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class VLMBatcher:
         self._processor_lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0}
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0}
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
@@ -287,6 +288,7 @@ class VLMBatcher:
             cancelled=counts["cancelled"],
             generated_tokens=counts["generated"],
             cache_bytes=generator.reuse.nbytes,
+            cached_tokens=counts["cached"],
         )
 
     def close(self) -> None:
@@ -486,6 +488,7 @@ class VLMBatcher:
             job.request.cache.release()  # it keeps what the request did not get to take
         kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
         self._counts[kind] += 1
+        self._counts["cached"] += result.usage.cached_tokens
         job.handle.finish(replace(result, image_sizes=job.image_sizes, video_sizes=job.video_sizes))
 
     def _cancel(self, request_id: str) -> None:
