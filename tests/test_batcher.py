@@ -568,3 +568,32 @@ def test_what_is_kept_outlives_the_batcher(tmp_path: Path) -> None:
 def test_cache_options_out_of_range_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         VLMBatcher(CHECKPOINT, **options)
+
+
+def test_live_counters_and_times_say_where_a_request_was() -> None:
+    """Rows, tokens a second, KV and hits while it runs; queue, encode, prefill and decode times at its end."""
+    with VLMBatcher(CHECKPOINT, max_rows=2) as batcher:
+        first = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=12, ignore_eos=True)).result(
+            timeout=60
+        )
+        again = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=12, ignore_eos=True)).result(
+            timeout=60
+        )
+        running = [batcher.submit(SQUARE, DESCRIBE, params=LONG) for _ in range(3)]
+        while batcher.stats().decoding < 2:
+            time.sleep(0.005)
+        busy = batcher.stats()
+        for handle in running:
+            handle.cancel()
+    assert busy.queued + busy.waiting + busy.prefilling >= 1
+    assert busy.kv_bytes > 0
+    assert busy.tokens_per_second > 0
+    assert busy.cache_hits >= 1
+    assert busy.cached_tokens >= again.usage.cached_tokens > 0
+    for result in (first, again):
+        timings = result.timings
+        assert timings.queue >= 0
+        assert min(timings.prefill, timings.decode) > 0
+        parts = timings.queue + timings.encode + timings.prefill + timings.decode
+        assert parts == pytest.approx(timings.total, abs=1e-3)
+    assert first.timings.encode > 0
