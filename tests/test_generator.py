@@ -294,7 +294,12 @@ def test_what_fails_together_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_pictures_are_encoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, seen = shared_adapter(FAMILY), []
     look = adapter.look
-    monkeypatch.setattr(adapter, "look", lambda requests: seen.append(len(requests)) or look(requests))
+
+    def counted(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        seen.append(len(requests))
+        return look(requests)
+
+    monkeypatch.setattr(adapter, "look", counted)
     generator = engine(config=SchedulerConfig(encode_together=3))
     for number, key in enumerate(SAME):
         generator.insert(str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS))

@@ -258,8 +258,8 @@ NO_REFERENCE = {
 }
 #: Recorded, and not what mlx-vlm answers: expected to fail until an adapter mends it.
 NOT_MENDED = {
-    "minimax_m3_vl": "the answers part where a sparse layer first leaves a block out: mlx-vlm picks blocks by the best "
-    "score of all the indexer's heads (minimax_m3_vl/language.py:1191), transformers for each head (modeling_minimax_m3_vl.py, "
+    "minimax_m3_vl": "answers part where a sparse layer first leaves a block out: mlx-vlm picks blocks by the best score of "
+    "all the indexer's heads (minimax_m3_vl/language.py:1191), transformers for each head (modeling_minimax_m3_vl.py, "
     "MiniMaxM3VLIndexer)",
 }
 REFERENCE_TOLERANCE = 1e-4
