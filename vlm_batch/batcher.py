@@ -64,6 +64,7 @@ class Stats:
     tokens_per_second: float = 0.0  # generated, over the last five seconds of work
     cache_hits: int = 0  # requests that took a beginning from earlier ones
     cache_bytes: int = 0  # kept for later requests
+    cached_tokens: int = 0  # of all prompts' positions, those that were not prefilled
 
 
 class Rate:
@@ -313,6 +314,7 @@ class VLMBatcher:
             tokens_per_second=self._rate.value,
             cache_hits=counts["hits"],
             cache_bytes=generator.reuse.nbytes,
+            cached_tokens=counts["cached"],
         )
 
     def close(self) -> None:
