@@ -6,6 +6,7 @@ every request gets a seed of its own, which sampling hands on, so that a row's l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,10 +20,14 @@ from tests.zoo import FAMILIES, Inputs, Trace
 from tests.zoo import family as tiny_family
 from vlm_batch import generator as engine
 from vlm_batch.caches import Placement
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.prefix import PrefixCache
 from vlm_batch.compiled import CompiledDecode
+from vlm_batch.features import FeatureStore
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.registry import adapter_for
+from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import SamplingRow, sample
 from vlm_batch.scheduler import SchedulerConfig
 from vlm_batch.types import Result, SamplingParams
@@ -33,6 +38,8 @@ from vlm_batch.types import Result, SamplingParams
 #: (tests/test_mutations.py).
 TOLERANCE = 1e-4
 NUM_TOKENS = 8
+#: Every scenario with what a batcher keeps by default: features for the whole run, a prefix cache for each engine.
+KEEPS = os.environ.get("VLM_BATCH_PARITY_KEEPS") == "1"
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,15 @@ class Answer:
 def shared_adapter(name: str) -> Adapter:
     """One adapter a family for the whole test run: whatever a row left on it, a later test would see."""
     tiny = tiny_family(name)
-    return adapter_for(tiny.registered)(tiny.build())
+    adapter = adapter_for(tiny.registered)(tiny.build())
+    if KEEPS:
+        adapter.remember_features(FeatureStore(ByteBudget(2**28)))
+    return adapter
+
+
+def default_reuse(adapter: Adapter) -> Reuse:
+    """What an engine of a scenario takes over from its earlier rows."""
+    return Reuse(adapter, PrefixCache(ByteBudget(2**28)) if KEEPS and adapter.starts_afresh is None else None)
 
 
 def inputs_of(name: str, key: str) -> Inputs:
@@ -92,7 +107,7 @@ def run(
     """Play a scenario to its end. ``generator`` continues a used one."""
     config = config or SchedulerConfig(max_rows=4)
     batch = generator or engine.BatchGenerator(
-        adapter, placement=placement, config=config, compile_decode=compile_decode
+        adapter, placement=placement, config=config, compile_decode=compile_decode, reuse=default_reuse(adapter)
     )
     answers = [Answer(ask) for ask in asks]
     recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(asks))}
@@ -167,6 +182,7 @@ __all__ = [
     "Ask",
     "Mapping",
     "check",
+    "default_reuse",
     "difference",
     "every_family",
     "inputs_of",

@@ -1,7 +1,7 @@
 """The parity matrix as a table: ``python -m tests.parity_table LOG`` writes docs/parity.json and the table of docs/parity.md.
 
 LOG holds one JSON line for each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a file:
-{"family", "scenario", "placement", "difference"}.
+{"family", "scenario", "placement", "difference"}, or {"family", "scenario", "why"} where one does not apply.
 """
 
 from __future__ import annotations
@@ -19,18 +19,34 @@ BEGIN = "<!-- parity table: written by scripts/parity_table -->"
 END = "<!-- end of parity table -->"
 FAILED = "**failed**"
 TWO_IMAGES = "two_images_in_a_row"
+#: What is kept for later requests, and keys and values in few bits: a table of their own.
+CACHES = (
+    "continued_cache",
+    "prefix_hits",
+    "prefix_two_images",
+    "prefix_from_disk",
+    "kv_8_bits",
+    "kv_8_bits_continued",
+    "kv_turboquant",
+)
 
 Record = dict[str, Any]
 
 
 def summary(lines: Sequence[str]) -> list[Record]:
-    """The largest difference of each family and scenario over all placements, by name."""
+    """The largest difference of each family and scenario over all placements, or why there is none, by name."""
     largest: dict[tuple[str, str], float] = {}
+    reasons: dict[tuple[str, str], str] = {}
     for line in lines:
         cell = json.loads(line)
         key = (cell["scenario"], cell["family"])
-        largest[key] = max(cell["difference"], largest.get(key, 0.0))
-    return [{"scenario": s, "family": f, "difference": float(f"{d:.1e}")} for (s, f), d in sorted(largest.items())]
+        if "why" in cell:
+            reasons[key] = cell["why"]
+        else:
+            largest[key] = max(cell["difference"], largest.get(key, 0.0))
+    found: dict[tuple[str, str], Record] = {key: {"why": why} for key, why in reasons.items()}
+    found |= {key: {"difference": float(f"{number:.1e}")} for key, number in largest.items()}
+    return [{"scenario": scenario, "family": family, **cell} for (scenario, family), cell in sorted(found.items())]
 
 
 def read(path: Path) -> list[Record]:
@@ -39,13 +55,33 @@ def read(path: Path) -> list[Record]:
 
 
 def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
-    """Families down, numbered scenarios across; each cell the largest difference of log-probabilities, or why there is none.
+    """Two tables, of answers and of caches, each with families down and numbered scenarios across; then gaps and mends.
 
-    A family whose models differ has a row for each of them, called by the family's name and more.
+    A cell is the largest difference of log-probabilities, or why there is none. A family whose models differ has a row for each
+    of them, called by the family's name and more.
     """
-    cells = {(record["scenario"], record["family"]): _number(record["difference"]) for record in records}
-    scenarios = sorted({scenario for scenario, _ in cells})
-    models = {family for _, family in cells}
+    kept = [record for record in records if record["scenario"] in CACHES]
+    lines = _table([record for record in records if record["scenario"] not in CACHES], specs)
+    if kept:
+        lines += ["", "What is kept for later requests, and keys and values in few bits ([caches](caches.md)):", ""]
+        lines += _table(kept, specs)
+    gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
+    notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
+    if gaps:
+        lines += ["", "Known gaps, expected to fail until they are closed:", "", *gaps]
+    if notes:
+        lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
+    return "\n".join(lines)
+
+
+def _table(records: Sequence[Record], specs: Sequence[ModelSpec]) -> list[str]:
+    scenarios = sorted({record["scenario"] for record in records})
+    reasons = sorted({record["why"] for record in records if "why" in record})
+    letters = {why: f"({_letter(index)})" for index, why in enumerate(reasons)}
+    cells = {
+        (r["scenario"], r["family"]): letters[r["why"]] if "why" in r else _number(r["difference"]) for r in records
+    }
+    models = {record["family"] for record in records}
     numbers = [str(number) for number in range(1, len(scenarios) + 1)]
     lines = ["| | " + " | ".join(numbers) + " |", "|---" * (len(scenarios) + 1) + "|"]
     for spec in specs:
@@ -57,13 +93,13 @@ def render(records: Sequence[Record], specs: Sequence[ModelSpec]) -> str:
             lines.append("| " + " | ".join([model, *row]) + " |")
     named = [f"{number}. {scenario.replace('_', ' ')}" for number, scenario in zip(numbers, scenarios, strict=True)]
     lines += ["", "The scenarios:", "", *named]
-    gaps = [f"- {spec.family}, {scenario}: {why}" for spec in specs for scenario, why in spec.known_gaps]
-    notes = [f"- {spec.family}: {note}" for spec in specs for note in spec.notes]
-    if gaps:
-        lines += ["", "Known gaps, expected to fail until they are closed:", "", *gaps]
-    if notes:
-        lines += ["", "What the adapters mend in mlx-vlm:", "", *notes]
-    return "\n".join(lines)
+    if reasons:
+        lines += ["", "Where there is no number:", "", *[f"- {letters[why]} {why}" for why in reasons]]
+    return lines
+
+
+def _letter(index: int) -> str:
+    return chr(ord("a") + index) if index < 26 else _letter(index // 26 - 1) + _letter(index % 26)
 
 
 def _models(spec: ModelSpec, models: set[str], specs: Sequence[ModelSpec]) -> set[str]:

@@ -23,10 +23,12 @@ from PIL import Image
 
 from vlm_batch import (
     BatcherClosed,
+    InvalidCache,
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
     InvalidRequest,
+    PromptCache,
     Request,
     RequestFailed,
     Result,
@@ -449,3 +451,93 @@ def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="max_rows is 0"):
         VLMBatcher(CHECKPOINT, max_rows=0)
+
+
+# What is kept ----------------------------------------------------------------------------------------------------------
+
+
+def about(batcher: VLMBatcher, image: Any, question: str = DESCRIBE, **how: Any) -> Result:
+    """A chat whose picture comes first."""
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+    return batcher.submit(
+        messages=[{"role": "user", "content": content}], params=SamplingParams(max_tokens=12), **how
+    ).result()
+
+
+def test_an_overwritten_file_is_another_picture(tmp_path: Path) -> None:
+    """The answer follows the pixels, not the path; the same pixels under another name are the same picture."""
+    path = tmp_path / "picture.png"
+    with VLMBatcher(CHECKPOINT) as keeping, VLMBatcher(CHECKPOINT, cache_bytes=0) as forgetting:
+        for source in (CIRCLE, SQUARE, CIRCLE):
+            shutil.copy(source, path)
+            kept, right = about(keeping, str(path)), about(forgetting, str(path))
+            assert kept.text == right.text
+            assert right.usage.cached_tokens == 0
+        assert kept.usage.cached_tokens == kept.usage.prompt_tokens
+        shutil.copy(CIRCLE, tmp_path / "other.png")
+        assert about(keeping, str(tmp_path / "other.png")).usage.cached_tokens == kept.usage.prompt_tokens
+        larger = Image.open(CIRCLE).resize((140, 140))
+        assert about(keeping, larger).text == about(forgetting, larger).text
+        assert keeping.stats().cache_bytes > 0
+        assert forgetting.stats().cache_bytes == 0
+
+
+def test_a_conversation_goes_on_from_its_cache(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": [{"type": "image", "image": str(TWO)}, {"type": "text", "text": DESCRIBE}]}]
+    params = SamplingParams(max_tokens=12)
+    with VLMBatcher(CHECKPOINT, cache_bytes=0) as batcher:
+        first = batcher.submit(messages=chat, params=params, return_cache=True).result()
+        assert first.cache is not None
+        assert batcher.submit(messages=chat, params=params).result().cache is None
+        chat += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "how many shapes are there?"},
+        ]
+        right = batcher.submit(messages=chat, params=params).result()
+        assert right.usage.cached_tokens == 0
+        path = tmp_path / "conversation.safetensors"
+        first.cache.save(path)
+        branch, held = first.cache.copy(), first.cache
+        for cache in (held, branch, PromptCache.load(path)):
+            again = batcher.submit(messages=chat, params=params, cache=cache).result()
+            assert again.token_ids == right.token_ids
+            assert again.usage.cached_tokens >= first.usage.prompt_tokens
+        with pytest.raises(InvalidCache, match="continued by another request"):
+            batcher.submit(messages=chat, params=params, cache=held)
+        unread = PromptCache.load(path)
+        failed = batcher.submit(images=["missing.png"], prompt=DESCRIBE, cache=unread).result()
+        assert failed.finish_reason == "error"
+        assert not unread.is_continued  # the request never had it
+    with VLMBatcher(CHECKPOINT, kv_bits=8, kv_group_size=32) as other:
+        assert about(other, str(CIRCLE)).text == right_answer(CIRCLE)
+        with pytest.raises(InvalidCache, match="kv_bits=None; this batcher has kv_bits=8"):
+            other.submit(messages=chat, cache=unread)
+
+
+def right_answer(path: Path) -> str:
+    with VLMBatcher(CHECKPOINT, cache_bytes=0) as batcher:
+        return about(batcher, str(path)).text
+
+
+def test_what_is_kept_outlives_the_batcher(tmp_path: Path) -> None:
+    cached = []
+    for _ in range(2):
+        with VLMBatcher(CHECKPOINT, cache_dir=tmp_path / "rows") as batcher:
+            cached.append(about(batcher, str(CIRCLE)).usage.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_bits": 7}, "kv_bits is 7"),
+        ({"kv_bits": 3.5}, "turboquant"),
+        ({"kv_bits": 8, "kv_group_size": 128}, "numbers a head"),
+        ({"cache_bytes": -1}, "cache_bytes is -1"),
+        ({"cache_bytes": 0, "cache_dir": "somewhere"}, "cache_dir needs cache_bytes"),
+    ],
+)
+def test_cache_options_out_of_range_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        VLMBatcher(CHECKPOINT, **options)

@@ -15,10 +15,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: The layers, lowest first: a module imports from layers below its own, and within its own group only by this list.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "blas", "assets", "threads"),
-    ("types",),
+    ("types", "digest"),
     ("refusals", "registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
     ("caches",),
     ("batch", "compiled"),
+    ("reuse", "features"),
     ("models", "generator"),
     ("batcher",),
     ("console",),

@@ -57,15 +57,18 @@ POSITIONED = [
 #: Positioned families whose text counts all tokens, pictures' included.
 WITHOUT_DELTAS = ["hunyuan_vl", "minicpmo", "minicpmv4_6"]
 #: Families without positions at all: recurrent layers know the order.
-UNPOSITIONED = ["kimi_k3", "nemotron_h_nano_omni"]
+UNPOSITIONED = ["glm5_next", "kimi_k3", "nemotron_h_nano_omni"]
 #: Families with recurrent layers.
 RECURRENT = [
     "falcon_h1",
+    "glm5_next",
+    "inkling",
     "kimi_k3",
     "lfm2_vl",
     "minicpmv4_6",
     "minicpmv4_7",
     "nemotron_h_nano_omni",
+    "plamo2vl",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",

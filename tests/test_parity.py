@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.harness import NUM_TOKENS, TOLERANCE, Ask, check, every_family, inputs_of, oracle, run_family, shared_adapter
+from tests.harness import (
+    NUM_TOKENS,
+    TOLERANCE,
+    Ask,
+    check,
+    default_reuse,
+    every_family,
+    inputs_of,
+    oracle,
+    run_family,
+    shared_adapter,
+)
+from tests.recording import record
 from tests.zoo import family as tiny_family
 from vlm_batch.caches import Placement
 from vlm_batch.generator import BatchGenerator
@@ -106,14 +115,6 @@ both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lamb
 all_families = pytest.mark.parametrize("name", every_family())
 
 
-def record(name: str, scenario: str, placement: Placement, largest: float) -> None:
-    """Leave a line for the generated table in docs/parity.md, where ``VLM_BATCH_PARITY_LOG`` asks for it."""
-    if path := os.environ.get("VLM_BATCH_PARITY_LOG"):
-        line = {"family": name, "scenario": scenario, "placement": placement.value, "difference": largest}
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
 def test_every_family_of_the_registry_is_in_the_matrix() -> None:
     assert {tiny_family(name).registered for name in every_family()} == {spec.family for spec in families()}
 
@@ -140,7 +141,8 @@ def test_parity_with_a_compiled_decode_step(name: str) -> None:
 @all_families
 def test_image_then_text_then_image_on_one_engine(name: str, placement: Placement) -> None:
     """Served one after another by one long-lived engine: nothing of a request is left for the next."""
-    engine = BatchGenerator(shared_adapter(name), placement=placement)
+    adapter = shared_adapter(name)
+    engine = BatchGenerator(adapter, placement=placement, reuse=default_reuse(adapter))
     largest = max(
         check(name, run_family(name, [Ask(key)], generator=engine))
         for key in (IMAGES[0], TEXTS[0], IMAGES[1], TEXTS[0], IMAGES[0])

@@ -9,14 +9,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from tests.harness import Ask, check, every_family, inputs_of, run, run_family
 from tests.zoo import family as tiny_family
+from vlm_batch.batch import DecodeBatch, Row
 from vlm_batch.caches import Placement
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.registry import adapter_for
-from vlm_batch.types import SamplingParams
+from vlm_batch.types import DecodeStep, SamplingParams
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -125,3 +127,28 @@ def test_the_arrays_of_a_row_do_not_grow_in_number() -> None:
             counts.append(sum(type(item) is mx.array for item in gc.get_objects()))
     assert counts[0] == counts[1] == counts[2]
     assert run_family("qwen2_vl", [Ask("text:4:9")])
+
+
+def test_ten_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
+    """Recurrent states, too, are a result and not a history (mlx-lm once built a graph over all of an answer's tokens)."""
+    from tests.harness import shared_adapter
+
+    adapter = shared_adapter("qwen3_5")  # keys and values in every other layer
+    caches = adapter.make_cache()
+    mx.eval(adapter.prefill(adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9"))), caches, 0, 9))
+    batch = DecodeBatch(Placement.ROWS, 1)
+    row = Row("a", SamplingParams(), 0)
+    row.cache = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length
+    for cache in row.cache:
+        if isinstance(cache, RotatingKVCache):
+            cache.update_and_fetch(*caches[-1].state)
+    batch.join(row)
+    counts = []
+    for step in range(10_000):
+        token = mx.array([[step % 100]], dtype=mx.int32)
+        logits = adapter.decode(DecodeStep(token, mx.array([9 + step], dtype=mx.int32), batch.layers, [{}]))
+        mx.eval(logits, [layer.arrays() for layer in batch.layers])
+        if step in (100, 5_000, 9_999):
+            gc.collect()
+            counts.append(sum(type(item) is mx.array for item in gc.get_objects()))
+    assert counts[0] == counts[1] == counts[2]

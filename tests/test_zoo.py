@@ -26,6 +26,7 @@ from tests.zoo import (
 from tests.zoo._moondream import averages
 from tests.zoo._oracle import generate_by_recomputing
 from vlm_batch.models.moondream import adaptive_average
+from vlm_batch.registry import spec_for
 
 STEPS = 8
 SEEN = 1e-2
@@ -53,9 +54,11 @@ def farthest(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one[0] - other[0]).max())
 
 
-def test_name_is_the_model_type(tiny: TinyFamily, model: Any) -> None:
+def test_the_model_type_is_the_familys(tiny: TinyFamily, model: Any) -> None:
     assert FAMILIES[tiny.name] is tiny
-    assert model.config.model_type == tiny.registered
+    spec = spec_for(model.config.model_type)
+    assert spec is not None
+    assert spec.family == tiny.registered
 
 
 def test_weights_repeat(tiny: TinyFamily, model: Any) -> None:

@@ -20,6 +20,7 @@ preload_openblas()
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.errors import (  # noqa: E402
     BatcherClosed,
+    InvalidCache,
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
@@ -40,16 +41,18 @@ from vlm_batch.types import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from vlm_batch.batcher import Handle, Stats, VLMBatcher
+    from vlm_batch.batcher import Handle, PromptCache, Stats, VLMBatcher
 
 __all__ = [
     "BatcherClosed",
     "Handle",
+    "InvalidCache",
     "InvalidImage",
     "InvalidParameters",
     "InvalidPrompt",
     "InvalidRequest",
     "ModelSpec",
+    "PromptCache",
     "PromptTooLong",
     "Request",
     "RequestFailed",
@@ -69,7 +72,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for."""
-    if name in ("Handle", "Stats", "VLMBatcher"):
+    if name in ("Handle", "PromptCache", "Stats", "VLMBatcher"):
         from vlm_batch import batcher
 
         return vars(batcher)[name]

@@ -10,8 +10,27 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
+from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.saved import LayerState, Point, SavedRow
 from vlm_batch.text import Detokenizer, StopStrings
-from vlm_batch.types import Encoded, SamplingParams, Status, TokenLogprobs
+from vlm_batch.types import Encoded, PromptKey, SamplingParams, Status, TokenLogprobs
+
+
+@dataclass(eq=False)
+class Traces:
+    """What a row has of earlier rows, and what it keeps for later ones on its way (``vlm_batch.reuse``)."""
+
+    continues: PromptCache | None = None  # its user's
+    is_returned: bool = False  # whether its result is to have its cache
+    key: PromptKey | None = None
+    cached: int = 0  # positions that it has not prefilled itself
+    logits: mx.array | None = None  # (1, V) after its prompt, where they were kept
+    known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
+    shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
+    stops: tuple[int, ...] = ()  # where its chunks are to end
+    points: dict[int, Point] = field(default_factory=dict)
+    constant: dict[int, LayerState] = field(default_factory=dict)
+    pending: SavedRow | None = None  # its prompt's state, until it is evaluated
 
 
 @dataclass(eq=False)
@@ -31,7 +50,8 @@ class Row:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     delta: int = 0
     decode_extras: Mapping[str, Any] = field(default_factory=dict)
-    cache: list[Any] | None = None  # its single-row cache, until it joins a slab
+    cache: list[Any] | None = None  # its single-row cache, until it joins the batch and after it has left
+    traces: Traces | None = None  # what it takes from earlier rows and leaves for later ones
     prefilled: int = 0
     next_token: mx.array | None = None  # (1,) the token that was sampled last, perhaps not yet computed
     num_sampled: int = 0  # tokens sampled so far, the last of them perhaps not yet read
@@ -89,6 +109,13 @@ class DecodeBatch:
         self.places[place] = row
         row.cache = None
         row.status = Status.DECODE
+
+    def take(self, row: Row) -> list[Any]:
+        """A live row's single-row caches again, with all that it has seen; to be called when it leaves."""
+        place = self.places.index(row)
+        taken = [layer.take(place) for layer in self.layers]
+        mx.async_eval([cache.state for cache in taken])  # a slab is written next step: nobody may hold it then
+        return taken
 
     def leave(self, row: Row) -> None:
         """Free a row's place, if it has one; nobody else moves."""

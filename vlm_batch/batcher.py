@@ -18,14 +18,21 @@ from typing import Any
 import mlx.nn as nn
 
 from vlm_batch import threads
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.files import Identity
+from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.quantized import KVQuantisation, settings_of
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
+from vlm_batch.features import FeatureStore
 from vlm_batch.generator import BatchGenerator, describe
 from vlm_batch.handle import Handle
 from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
 from vlm_batch.models.loading import adapt, load_model
 from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_messages
+from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
+from vlm_batch.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
 from vlm_batch.scheduler import SchedulerConfig
 from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings
 
@@ -48,6 +55,7 @@ class Stats:
     failed: int
     cancelled: int
     generated_tokens: int
+    cache_bytes: int = 0  # kept for later requests
 
 
 @dataclass(frozen=True)
@@ -80,11 +88,17 @@ class VLMBatcher:
     ``token_gap`` seconds, or of ``prefill_budget`` tokens a step if that is given. ``max_prompt_tokens`` refuses
     longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded; None lifts it.
     ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many requests in flight.
+    ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
+    pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
+    files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
+    so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
+    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant".
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop. Leaving the ``with``
     block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
 
-    Raises UnsupportedModel for a model that cannot be run, and whatever the loader raises for a damaged checkpoint.
+    Raises UnsupportedModel for a model that cannot be run (with quantised keys and values, where those are asked for),
+    ValueError for an option out of range, and whatever the loader raises for a damaged checkpoint.
     """
 
     def __init__(
@@ -98,11 +112,22 @@ class VLMBatcher:
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         look_ahead: int = 16,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache_dir: str | Path | None = None,
+        cache_dir_bytes: int = DEFAULT_DIRECTORY_BYTES,
+        kv_bits: float | None = None,
+        kv_group_size: int = 64,
+        kv_quant_scheme: str = "uniform",
+        quantized_kv_start: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("look_ahead", look_ahead)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if cache_bytes < 0:
+            raise ValueError(f"cache_bytes is {cache_bytes}; it must be at least 0 (0 keeps nothing)")
+        if cache_dir is not None and (not cache_bytes or cache_dir_bytes < 1):
+            raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
         if isinstance(model, nn.Module) and processor is None:
             raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
         self.max_image_pixels = max_image_pixels
@@ -118,11 +143,14 @@ class VLMBatcher:
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0}
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
+        kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
+        kept = Kept(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes)
+        make_engine = partial(_engine, settings=settings, max_prompt_tokens=max_prompt_tokens, kept=kept, kv=kv)
         ready: Future[tuple[BatchGenerator, Processing]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
-            ready.set_result(_engine(model, processor, settings, max_prompt_tokens))
+            ready.set_result(make_engine(model, processor))
         me = weakref.ref(self)
-        work = partial(_run, me, self._inbox, ready, model, settings, max_prompt_tokens, trust_remote_code)
+        work = partial(_run, me, self._inbox, ready, model, make_engine, trust_remote_code)
         self._engine_thread = threads.start(work, name="vlm-batch-engine")
         del work
         self._generator, self._processing = ready.result()
@@ -143,12 +171,15 @@ class VLMBatcher:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache: PromptCache | None = None,
+        return_cache: bool = False,
     ) -> Handle:
         """Ask one question; returns at once.
 
         ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None. Exactly one
         of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked (see ``Request``). Higher
-        ``priority`` goes first. Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``;
+        ``priority`` goes first. ``return_cache`` asks for the conversation's state in the result, which a request that
+        goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``;
         what turns out later (an unreadable picture, a prompt too long) ends that request alone, with an error in its
         result.
         """
@@ -164,6 +195,8 @@ class VLMBatcher:
                 params=params or SamplingParams(),
                 request_id=request_id,
                 priority=priority,
+                cache=cache,
+                return_cache=return_cache,
             )
         )
 
@@ -175,6 +208,8 @@ class VLMBatcher:
                 raise BatcherClosed("the batcher is closed; make a new one")
             if job.handle.request_id in self._jobs:
                 raise InvalidRequest(f"request id {job.handle.request_id!r} is in use by a request that has not ended")
+            if request.cache is not None:
+                request.cache.claim(self._generator.reuse.identity)
             self._jobs[job.handle.request_id] = job
         self._inbox.put(lambda: self._queued.append(job))
         return job.handle
@@ -236,6 +271,7 @@ class VLMBatcher:
             failed=counts["failed"],
             cancelled=counts["cancelled"],
             generated_tokens=counts["generated"],
+            cache_bytes=generator.reuse.nbytes,
         )
 
     def close(self) -> None:
@@ -244,6 +280,7 @@ class VLMBatcher:
             first, self._closed = not self._closed, True
         if first:
             self._inbox.put(self._cancel_all)
+            self._inbox.put(self._generator.reuse.close)
             self._inbox.put(_stop)
         self._engine_thread.join()
         self._loaders.shutdown(wait=False, cancel_futures=True)
@@ -386,7 +423,15 @@ class VLMBatcher:
             prepared = preparing.result()
             job.image_sizes = prepared.image_sizes
             inputs = as_mlx(prepared.inputs)
-            self._generator.insert(job.handle.request_id, inputs, request.params, request.priority, job.submitted)
+            self._generator.insert(
+                job.handle.request_id,
+                inputs,
+                request.params,
+                request.priority,
+                job.submitted,
+                cache=request.cache,
+                return_cache=request.return_cache,
+            )
         except Exception as error:
             waited = Timings(total=time.perf_counter() - job.submitted)
             self._finish(_error_result(job.handle.request_id, error, waited))
@@ -405,6 +450,8 @@ class VLMBatcher:
             job = self._jobs.pop(result.request_id, None)
         if job is None:
             return
+        if job.request.cache is not None:
+            job.request.cache.release()  # it keeps what the request did not get to take
         kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
         self._counts[kind] += 1
         job.handle.finish(replace(result, image_sizes=job.image_sizes))
@@ -423,9 +470,23 @@ class VLMBatcher:
 
 
 def _engine(
-    model: nn.Module, processor: Any, settings: SchedulerConfig, max_prompt_tokens: int | None
+    model: nn.Module,
+    processor: Any,
+    *,
+    settings: SchedulerConfig,
+    max_prompt_tokens: int | None,
+    kept: Kept,
+    kv: KVQuantisation | None,
 ) -> tuple[BatchGenerator, Processing]:
     adapter = adapt(model)
+    if kv is not None:
+        check_quantisation(adapter, kv)
+    identity = Identity(adapter.fingerprint, settings_of(kv))
+    budget = ByteBudget(kept.max_bytes)
+    if kept.max_bytes:
+        adapter.remember_features(FeatureStore(budget))
+    prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.starts_afresh is None else None
+    reuse = Reuse(adapter, prefix, identity)
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
@@ -436,6 +497,8 @@ def _engine(
         eos_token_ids=processing.eos_token_ids,
         config=settings,
         max_prompt_tokens=max_prompt_tokens,
+        reuse=reuse,
+        kv=kv,
     )
     return generator, processing
 
@@ -445,15 +508,14 @@ def _run(
     inbox: queue.SimpleQueue[Callable[[], None]],
     ready: Future[tuple[BatchGenerator, Processing]],
     model: Any,
-    settings: SchedulerConfig,
-    max_prompt_tokens: int | None,
+    make_engine: Callable[[nn.Module, Any], tuple[BatchGenerator, Processing]],
     trust_remote_code: bool,
 ) -> None:
     """The engine thread. It holds no strong reference to its batcher while idle, so that a forgotten one can go."""
     if not ready.done():
         try:
             loaded, processor = load_model(model, trust_remote_code=trust_remote_code)
-            ready.set_result(_engine(loaded, processor, settings, max_prompt_tokens))
+            ready.set_result(make_engine(loaded, processor))
         except BaseException as error:
             ready.set_exception(error)
             return

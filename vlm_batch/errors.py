@@ -7,7 +7,8 @@
     │   ├── InvalidParameters           a sampling parameter out of range
     │   ├── InvalidPrompt               empty, not renderable, or not matching its pictures
     │   ├── InvalidImage                missing, unreadable, not a picture, or too large
-    │   └── PromptTooLong               longer than the model's context or the batcher's limit
+    │   ├── PromptTooLong               longer than the model's context or the batcher's limit
+    │   └── InvalidCache                a prompt cache of another model or other settings, continued already, or damaged
     ├── UnsupportedModel (ValueError)   a model type that is not known, or is refused with a reason
     ├── BatcherClosed (RuntimeError)    submitted to a closed batcher
     └── RequestFailed (RuntimeError)    a request that ended with an error, raised by ``Result.raise_for_error``
@@ -38,6 +39,10 @@ class InvalidImage(InvalidRequest):
 
 class PromptTooLong(InvalidRequest):
     """The prompt is longer than the model's context or the batcher's own limit."""
+
+
+class InvalidCache(InvalidRequest):
+    """A prompt cache cannot be continued here: another model's, made with other settings, used already, or damaged."""
 
 
 class UnsupportedModel(VLMBatchError, ValueError):

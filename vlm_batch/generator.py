@@ -15,10 +15,13 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.batch import DecodeBatch, Row
+from vlm_batch.batch import DecodeBatch, Row, Traces
 from vlm_batch.caches import Placement, arrays_of
+from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.quantized import KVQuantisation
 from vlm_batch.compiled import CompiledDecode, pays_to_compile
 from vlm_batch.errors import PromptTooLong
+from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
 from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow
 from vlm_batch.text import Detokenizer, StopStrings
@@ -28,6 +31,7 @@ from vlm_batch.types import (
     Encoded,
     Event,
     FinishReason,
+    PromptKey,
     Result,
     SamplingParams,
     Status,
@@ -51,7 +55,10 @@ class ModelAdapter(Protocol):
     @property
     def max_context(self) -> int | None: ...
     def image_token_ids(self) -> frozenset[int]: ...
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded: ...
+    @property
+    def starts_afresh(self) -> str | None: ...
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded: ...
     def make_cache(self) -> list[Any]: ...
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
@@ -83,6 +90,8 @@ class BatchGenerator:
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
     ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
+    ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys and
+    values are quantised; by default they are not.
     """
 
     def __init__(
@@ -95,8 +104,12 @@ class BatchGenerator:
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
         compile_decode: bool | None = None,
+        reuse: Reuse | None = None,
+        kv: KVQuantisation | None = None,
     ) -> None:
         self.adapter = adapter
+        self.kv = kv
+        self.reuse = reuse or Reuse(adapter)
         wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
         self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
         placement = placement or Placement.for_device()
@@ -127,10 +140,13 @@ class BatchGenerator:
         params: SamplingParams | None = None,
         priority: int = 0,
         submitted: float | None = None,
+        cache: PromptCache | None = None,
+        return_cache: bool = False,
     ) -> None:
         """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...).
 
-        ``submitted`` is the ``time.perf_counter()`` from which it has waited, now by default. Raises ValueError for
+        ``submitted`` is the ``time.perf_counter()`` from which it has waited, now by default. ``cache`` is the state of
+        the prompt's beginning, to be continued; ``return_cache`` asks for the state at the end. Raises ValueError for
         an id in use.
         """
         if request_id in self._rows:
@@ -139,6 +155,8 @@ class BatchGenerator:
         seed = fresh_seed() if params.seed is None else params.seed
         row = Row(request_id, params, seed, priority, inputs)
         row.submitted = row.submitted if submitted is None else submitted
+        if cache is not None or return_cache:
+            row.traces = Traces(continues=cache, is_returned=return_cache)
         row.detokenizer, row.stop_strings = Detokenizer(self.decode_text), StopStrings(params.stop)
         self._waiting[request_id] = self._rows[request_id] = row
 
@@ -183,22 +201,27 @@ class BatchGenerator:
         self._await(before)
         encoding = self._admit(is_decoding=bool(rows))
         budget = self._pace.budget(is_decoding=bool(rows))
-        plan = self.scheduler.plan([_prefill_row(row) for row in self._prefilling.values()], budget)
+        stops = (self.kv.start,) if self.kv is not None and self.kv.start else ()
+        plan = self.scheduler.plan([_prefill_row(row, stops) for row in self._prefilling.values()], budget)
         joined = [row for chunk in plan if (row := self._prefill(chunk)) is not None]
         if joined:
             self._launched.joined = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
         if rows:
             self._pace.record(time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan))
+        if not self._rows:
+            self.reuse.settle_ended()
         events, self._events = self._events, []
         return events
 
     def _await(self, launched: _Launched) -> None:
         """Wait for a step's work, in its order on the device, and hand out its tokens."""
+        self.reuse.settle_ended()
         if launched.decode is not None:
             self._read(launched.decode)
         for row, arrays in launched.chunks:
             if row.status is not Status.FINISHED:
                 self._guard(row, mx.eval, arrays)
+                self.reuse.settle(row)
         if launched.joined is not None:
             self._read(launched.joined)
 
@@ -208,8 +231,13 @@ class BatchGenerator:
         Returns the seconds that encoding took.
         """
         now = time.perf_counter()
+        others = [*self._prefilling.values(), *(row for row in self._waiting.values() if row.encoded is not None)]
         order = self.scheduler.order(
-            [WaitingRow(row.request_id, row.priority, now - row.submitted) for row in self._waiting.values()]
+            [
+                WaitingRow(row.request_id, row.priority, now - row.submitted)
+                for row in self._waiting.values()
+                if not self.reuse.waits_for(row, others)
+            ]
         )
         num_free = self.scheduler.num_free(len(self._prefilling) + len(self.batch))
         num_encoded = 0
@@ -219,11 +247,13 @@ class BatchGenerator:
             if row.encoded is None:
                 if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
                     break
+                if self.reuse.waits_for(row, others):
+                    continue  # a row that was encoded just now has its beginning
                 self._guard(row, self._encode, row)
+                others.append(row)
                 num_encoded += 1
             if has_place and row.encoded is not None:
                 row.started = row.started or now
-                row.cache = self.adapter.make_cache()
                 row.status = Status.PREFILL
                 self._prefilling[request_id] = self._waiting.pop(request_id)
         return time.perf_counter() - now
@@ -233,10 +263,15 @@ class BatchGenerator:
         pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
         return pending >= self.scheduler.config.idle_budget
 
+    def _fresh_cache(self) -> list[Any]:
+        fresh = self.adapter.make_cache()
+        return fresh if self.kv is None else self.kv.caches(fresh)
+
     def _encode(self, row: Row) -> None:
         assert row.inputs is not None
         row.started = begin = time.perf_counter()
-        encoded = self.adapter.encode(row.inputs)
+        cached = self.reuse.begin(row, self._fresh_cache())
+        encoded = self.adapter.encode(row.inputs, cached)
         row.inputs = None
         context = self.adapter.max_context
         check_length(encoded.length, context, self.max_prompt_tokens)
@@ -249,6 +284,8 @@ class BatchGenerator:
         row.decode_extras = encoded.decode
         if needs_history(row.params):
             row.history = mx.array([token for token in encoded.input_ids[0].tolist() if token >= 0], dtype=mx.int32)
+        row.prefilled = cached
+        self.reuse.commit(row)
         row.encode_seconds = time.perf_counter() - begin
 
     def _prefill(self, chunk: Chunk) -> Row | None:
@@ -261,12 +298,15 @@ class BatchGenerator:
     def _run_chunk(self, row: Row, chunk: Chunk) -> bool:
         """Launch a chunk. Whether the row's prompt is done; it then is in the batch, with its logits as ``next_token``."""
         assert row.encoded is not None and row.cache is not None
-        logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
+        logits = row.traces.logits if row.traces is not None else None  # (1, V), kept from the same prompt
+        if logits is None:
+            logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
         row.prefilled = chunk.end
         done = chunk.end == row.prompt_length
+        kept = self.reuse.prompt_done(row, logits) if done else self.reuse.chunk_done(row)
         if done:
             self.adapter.finish_prefill(row.encoded, row.cache)
-        arrays = arrays_of([cache.state for cache in row.cache]) + ([logits] if done else [])
+        arrays = arrays_of([cache.state for cache in row.cache]) + ([logits] if done else []) + kept
         mx.async_eval(arrays)
         self._launched.chunks.append((row, arrays))
         if done:
@@ -314,7 +354,7 @@ class BatchGenerator:
             if row.history is not None:
                 row.history = mx.concatenate([row.history, row.next_token])
             if row.is_last:
-                self.batch.leave(row)  # its last token needs no further step
+                self._leave(row)  # its last token needs no further step
         mx.async_eval(sampled.arrays())
         return _Flight(tuple(alive), sampled)
 
@@ -347,7 +387,10 @@ class BatchGenerator:
             return
         is_stop = is_stop or matched is not None
         result = self._result(
-            row, "stop" if is_stop else "length", matched if matched is not None else token if is_stop else None
+            row,
+            "stop" if is_stop else "length",
+            matched if matched is not None else token if is_stop else None,
+            cache=self._leave_traces(row),
         )
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
@@ -356,11 +399,28 @@ class BatchGenerator:
     # ---------------------------------------------------------------------------------------------------------------
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        self._events.append(Event(row.request_id, result=self._result(row, reason, None, error)))
+        cache = self._leave_traces(row) if reason == "cancelled" and row.status is Status.DECODE else None
+        self._events.append(Event(row.request_id, result=self._result(row, reason, None, error, cache)))
         self._forget(row)
 
+    def _leave(self, row: Row) -> None:
+        """Free a row's place; what is wanted of its caches goes with it."""
+        if row in self.batch.places and self.reuse.wants(row):
+            row.cache = self.batch.take(row)
+        self.batch.leave(row)
+
+    def _leave_traces(self, row: Row) -> PromptCache | None:
+        """Its answer is complete: save its caches for later requests and for its user."""
+        self._leave(row)
+        return self.reuse.end(row)
+
     def _result(
-        self, row: Row, reason: FinishReason, stop_reason: str | int | None, error: BaseException | None = None
+        self,
+        row: Row,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        error: BaseException | None = None,
+        cache: PromptCache | None = None,
     ) -> Result:
         now = time.perf_counter()
         started, first = row.started or now, row.first_token
@@ -370,7 +430,9 @@ class BatchGenerator:
             token_ids=tuple(row.token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,
-            usage=Usage(row.prompt_length, len(row.token_ids), row.image_tokens),
+            usage=Usage(
+                row.prompt_length, len(row.token_ids), row.image_tokens, row.traces.cached if row.traces else 0
+            ),
             timings=Timings(
                 queue=started - row.submitted,
                 encode=row.encode_seconds,
@@ -383,6 +445,7 @@ class BatchGenerator:
             logprobs=tuple(row.logprobs) if row.params.logprobs is not None else None,
             error=None if error is None else describe(error),
             exception=error,
+            cache=cache,
         )
 
     def _forget(self, row: Row) -> None:
@@ -391,7 +454,7 @@ class BatchGenerator:
         del self._rows[row.request_id]
         self.batch.leave(row)
         row.status = Status.FINISHED
-        row.inputs = row.encoded = row.cache = row.next_token = row.history = None
+        row.inputs = row.encoded = row.cache = row.next_token = row.history = row.traces = None
         row.decode_extras = {}
 
     def _guard(self, row: Row, work: Callable[..., T], *arguments: Any) -> T | None:
@@ -434,9 +497,10 @@ def _add_text(row: Row, token: int, is_stop: bool, is_end: bool) -> tuple[str, s
     return (text + row.stop_strings.finish(), None) if is_end and matched is None else (text, matched)
 
 
-def _prefill_row(row: Row) -> PrefillRow:
+def _prefill_row(row: Row, stops: tuple[int, ...]) -> PrefillRow:
     assert row.encoded is not None
-    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic)
+    stops = stops if row.traces is None else (*stops, *row.traces.stops)
+    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops)
 
 
 def _last(row: Row) -> mx.array:

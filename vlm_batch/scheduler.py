@@ -44,12 +44,16 @@ class WaitingRow:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache."""
+    """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
+
+    Chunks hold ``atomic`` spans whole, and end at each of ``stops`` (or before the span that it lies in).
+    """
 
     request_id: str
     length: int
     done: int
     atomic: tuple[tuple[int, int], ...] = ()
+    stops: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -90,7 +94,7 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
 
     If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
     """
-    end = min(row.length, row.done + budget)
+    end = min([row.length, row.done + budget, *(stop for stop in row.stops if stop > row.done)])
     for start, stop in row.atomic:
         if start < end < stop:
             return start if start > row.done else min(stop, row.length)

@@ -7,9 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vlm_batch.errors import InvalidParameters, RequestFailed
+
+if TYPE_CHECKING:
+    from vlm_batch.caches.prompt import PromptCache
 
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
@@ -116,6 +119,9 @@ class Request:
     pictures may stand in the content parts or in ``images``, in order. ``token_ids`` are final; their pictures must
     already have their placeholder tokens. ``inputs`` is what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids``
     (1, L), ``pixel_values``, ...
+
+    ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
+    prompt begins with that conversation, only what is new is prefilled.
     """
 
     prompt: str | None = None
@@ -127,6 +133,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
+    cache: PromptCache | None = None
+    return_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request; ``image_tokens`` are the prompt positions that hold picture features."""
+    """Token counts of a request; ``image_tokens`` are the prompt positions that hold picture features.
+
+    ``cached_tokens`` of the prompt's positions were not prefilled, because an earlier request or the request's own
+    ``cache`` had left their keys and values.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -169,7 +181,7 @@ class Result:
 
     ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
     made of them where it says so (families with a patch grid). ``stop_reason`` is the matched stop string or token
-    id.
+    id. ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
     """
 
     request_id: str
@@ -184,6 +196,7 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     exception: BaseException | None = field(default=None, compare=False, repr=False)
+    cache: PromptCache | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -230,6 +243,7 @@ class Encoded:
     ``prefill`` holds what the family's forward needs besides, whole; the adapter cuts each chunk's part out of it.
     An id below zero is no token: some families mark their pictures' positions with one.
     ``decode`` holds what every later step of this row needs. ``atomic`` spans [start, end) may not be cut by a chunk.
+    The first ``cached`` positions are in the row's caches already: what stands for them here is never read.
     """
 
     input_ids: Any  # (1, L)
@@ -240,10 +254,43 @@ class Encoded:
     atomic: tuple[tuple[int, int], ...] = ()
     image_tokens: int = 0
     model_image_sizes: tuple[tuple[int, int], ...] = ()
+    cached: int = 0
 
     @property
     def length(self) -> int:
         return int(self.inputs_embeds.shape[1])
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a prompt: its features stand in [start, end), and ``inputs`` is its part of the processor's output."""
+
+    start: int
+    end: int
+    inputs: Any
+
+
+@dataclass(frozen=True)
+class PromptKey:
+    """What tells a prompt's positions apart: equal first rows of ``positions`` mean equal keys and values.
+
+    A row of ``positions`` (L, 3) int64 is a token id and 128 bits of content: zero for text, for a picture's position
+    the digest of its processed pixels, size and layout. ``spans`` [start, end) cannot be entered in their middle.
+    ``answer`` is the content of the tokens that follow the prompt.
+    """
+
+    positions: Any  # (L, 3) int64, numpy
+    spans: tuple[tuple[int, int], ...] = ()
+    pictures: tuple[tuple[int, int], ...] = ()
+    answer: Any = (0, 0)  # (2,) int64
+
+    @property
+    def length(self) -> int:
+        return len(self.positions)
+
+    def before_span(self, length: int) -> int:
+        """``length``, or the beginning of the span that it would cut."""
+        return min([start for start, end in self.spans if start < length < end], default=length)
 
 
 @dataclass(frozen=True)

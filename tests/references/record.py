@@ -368,6 +368,18 @@ def aya_vision(zoo: nn.Module) -> torch.nn.Module:
     return transformers.AyaVisionForConditionalGeneration(config)
 
 
+def cohere2_vision(zoo: nn.Module) -> torch.nn.Module:
+    parts = aya_vision(zoo).config.to_dict()
+    config = transformers.Cohere2VisionConfig(
+        text_config=parts["text_config"],
+        vision_config=parts["vision_config"],
+        downsample_factor=2,
+        alignment_intermediate_size=96,
+        image_token_id=zoo.config.image_token_index,
+    )
+    return transformers.Cohere2VisionForConditionalGeneration(config)
+
+
 def mllama(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_global_layers": 1}
@@ -624,6 +636,15 @@ RECIPES: dict[str, Recipe] = {
         ),
         # Cohere2's logits are scaled (modeling_cohere2.py), Aya Vision's class forgets it (modeling_aya_vision.py:390).
         logit_scale=LOGIT_SCALE,
+    ),
+    "aya_vision_cohere2": Recipe(
+        cohere2_vision,
+        (
+            (r"^vision_tower\.vision_model\.", "model.vision_tower."),
+            (r"^multi_modal_projector\.", "model.multi_modal_projector."),
+            *LANGUAGE,
+        ),
+        logit_scale=LOGIT_SCALE,  # forgotten there too (modeling_cohere2_vision.py)
     ),
     "mllama": Recipe(
         mllama,

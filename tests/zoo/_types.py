@@ -60,5 +60,5 @@ class TinyFamily:
 
     @property
     def registered(self) -> str:
-        """The family of the registry that serves the model, which is also its model type."""
+        """The family of the registry that serves the model."""
         return self.variant_of or self.name

@@ -18,11 +18,11 @@ NUM_CROPS = (1, 3, 5)  # a thumbnail alone, or tiles and then the thumbnail
 IMAGE, START, END, TILE, GLOBAL = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3, PLAIN + 9
 
 
-def build() -> nn.Module:
+def build(model_type: str = "aya_vision", seed: int = 4) -> nn.Module:
     """Four layers of 64, sliding and full in turn; the embedding is also the head."""
     model = upstream.Model(
         upstream.ModelConfig(
-            model_type="aya_vision",
+            model_type=model_type,
             image_token_index=IMAGE,
             downsample_factor=DOWNSAMPLE,
             alignment_intermediate_size=96,
@@ -53,7 +53,7 @@ def build() -> nn.Module:
         )
     )
     embedding = "language_model.model.embed_tokens.weight"
-    enliven(model, seed=4, rules=[Rule(embedding, spread(0.125))], quiet=embedding)
+    enliven(model, seed=seed, rules=[Rule(embedding, spread(0.125))], quiet=embedding)
     return model
 
 

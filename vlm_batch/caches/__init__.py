@@ -6,6 +6,7 @@ from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.store import DenseCache, LayerCache, Placement, make_layer_cache
+from vlm_batch.caches.whole import WholeCache
 
 __all__ = [
     "BlockCache",
@@ -20,6 +21,7 @@ __all__ = [
     "RowStates",
     "RowsCache",
     "SlabCache",
+    "WholeCache",
     "arrays_of",
     "make_layer_cache",
 ]

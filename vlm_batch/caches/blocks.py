@@ -55,6 +55,15 @@ class BlockSlabCache(RingSlabCache):
     What the block before left in later columns is masked until it is written over.
     """
 
+    def take(self, place: int) -> BlockCache:  # type: ignore[override]
+        """The block of the row's last token."""
+        cache = BlockCache(self.window)
+        cache.offset = self._lengths[place]
+        cache.start_position = (cache.offset - 1) // self.window * self.window
+        kept = cache.offset - cache.start_position
+        cache.keys, cache.values = (self._row(slab, place, 0, kept) for slab in (self.keys, self.values))
+        return cache
+
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")

@@ -18,6 +18,10 @@ class ListedCache(CacheList):
         for part, single in zip(self.caches, cache.caches, strict=True):
             part.put(place, single)
 
+    def take(self, place: int) -> CacheList:
+        """The row's own caches, one a part."""
+        return CacheList(*(part.take(place) for part in self.caches))
+
     def clear(self, place: int) -> None:
         """Free a place in every part."""
         for part in self.caches:

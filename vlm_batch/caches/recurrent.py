@@ -28,6 +28,12 @@ class RecurrentCache(ArraysCache):
             _put(states, place, row, self._num_places) for states, row in zip(slots, cache.cache, strict=True)
         ]
 
+    def take(self, place: int) -> ArraysCache:
+        """The row's states (1, ...) as a single-row cache."""
+        cache = ArraysCache(len(self.cache))
+        cache.cache = [None if states is None else mx.contiguous(states[place : place + 1]) for states in self.cache]
+        return cache
+
     def clear(self, place: int) -> None:
         """Free a place; its state stays until another row's is written over it."""
 

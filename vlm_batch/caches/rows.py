@@ -85,6 +85,10 @@ class RowsCache:
         """Adopt a row's own cache; nothing is copied."""
         self.places[place] = cache
 
+    def take(self, place: int) -> Any:
+        """The row's own cache again: what ``put`` was given, with what it has seen since."""
+        return self.places[place]
+
     def clear(self, place: int) -> None:
         """Forget the row at a place."""
         self.places[place] = None

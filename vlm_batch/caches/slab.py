@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 #: Capacities are multiples of this, and so are the columns that attention reads: shapes, and with them compiled graphs,
 #: change rarely. A capacity grows by a quarter at least, so that a token is copied O(1) times.
@@ -46,6 +47,13 @@ class SlabCache:
         self._write(place, keys, values, int(cache.offset))
         self._lengths[place] = int(cache.offset)
 
+    def take(self, place: int) -> KVCache:
+        """The row at a place as a single-row cache with arrays of its own, not evaluated yet: the inverse of ``put``."""
+        cache = KVCache()
+        cache.offset = self._lengths[place]
+        cache.keys, cache.values = (self._row(slab, place, 0, cache.offset) for slab in (self.keys, self.values))
+        return cache
+
     def clear(self, place: int) -> None:
         """Free a place; its bytes stay until another row is written over them."""
         self._lengths[place] = 0
@@ -78,8 +86,8 @@ class SlabCache:
         self._reserve(keys, values, self._idx + 1)
         assert self.keys is not None and self.values is not None
         at = self._pad(self._positions()[:, None, None, None])
-        self.keys = _put(self.keys, at, self._pad(keys))
-        self.values = _put(self.values, at, self._pad(values))
+        self.keys = put_columns(self.keys, at, self._pad(keys))
+        self.values = put_columns(self.values, at, self._pad(values))
         self.advance()
         if self._traced is not None:
             self._traced = self._traced + 1
@@ -175,6 +183,11 @@ class SlabCache:
         width = self._width(self._idx)
         return self.keys[: self._live, :, :width], self.values[: self._live, :, :width]
 
+    def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
+        """Columns of one row (1, H, end - start, D), copied."""
+        assert slab is not None
+        return mx.contiguous(slab[place : place + 1, :, start:end])
+
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
         assert self.keys is not None and self.values is not None
         self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
@@ -186,8 +199,8 @@ class SlabCache:
         if tokens <= current:
             return
         capacity = self._capacity(tokens, current)
-        self.keys = _grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = _grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+        self.keys = grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
 
 
 class RingSlabCache(SlabCache):
@@ -203,6 +216,19 @@ class RingSlabCache(SlabCache):
     @property
     def span(self) -> int | None:
         return self.window
+
+    def take(self, place: int) -> RotatingKVCache:
+        """The row's last tokens in their order."""
+        cache = RotatingKVCache(self.window)
+        cache.offset = self._lengths[place]
+        kept = min(cache.offset, self.window)
+        turn = cache.offset % self.window if kept == self.window else 0
+        cache.keys, cache.values = (
+            mx.concatenate([self._row(slab, place, turn, kept), self._row(slab, place, 0, turn)], axis=2)
+            for slab in (self.keys, self.values)
+        )
+        cache._idx = kept
+        return cache
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         if window_size is not None and window_size < self.window:
@@ -243,11 +269,11 @@ class RingSlabCache(SlabCache):
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
 
 
-def _put(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
+def put_columns(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
     return mx.put_along_axis(slab, mx.broadcast_to(at, new.shape), new, axis=2)
 
 
-def _grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     grown = mx.zeros(shape, dtype)
     if slab is not None:
         grown[:, :, : slab.shape[2]] = slab

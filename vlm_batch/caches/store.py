@@ -10,9 +10,11 @@ from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCach
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.listed import ListedCache
+from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
+from vlm_batch.caches.whole import WholeCache
 
 
 class Placement(Enum):
@@ -33,6 +35,7 @@ class LayerCache(Protocol):
     @property
     def nbytes(self) -> int: ...
     def put(self, place: int, cache: Any) -> None: ...
+    def take(self, place: int) -> Any: ...
     def clear(self, place: int) -> None: ...
     def resize(self, num_places: int) -> None: ...
     def arrays(self) -> list[mx.array]: ...
@@ -47,12 +50,16 @@ class DenseCache(Protocol):
 
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
+    if isinstance(single, WholeCache):
+        return RowsCache()
     if isinstance(single, CacheList):
         return ListedCache(*(make_layer_cache(part, placement, num_places) for part in single.caches))
     if type(single) is ArraysCache:
         return RecurrentCache()
     if placement is Placement.SLAB and type(single) is KVCache:
         return SlabCache(num_places)
+    if placement is Placement.SLAB and type(single) is QuantizedCache:
+        return QuantizedSlabCache(num_places, single.group_size, single.bits)
     if placement is Placement.SLAB and type(single) is RotatingKVCache and single.keep == 0:
         return RingSlabCache(num_places, single.max_size)
     if placement is Placement.SLAB and type(single) is BlockCache:

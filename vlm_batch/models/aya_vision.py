@@ -1,14 +1,36 @@
-"""Aya Vision: Cohere2 with sliding windows on three layers of four, one-dimensional positions."""
+"""Aya Vision and Command A Vision: Cohere2 with sliding windows on three layers of four, one-dimensional positions."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
 
 from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 
-@register(ModelSpec(family="aya_vision", model_types=("aya_vision",)))
+@register(
+    ModelSpec(
+        family="aya_vision",
+        model_types=("aya_vision", "cohere2_vision"),
+        notes=(
+            "Command A Vision projects the tower's normed output, as in transformers (modeling_cohere2_vision.py:163); "
+            "mlx-vlm takes the last layer's without the norm, which is Aya Vision's way (aya_vision.py:107)",
+        ),
+    )
+)
 class AyaVision(Adapter):
     """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
 
     compiles = True
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        given = extra.keys() & {"pixel_values", "cached_image_features"}
+        if self.config.model_type == "cohere2_vision" and given == {"pixel_values"}:
+            pixels, shapes = extra["pixel_values"].transpose(0, 2, 3, 1), extra.get("spatial_shapes")
+            normed, *_ = self.model.vision_tower(pixels, spatial_shapes=shapes, output_hidden_states=True)
+            extra = {**extra, "cached_image_features": self.model.multi_modal_projector(normed)}
+        return super().features(ids, extra)

@@ -8,12 +8,29 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
+from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.modules import LastPosition, clone_modules, evaluate_arrays, hook_attention
+from vlm_batch.features import FeatureStore
+from vlm_batch.models.modules import (
+    LastPosition,
+    RememberingGridTower,
+    RememberingTower,
+    clone_modules,
+    evaluate_arrays,
+    hook_attention,
+    split_patches,
+)
 from vlm_batch.registry import ModelSpec
-from vlm_batch.types import DecodeStep, Encoded, PositionState
+from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
+
+#: Names under which models keep their vision towers.
+VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
+#: Values of each weight that go into a model's fingerprint.
+SAMPLES = 16
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
 IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
@@ -40,6 +57,10 @@ class Adapter:
     compiles: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
+    #: How the vision tower remembers what it saw.
+    tower_class: ClassVar[type[RememberingTower]] = RememberingTower
+    #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
+    starts_afresh: ClassVar[str | None] = None
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
@@ -58,17 +79,55 @@ class Adapter:
         """Let the trunk answer for its last position only."""
         self.language.model = LastPosition(self.language.model)
 
+    # Features by content
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def remember_features(self, store: FeatureStore) -> None:
+        """Let the vision tower look at a picture once: what it saw is kept in ``store``."""
+        for owner, name in self.towers():
+            tower = owner[name]
+            tower = tower.tower if isinstance(tower, RememberingTower) else tower
+            setattr(owner, name, self.tower_class(tower, store, self.read_features))
+
+    def towers(self) -> list[tuple[nn.Module, str]]:
+        """The modules that encode pictures: each the attribute of another."""
+        return [(self.model, name) for name in VISION_TOWERS if isinstance(self.model.get(name), nn.Module)]
+
+    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the model reads of a tower's result: of all hidden states only the selected layers'."""
+        wanted = getattr(self.config, "vision_feature_layer", None)
+        is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
+        if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
+            return result
+        layers = list(result[-1])
+        wanted = [wanted] if isinstance(wanted, int) else wanted
+        kept = {range(len(layers))[layer] for layer in wanted}
+        return (*result[:-1], [layer if index in kept else None for index, layer in enumerate(layers)])
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this model from others: its configuration, and of every weight the sum of all its bits and some values."""
+        flat: Any = tree_flatten(self.model.parameters())
+        weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
+        samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
+        sums = [mx.sum(array.view(UNSIGNED[array.itemsize])) for _, array in weights]
+        mx.eval(samples, sums)
+        shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
+        return digest([plain(self.config), shapes, samples, sums]).hex()
+
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
 
-        Raises InvalidPrompt for a key that the family does not know.
+        The first ``cached`` positions are in the row's caches already; if all of its pictures are among them, none is
+        encoded. Raises InvalidPrompt for a key that the family does not know.
         """
-        ids = inputs["input_ids"]
         extra = self._known_inputs(inputs)
-        features = self.features(ids, extra)
+        ids = self.expand_ids(inputs["input_ids"], extra)
+        is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
+        features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
         prefill, decode = self.split(features)
         encoded = Encoded(
@@ -80,9 +139,55 @@ class Adapter:
             atomic=self.atomic_spans(ids, extra),
             image_tokens=self.count_image_tokens(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
+            cached=cached,
         )
         self.forget()
         return encoded
+
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
+        return ids
+
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The features of a prompt whose rest after ``cached`` positions is text; zeros stand for what is cached."""
+        start = min(cached, ids.shape[1] - 1)  # no model embeds nothing
+        found = self.features(ids[:, start:], {})
+        axes = {"inputs_embeds": 1, **self.prefill_axes}
+        return {name: pad_front(value, axes[name], start) for name, value in found.items() if name in axes}
+
+    # Recognise
+    # ----------------------------------------------------------------------------------------------------------
+
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
+        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways."""
+        extra = self._known_inputs(inputs)
+        ids = self.expand_ids(inputs["input_ids"], extra)
+        pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
+        rows = np.zeros((ids.shape[1], 3), dtype=np.int64)
+        rows[:, 0] = np.array(ids[0])
+        for picture in pictures:
+            rows[picture.start : picture.end, 1:] = as_words(digest(picture.inputs))
+        for start, end in atomic:  # its first position has seen its last
+            rows[start:end, 1:] = as_words(digest(rows[start:end]))
+        spans = tuple((picture.start, picture.end) for picture in pictures)
+        return PromptKey(rows, spans=(*spans, *atomic), pictures=spans)
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The pictures of a prompt, in order.
+
+        The default takes them apart where every run of placeholders has one entry of each input, and all runs are of
+        one length; otherwise all pictures are one, from the first placeholder to the last.
+        """
+        if not extra:
+            return ()
+        runs = spans_of(ids, self.image_token_ids())
+        if not runs:
+            return (Picture(0, ids.shape[1], extra),)
+        lengths = {end - start for start, end in runs}
+        if len(lengths) == 1 and all(num_entries(value) == len(runs) for value in extra.values()):
+            parts = [{name: value[index] for name, value in extra.items()} for index in range(len(runs))]
+            return tuple(Picture(start, end, part) for (start, end), part in zip(runs, parts, strict=True))
+        return (Picture(runs[0][0], runs[-1][1], extra),)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's ``get_input_embeddings`` makes of a request; None values are dropped."""
@@ -199,6 +304,33 @@ def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
     return value[tuple(index)]
 
 
+def plain(value: Any) -> Any:
+    """A configuration as mappings, lists and texts."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return plain(vars(value)) if hasattr(value, "__dict__") else str(value)
+
+
+def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
+    """``value`` with ``count`` zeros in front of an axis; None leaves it as it is."""
+    if axis is None:
+        return value
+    shape = list(value.shape)
+    shape[axis] = count
+    return mx.concatenate([mx.zeros(shape, value.dtype), value], axis=axis)
+
+
+def num_entries(value: Any) -> int | None:
+    """The length of an array's or list's first axis; None for anything else."""
+    if isinstance(value, (mx.array, np.ndarray)):
+        return int(value.shape[0]) if value.ndim else None
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
 def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
     """The runs [start, end) of placeholder ids in a prompt (1, L)."""
     inside = np.isin(np.array(ids[0]), list(markers)).astype(np.int8)
@@ -258,6 +390,7 @@ class GridAdapter(Adapter):
     """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
+    tower_class = RememberingGridTower
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
@@ -268,6 +401,24 @@ class GridAdapter(Adapter):
             pictures = sum(len(grid) for grid in grids)
             raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
+        if set(extra) != {"pixel_values", "image_grid_thw"}:
+            return super().pictures(ids, extra)
+        merged = int(self.config.vision_config.spatial_merge_size) ** 2
+        grids = np.array(extra["image_grid_thw"])
+        counts: list[int] = grids.prod(axis=1).tolist()
+        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        pixels = split_patches(extra["pixel_values"], counts)
+        if pixels is None or sum(count // merged for count in counts) != len(places):
+            return super().pictures(ids, extra)  # the encoder refuses them
+        found, place = [], 0
+        for grid, picture in zip(grids, pixels, strict=True):
+            positions = places[place : place + int(grid.prod()) // merged]
+            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": picture, "grid": grid}))
+            place += len(positions)
+        return tuple(found)
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         if "image_grid_thw" not in extra:

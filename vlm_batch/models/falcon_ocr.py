@@ -41,6 +41,10 @@ class FalconOCR(Adapter):
             raise InvalidPrompt("falcon_ocr takes one picture a request: its prompt has room for one")
         return super().features(ids, extra)
 
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The whole prompt's: there is no tower to spare, and the rest needs the picture's positions."""
+        return self.features(ids, extra)
+
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         if "position_ids" not in features:
             return PositionState()

@@ -37,6 +37,7 @@ def _heads(projected: mx.array, count: int) -> mx.array:
 class Florence2(Adapter):
     """The first half of a row's caches is the decoder's own attention, the second its attention over the encoder."""
 
+    starts_afresh = "its encoder sees the whole prompt"
     #: One row is not padded, and the decoder begins with its start token here.
     ignored_features = frozenset({"attention_mask", "decoder_inputs_embeds"})
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Picture
 
 
 @register(
@@ -59,3 +62,9 @@ class Gemma3n(Adapter):
         scaled = embeds * self.config.text_config.hidden_size**0.5
         is_word = (ids < self.config.vision_config.vocab_offset)[..., None]
         return {**found, "inputs_embeds": mx.where(is_word, scaled, embeds) if extra else scaled}
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """With the hard tokens of the vision embedder that follow a picture (its end): as text they would be others."""
+        is_hard = np.append(np.array(ids[0]) >= self.config.vision_config.vocab_offset, False)
+        found = super().pictures(ids, extra)
+        return tuple(replace(picture, end=picture.end + int(is_hard[picture.end :].argmin())) for picture in found)

@@ -1,4 +1,4 @@
-"""Kimi-VL, Kimi K2.5 and Youtu-VL: attention over a latent that all heads share (DeepSeek-V2, arXiv:2405.04434)."""
+"""Kimi-VL, Kimi K2.5, Mistral Large 3 and Youtu-VL: attention over a latent (DeepSeek-V2, arXiv:2405.04434)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.caches.rows import RowsCache, attend_rows
 from vlm_batch.models.base import Adapter
+from vlm_batch.models.mistral3 import Pixtral
 from vlm_batch.models.modules import LastPosition
 from vlm_batch.registry import ModelSpec, register
 
@@ -22,7 +23,9 @@ def _attend_latent(
     return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)
 
 
-def _latent_attention(parent: type) -> type:
+def latent_attention(parent: type) -> type:
+    """An attention class over latents (B, 1, L, R) that takes rows which keep their own caches."""
+
     class RowLatentAttention(parent):  # type: ignore[misc]
         """Upstream multiplies what the cache returns (youtu_vl/language.py:119, deepseek_v3/language.py:120), which must
         then be one array; rows that keep their own caches are multiplied one at a time."""
@@ -71,10 +74,38 @@ class KimiK25(_Kimi):
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention
 
-        return {DeepseekV3Attention: _latent_attention(DeepseekV3Attention)}
+        return {DeepseekV3Attention: latent_attention(DeepseekV3Attention)}
 
     def shorten(self) -> None:
         self.language.model.norm = LastPosition(self.language.model.norm)
+
+
+@register(
+    ModelSpec(
+        family="mistral_large3",
+        model_types=("mistral_large3",),
+        notes=(
+            "pictures reach the decoder; mlx-vlm's embeds the placeholders' ids in their place, for this family's text "
+            "model ignores the embeddings that it is given (deepseek_v3/language.py:519)",
+        ),
+    )
+)
+class MistralLarge3(Pixtral):
+    """Pixtral's tower and merger as in Mistral Small 3.1, DeepSeek-V3's text."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.deepseek_v3.language import LanguageModel
+        from mlx_vlm.models.kimi_k25.language import LanguageModel as Embedded
+
+        class TakesEmbeddings(LanguageModel):
+            """Kimi K2.5 has the same text model, and a forward that begins with embeddings where there are some."""
+
+            __call__ = Embedded.__call__
+
+        return {LanguageModel: TakesEmbeddings, **KimiK25.mends()}
+
+    shorten = KimiK25.shorten  # type: ignore[assignment]
 
 
 @register(ModelSpec(family="youtu_vl", model_types=("youtu_vl",)))
@@ -88,4 +119,4 @@ class YoutuVL(Adapter):
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.youtu_vl.language import YoutuAttention
 
-        return {YoutuAttention: _latent_attention(YoutuAttention)}
+        return {YoutuAttention: latent_attention(YoutuAttention)}

@@ -11,7 +11,7 @@ import numpy as np
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, MRoPEAdapter
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import PositionState
+from vlm_batch.types import Picture, PositionState
 
 
 @register(
@@ -47,6 +47,14 @@ class MiniCPMO(MRoPEAdapter):
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         bounds = [np.array(bound).reshape(-1, 2) for bound in extra.get("image_bound", ())]
         return sum(int((bound[:, 1] - bound[:, 0]).sum()) for bound in bounds)
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All slices are one, from the first one's tokens to the last one's."""
+        bounds = [np.array(bound).reshape(-1, 2) for bound in extra.get("image_bound", ())]
+        if not bounds:
+            return super().pictures(ids, extra)
+        ends = np.concatenate(bounds)
+        return (Picture(int(ends.min()), int(ends.max()), extra),) if len(ends) else ()
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return ()

@@ -12,7 +12,7 @@ import numpy as np
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.qwen_vl import Qwen35
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import PositionState
+from vlm_batch.types import Picture, PositionState
 
 
 @register(
@@ -58,6 +58,14 @@ class MiniCPMV46(Qwen35):
         bounds = np.array(extra["image_bound"][0]).reshape(-1, 2) if "image_bound" in extra else np.zeros((0, 2), int)
         return int((bounds[:, 1] - bounds[:, 0]).sum())
 
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All slices are one, from the first one's tokens to the last one's."""
+        bounds = [np.array(bound).reshape(-1, 2) for bound in extra.get("image_bound", ())]
+        if not bounds:
+            return super().pictures(ids, extra)
+        ends = np.concatenate(bounds)
+        return (Picture(int(ends.min()), int(ends.max()), extra),) if len(ends) else ()
+
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """Unknown: what the processor says are its slices."""
         return ()
@@ -75,6 +83,10 @@ class MiniCPMV47(MiniCPMV46):
 
     ignored_inputs = MiniCPMV46.ignored_inputs | {"image_bound"}
     input_keys = MiniCPMV46.input_keys - {"image_bound"}
+
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The whole prompt's: the positions of its rest come with them."""
+        return self.features(ids, extra)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         prompt, delta = features["position_ids"], features["rope_deltas"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -10,11 +11,12 @@ import numpy as np
 from mlx_vlm.models.base import cache_position_offset, create_attention_mask
 
 from vlm_batch.caches.cross import CrossCache
+from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, Encoded
+from vlm_batch.types import DecodeStep, Encoded, Picture, PromptKey
 
 
 def _heads(projected: mx.array, head_dim: int) -> mx.array:
@@ -116,17 +118,43 @@ class Mllama(Adapter):
         prefill, _ = super().split(features)
         return prefill, {"sees": bool(prefill["seen"][:, -1].any().item())} if "seen" in prefill else {}
 
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The pictures' keys and values are in the caches; which of them a token sees is still to be told."""
+        found = super().features_after(ids, extra, cached)
+        seen = extra.get("cross_attention_mask")
+        return found if seen is None else {**found, "seen": seen.flatten(2) > 0}
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """One for each placeholder, which is a single token."""
+        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids()))).tolist()
+        per_picture = {name: value for name, value in extra.items() if name != "cross_attention_mask"}
+        if not all(value.ndim > 1 and value.shape[1] == len(places) for value in per_picture.values()):
+            return super().pictures(ids, extra)
+        parts = [{name: value[:, index] for name, value in per_picture.items()} for index in range(len(places))]
+        return tuple(Picture(place, place + 1, part) for place, part in zip(places, parts, strict=True))
+
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
+        """Beside ids and pictures, the tiles that each token sees; one that sees none attends to all pictures."""
+        key = super().prompt_key(inputs)
+        if (seen := inputs.get("cross_attention_mask")) is None:
+            return key
+        everything = digest([key.positions[start] for start, _ in key.pictures])
+        masks = np.array(seen)[0].reshape(key.length, -1)
+        contents = [as_words(digest(np.flatnonzero(mask)) if mask.any() else everything) for mask in masks]
+        key.positions[:, 1:] ^= np.stack(contents)
+        return replace(key, answer=contents[-1])
+
     def make_cache(self) -> list[Any]:
         cross = set(self.config.text_config.cross_attention_layers)
         return [CrossCache() if index in cross else single for index, single in enumerate(super().make_cache())]
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """Only the first chunk brings the vision states; the caches hold their keys and values from then on."""
+        """Only a row's first chunk brings the vision states; its caches hold their keys and values from then on."""
         features = super().chunk_features(encoded, start, end)
         if not features:
             return {}
         visible, sees = self._visible(features["seen"])
-        states = features["cross_attention_states"] if start == 0 else None
+        states = features.get("cross_attention_states") if start == encoded.cached else None
         return {
             "cross_attention_states": states,
             "cross_attention_mask": visible,

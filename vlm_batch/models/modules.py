@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import base as upstream
 
-from vlm_batch.caches.rows import RowStates, attend_rows
+from vlm_batch.caches.quantized import QuantizedStates, TurboStates, attend_quantized
+from vlm_batch.caches.rows import RowsCache, RowStates, arrays_of, attend_rows
+from vlm_batch.digest import digest
+from vlm_batch.features import FeatureStore
 
 
 def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
@@ -60,6 +64,124 @@ class LastPosition(nn.Module):
         if name == "trunk":
             return super().__getattr__(name)
         return getattr(super().__getattr__("trunk"), name)
+
+
+class RememberingTower(nn.Module):
+    """A vision tower that looks at a picture once: features are kept by the digest of everything that it is given.
+
+    ``keep`` takes out of the tower's result what the model reads of it. All else is the tower's own.
+    """
+
+    def __init__(self, tower: nn.Module, store: FeatureStore, keep: Callable[[Any, Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self.tower = tower
+        self.__dict__.update(_store=store, _keep=keep)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the tower answers."""
+        return self.remembered(args, kwargs)
+
+    def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The tower's answer, from the store or new. What is given or answered other than in arrays is not remembered."""
+        try:
+            key = digest([list(args), dict(kwargs)])
+        except TypeError:
+            return self.tower(*args, **kwargs)
+        if (found := self._store.get(key)) is None:
+            found = self._keep(self.tower(*args, **kwargs), kwargs)
+            self.remember(key, found)
+        return found
+
+    def remember(self, key: bytes, features: Any) -> None:
+        if is_array_tree(features):
+            mx.eval(arrays_of(features))
+            self._store.put(key, features)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "tower":
+            return super().__getattr__(name)
+        return getattr(super().__getattr__("tower"), name)
+
+
+class RememberingGridTower(RememberingTower):
+    """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
+
+    Every picture is remembered by itself; those that are new go through the tower together.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
+            return super().__call__(*args, **kwargs)
+        pixels, grids = args
+        counts = np.array(grids).prod(axis=1).tolist()
+        pictures = split_patches(pixels, counts)
+        if pictures is None:
+            return super().__call__(*args, **kwargs)
+        parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
+        keys = [digest([list(part), dict(kwargs)]) for part in parts]
+        found = [self._store.get(key) for key in keys]
+        new = [index for index, features in enumerate(found) if features is None]
+        if new:
+            fresh = self.tower(
+                mx.concatenate([parts[index][0] for index in new], axis=patch_axis(pixels, counts)),
+                mx.concatenate([parts[index][1] for index in new]),
+                **kwargs,
+            )
+            split = split_rows(fresh, [counts[index] for index in new])
+            if split is None:  # an answer that is not one row for so many patches of each picture
+                return fresh if len(new) == len(parts) else self.tower(*args, **kwargs)
+            for index, features in zip(new, split, strict=True):
+                self.remember(keys[index], features)
+                found[index] = features
+        return join_rows(found)
+
+
+def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:
+    """Along which axis the patches of pictures lie that have ``counts``: the first, or the second of one row; or None."""
+    return next((axis for axis in (0, 1) if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)), None)
+
+
+def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | None:
+    """The patches of each picture, or None if there are not as many as they have."""
+    axis = patch_axis(pixels, counts)
+    if axis is None:
+        return None
+    ends: list[int] = np.cumsum(counts)[:-1].tolist()
+    return list(mx.split(pixels, ends, axis=axis))
+
+
+def is_array_tree(tree: Any) -> bool:
+    """Whether something is an array, or lists and tuples of them (or of None)."""
+    if type(tree) in (list, tuple):
+        return all(is_array_tree(item) for item in tree)
+    return tree is None or isinstance(tree, mx.array)
+
+
+def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
+    """A tree of arrays, whose first axes are made of shares in proportion to ``counts``, one tree a share; or None."""
+    arrays = arrays_of(tree)
+    total = sum(counts)
+    if not is_array_tree(tree) or not arrays or any(array.ndim == 0 for array in arrays):
+        return None
+    if any(array.shape[0] * count % total for array in arrays for count in counts):
+        return None
+    starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
+
+    def share(item: Any, begin: int, end: int) -> Any:
+        if isinstance(item, mx.array):
+            rows = item.shape[0]
+            return item[rows * begin // total : rows * end // total]
+        return type(item)(share(part, begin, end) for part in item) if item is not None else None
+
+    return [share(tree, begin, end) for begin, end in itertools.pairwise(starts)]
+
+
+def join_rows(trees: Sequence[Any]) -> Any:
+    """The inverse of ``split_rows``."""
+    first = trees[0]
+    if isinstance(first, mx.array):
+        return mx.concatenate(list(trees))
+    return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
 
 
 def evaluate_arrays(module: nn.Module) -> None:
@@ -115,8 +237,49 @@ def attention(
     if isinstance(mask, SealedMask):
         mask = mask.mask
     if isinstance(keys, RowStates):
-        return attend_rows(upstream.scaled_dot_product_attention, queries, keys, values, scale, mask, sinks)
+        return attend_rows(attention, queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, QuantizedStates):
+        return attend_quantized(queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, TurboStates):
+        cache = keys.cache
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The same attention, called once for each live row of a batch with the row's own cache.
+
+    For classes that do more with a cache than one attention call can hold apart (selected positions, pools). What else a
+    layer does, its experts above all, stays one call for all rows. Empty places answer zeros.
+    """
+
+    class RowByRow(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Any arguments, arrays of which have the rows along their first axis; arrays, or tuples of them."""
+            rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, RowsCache)), None)
+            if rows is None:
+                return super().__call__(*args, **kwargs)
+            answers = {
+                place: super(RowByRow, self).__call__(
+                    *(_of_row(value, place) for value in args),
+                    **{name: _of_row(value, place) for name, value in kwargs.items()},
+                )
+                for place, single in enumerate(rows.places)
+                if single is not None
+            }
+            like = next(iter(answers.values()))
+            empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
+            filled = [answers.get(place, empty) for place in range(len(rows.places))]
+            if isinstance(like, tuple):
+                return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
+            return mx.concatenate(filled)
+
+    return RowByRow
+
+
+def _of_row(value: Any, place: int) -> Any:
+    if isinstance(value, RowsCache):
+        return value.places[place]
+    return value[place : place + 1] if isinstance(value, mx.array) else value
 
 
 def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:

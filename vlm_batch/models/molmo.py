@@ -13,7 +13,7 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.modules import LastPosition, two_tables
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
+from vlm_batch.types import Encoded, Picture
 
 
 @register(ModelSpec(family="molmo", model_types=("molmo",), multi_image=False))
@@ -40,6 +40,12 @@ class Molmo(Adapter):
 
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         return int((np.array(extra["image_input_idx"]) >= 0).sum()) if "image_input_idx" in extra else 0
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """From the first token that a feature is added to, to the last."""
+        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        places = places[places >= 0]
+        return (Picture(int(places.min()), int(places.max()) + 1, extra),) if len(places) else ()
 
 
 @register(

@@ -11,7 +11,7 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, bidirectional_mask
 from vlm_batch.models.modules import attention, fused_attention
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
+from vlm_batch.types import Encoded, Picture
 
 _PREFIX = (
     "the two-way mask of BOS and picture reaches the model: generate passes it as attention_mask_4d, which "
@@ -91,6 +91,11 @@ class _Moondream(Adapter):
         """BOS and the picture, if there is one."""
         count = self.count_image_tokens(ids, extra)
         return ((0, 1 + count),) if count else ()
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The one after BOS."""
+        count = self.count_image_tokens(ids, extra)
+        return (Picture(1, 1 + count, extra),) if count else ()
 
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         """As many as patches in a crop, whatever the picture's size: crops are pooled (moondream3/vision.py:114)."""

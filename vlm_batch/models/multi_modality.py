@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 
 @register(
@@ -27,12 +26,11 @@ class MultiModality(Adapter):
 
     input_keys = frozenset({"pixel_values"})
 
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
-        pictures, ids = inputs.get("pixel_values"), inputs["input_ids"]
-        if pictures is not None and self.count_image_tokens(ids, inputs) == len(pictures):
-            counts = [self.config.num_image_tokens] * len(pictures)
-            inputs = {**inputs, "input_ids": repeat_placeholders(ids, self.config.image_token_index, counts)}
-        return super().encode(inputs)
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0
+        if not pictures or self.count_image_tokens(ids, extra) != pictures:
+            return ids
+        return repeat_placeholders(ids, self.config.image_token_index, [self.config.num_image_tokens] * pictures)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings with each picture's features in its placeholders; pictures are encoded one at a time."""

@@ -12,32 +12,40 @@ from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
 from vlm_batch.models.llava import use_tanh_gelu
 from vlm_batch.models.modules import LastPosition, attention
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 #: What LLaVA's own code writes where a picture belongs.
 NO_TOKEN = -200
+#: Pixels of a picture's side for each of FastViTHD's features.
+FASTVIT_STRIDE = 64
 
 
 class OnePlaceholder(Adapter):
     """Every placeholder becomes as many positions as its picture has features."""
 
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
-        extra = self._known_inputs(inputs)
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         if "pixel_values" not in extra:
-            return super().encode(inputs)
-        features = extra.get("cached_image_features")
-        pictures = self.pictures(extra) if features is None else list(features)
+            return ids
         (marker,) = self.image_token_ids()
-        ids = repeat_placeholders(inputs["input_ids"], marker, [len(picture) for picture in pictures])
-        return super().encode({**inputs, "input_ids": ids, "cached_image_features": mx.concatenate(pictures)})
+        return repeat_placeholders(ids, marker, self.count_features(extra))
+
+    def count_features(self, extra: Mapping[str, Any]) -> list[int]:
+        """How many features each picture has; it can be told before they are made."""
+        given = extra.get("cached_image_features")
+        return self.count_positions(extra) if given is None else [len(picture) for picture in given]
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         embeds = self.language.model.embed_tokens(mx.maximum(ids, 0))
-        if "cached_image_features" in extra:
-            embeds = put_features(embeds, ids, self.image_token_ids(), extra["cached_image_features"])
+        if "pixel_values" in extra:
+            given = extra.get("cached_image_features")
+            pictures = self.encode_pictures(extra) if given is None else list(given)
+            embeds = put_features(embeds, ids, self.image_token_ids(), mx.concatenate(pictures))
         return {"inputs_embeds": embeds}
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
+        """How many features the family's tower makes of each picture."""
+        raise NotImplementedError
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         """The features (tokens, D) of each picture."""
         raise NotImplementedError
 
@@ -52,7 +60,12 @@ class OnePlaceholder(Adapter):
 class FastVLM(OnePlaceholder):
     """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
+        """The stem halves a picture twice, and four patch embeddings once each, rounding up (fastvlm/vision.py)."""
+        count, _, height, width = extra["pixel_values"].shape
+        return [-(-height // FASTVIT_STRIDE) * -(-width // FASTVIT_STRIDE)] * count
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         tower = self.model.vision_tower
         dtype = tower.vision_model.patch_embed.blocks[0].reparam_conv.weight.dtype
         _, features, _ = tower(extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype))  # (N, H, W, C)
@@ -80,7 +93,11 @@ class LlavaBunny(OnePlaceholder):
         """The head is a part of the trunk here, behind its norm."""
         self.language.model.norm = LastPosition(self.language.model.norm)
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
+        vision = self.config.vision_config
+        return [(vision.image_size // vision.patch_size) ** 2] * len(extra["pixel_values"])
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
         *_, states = self.model.vision_tower(extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype)))
 
@@ -119,9 +136,14 @@ class Phi4SigLip(OnePlaceholder):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({NO_TOKEN})
 
-    def pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
-        shapes, mask = extra.get("spatial_shapes"), extra.get("pixel_attention_mask")
+    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
+        mask = extra.get("pixel_attention_mask")
+        if mask is None:
+            return [extra["pixel_values"].shape[1]] * len(extra["pixel_values"])
+        return [int(count) for count in mask.sum(axis=-1).tolist()]
+
+    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+        shapes = extra.get("spatial_shapes")
         states, _, _ = self.model.vision_tower(extra["pixel_values"], output_hidden_states=True, spatial_shapes=shapes)
-        chosen = states[self.config.mm_vision_select_layer]
-        counts = [chosen.shape[1]] * len(chosen) if mask is None else mask.sum(axis=-1).tolist()
-        return [self.model.mm_projector(picture[:count]) for picture, count in zip(chosen, counts, strict=True)]
+        chosen = zip(states[self.config.mm_vision_select_layer], self.count_positions(extra), strict=True)
+        return [self.model.mm_projector(picture[:count]) for picture, count in chosen]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
+from vlm_batch.models.base import Adapter, repeat_placeholders
 from vlm_batch.models.modules import fused_attention
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
+from vlm_batch.types import Encoded, PromptKey
 
 _LONG_ROPE = (
     "long or short RoPE factors are a row's own choice: by the whole prompt's length, then by the token's position "
@@ -59,6 +61,15 @@ class _Phi(Adapter):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._long_ropes = [rope for _, rope in self.language.named_modules() if hasattr(type(rope), "prompt")]
+
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
+        """A prompt that is long enough for the long factors has other keys, and so has its answer."""
+        key = super().prompt_key(inputs)
+        if not any(key.length > rope.original_max_position_embeddings for rope in self._long_ropes):
+            return key
+        content = as_words(digest("long factors"))
+        key.positions[:, 1:] ^= content
+        return replace(key, answer=content)
 
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """A prompt is turned by one choice of factors, whatever its chunks."""
@@ -108,7 +119,7 @@ class Phi3V(_Phi):
     )
 )
 class Phi4MM(_Phi):
-    """One id stands for a whole picture, so a prompt has more positions than ids."""
+    """One id stands for a whole picture; here it is repeated for each of its positions."""
 
     input_keys = Adapter.input_keys | {"pixel_attention_mask", "spatial_shapes"}
 
@@ -118,13 +129,20 @@ class Phi4MM(_Phi):
 
         return {Attention: _row_attention(Attention), **_long_rope()}
 
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        (marker,) = self.image_token_ids()
+        return repeat_placeholders(ids, marker, self._num_patches(extra))
+
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         """As many as patches in all pictures."""
-        return sum(high * wide for high, wide in np.array(extra.get("spatial_shapes", ())).astype(int).tolist())
+        return sum(self._num_patches(extra))
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for as many pictures as the prompt has placeholders for."""
-        given, needed = super().count_image_tokens(ids, extra), len(extra.get("spatial_shapes", ()))
-        if given != needed:
-            raise InvalidPrompt(f"the prompt has placeholders for {given} pictures, and {needed} are given")
-        return super().features(ids, extra)
+        """Upstream's own, which wants one id for a picture."""
+        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        firsts = np.cumsum([0, *self._num_patches(extra)])[:-1]
+        kept = np.delete(np.arange(ids.shape[1]), np.delete(places, firsts))
+        return super().features(ids[:, mx.array(kept)], extra)
+
+    def _num_patches(self, extra: Mapping[str, Any]) -> list[int]:
+        return [high * wide for high, wide in np.array(extra.get("spatial_shapes", ())).astype(int).tolist()]

@@ -21,6 +21,7 @@ class SingleRow(Adapter):
 
     spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
     max_rows = 1
+    starts_afresh = "it runs one row at a time, through mlx-vlm's own path"
 
     def shorten(self) -> None:
         """Nothing is known of the trunk's result, so it stays as it is."""
@@ -43,9 +44,9 @@ class SingleRow(Adapter):
     def forget(self) -> None:
         """Positions stay: this row's decode steps read them there. The next row's encode begins with a clean slate."""
 
-    def encode(self, inputs: Mapping[str, Any]) -> Encoded:
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         Adapter.forget(self)
-        return super().encode(inputs)
+        return super().encode(inputs, cached)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The whole prompt is one chunk."""

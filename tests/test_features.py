@@ -1,0 +1,119 @@
+"""A picture is encoded once: for requests that are alive together, for later ones, and beside other pictures."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.harness import every_family, inputs_of, shared_adapter
+from tests.reuse_cases import Asker
+from tests.zoo import family as tiny_family
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.features import FeatureStore
+from vlm_batch.generator import BatchGenerator
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import join_rows, split_rows
+
+IMAGE = "image:7:1"
+
+
+def remembering(name: str, budget: int = 2**28) -> tuple[Adapter, FeatureStore, list[int]]:
+    """An adapter of its own that remembers, its store, and a list that grows with every call of a tower."""
+    adapter = type(shared_adapter(name))(tiny_family(name).build())
+    store = FeatureStore(ByteBudget(budget))
+    calls: list[int] = []
+    for owner, attribute in adapter.towers():
+        tower = owner[attribute]
+
+        class Counted(type(tower)):  # type: ignore[misc]
+            def __call__(self, *args: object, **kwargs: object) -> object:
+                calls.append(1)
+                return super().__call__(*args, **kwargs)
+
+        tower.__class__ = Counted
+    adapter.remember_features(store)
+    return adapter, store, calls
+
+
+#: Towers that answer with an object of their own, which is not remembered.
+NOT_REMEMBERED = ("jina_vlm", "nemotron_h_nano_omni")
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_a_picture_that_is_asked_twice_is_encoded_once(name: str) -> None:
+    adapter, store, calls = remembering(name)
+    asker = Asker(name, BatchGenerator(adapter))
+    asker.ask(IMAGE)
+    once = len(calls)
+    if not once:
+        pytest.skip("the tiny model's pictures go through no tower of the family")
+    asker.ask(f"{IMAGE}~1")
+    if name in NOT_REMEMBERED:
+        assert len(calls) == 2 * once
+        return
+    assert (len(calls), store.num_hits) == (once, once)
+    asker.ask("image:3:2")
+    assert len(calls) > once
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2_vl", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 1), ("glm4v", 1)])
+def test_pictures_of_one_prompt_are_remembered_one_by_one(name: str, size: int) -> None:
+    adapter, store, calls = remembering(name)
+    asker = Asker(name, BatchGenerator(adapter))
+    first = f"image:7:{size}"  # the first picture of the pair
+    asker.ask(first)
+    asker.ask("two:7")
+    assert (len(calls), store.num_hits, len(store)) == (2, 1, 2)
+    asker.ask("two:7~1", first)
+    assert (len(calls), store.num_hits) == (2, 4)
+
+
+def test_other_pictures_are_never_taken_for_one_another() -> None:
+    """Other pixels; the same bytes as another grid; the pictures of a pair in the other order."""
+    name = "qwen2_vl"
+    adapter, store, _ = remembering(name)
+    asker = Asker(name, BatchGenerator(adapter))
+    asker.ask(IMAGE, "two:7")
+    inputs = inputs_of(name, IMAGE)
+    turned = {**inputs, "image_grid_thw": inputs["image_grid_thw"][:, [0, 2, 1]]}
+    brighter = {**inputs, "pixel_values": inputs["pixel_values"] * np.float32(1.001)}
+    hits = store.num_hits
+    asker.ask_inputs(turned, brighter)
+    assert store.num_hits == hits
+
+
+def test_the_budget_holds_and_zero_keeps_nothing() -> None:
+    name = "qwen2_vl"
+    size = 6 * 64 * 4  # bytes of the features of IMAGE: 6 placeholders of 64 floats
+    adapter, store, calls = remembering(name, budget=size)
+    asker = Asker(name, BatchGenerator(adapter))
+    asker.ask(IMAGE)
+    asker.ask("image:8:1")
+    assert (len(store), store.budget.nbytes) == (1, size)
+    asker.ask(IMAGE)
+    assert len(calls) == 3
+    asker.ask("image:9:2")  # larger than all there is
+    assert (len(store), store.budget.nbytes) == (1, size)
+
+
+@pytest.mark.parametrize("name", [name for name in every_family() if tiny_family(name).two_images is not None])
+def test_pictures_of_other_prompts_are_not_mixed_up(name: str) -> None:
+    """Pairs whose first, second or both pictures were seen before, and pairs that only look like one that was."""
+    adapter, _, _ = remembering(name)
+    asker = Asker(name, BatchGenerator(adapter))
+    asker.ask("two:7", "two:8", IMAGE)
+    asker.ask("two:8", "two:9", "two:7")
+
+
+def test_features_are_split_by_picture_and_joined_again() -> None:
+    tree = (mx.arange(20).reshape(10, 2), [mx.arange(5), None])
+    parts = split_rows(tree, [4, 6])
+    assert parts is not None
+    assert [part[0].shape[0] for part in parts] == [4, 6]
+    assert [part[1][0].tolist() for part in parts] == [[0, 1], [2, 3, 4]]
+    again = join_rows(parts)
+    assert mx.array_equal(again[0], tree[0]).item()
+    assert again[1][0].tolist() == [0, 1, 2, 3, 4]
+    assert split_rows((mx.arange(7),), [1, 2]) is None
+    assert split_rows("text", [1]) is None

@@ -1,0 +1,127 @@
+"""Saved rows as files in a directory: the prefix cache's second tier, which outlives the process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vlm_batch.caches.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
+from vlm_batch.caches.index import BeginningIndex
+from vlm_batch.caches.saved import SavedRow, common_length
+from vlm_batch.digest import DIGEST_SIZE, digest
+from vlm_batch.errors import InvalidCache
+
+#: What the files are called behind their digest, and all of their names: nothing else in a directory is ever touched.
+SUFFIX = ".row.safetensors"
+NAMES = "[0-9a-f]" * (2 * DIGEST_SIZE) + SUFFIX
+
+
+@dataclass(frozen=True)
+class _File:
+    keys: np.ndarray
+    nbytes: int
+
+
+class RowFiles:
+    """The rows of one model and its settings; ``max_bytes`` of files at most, and what was used longest ago goes first.
+
+    A file is whole or not there: one that is damaged all the same, by a full disk or another program, is ignored and
+    removed. Rows of other models in the same directory are left alone, and counted as nobody's; so is whatever else is
+    there.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, identity: Identity) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.max_bytes = max_bytes
+        self.identity = identity
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._index: BeginningIndex[str] = BeginningIndex()
+        for part in directory.glob(f".{NAMES}.*.part"):  # of a process that ended in the middle of writing
+            _remove(part)
+        for path in sorted(directory.glob(NAMES), key=_age):
+            self._take_up(path)
+        self._make_room()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self._files.values())
+
+    def put(self, row: SavedRow) -> None:
+        """Write a row, unless a file has it already or it is of a kind that files do not know. A full disk is no error."""
+        name = digest([row.keys, sorted(row.points), self.identity.model, self.identity.settings]).hex() + SUFFIX
+        if name in self._files:
+            self._files.move_to_end(name)
+            return
+        if row.nbytes > self.max_bytes or not can_write(row):
+            return
+        try:
+            file = _File(row.keys, write_row(self.directory / name, row, self.identity))
+        except OSError:
+            return
+        for other, _ in list(self._index.alike(row.keys)):
+            if common_length(self._files[other].keys, row.keys) == len(
+                self._files[other].keys
+            ):  # it goes on from that one
+                self._drop(other)
+        self._add(name, file)
+        self._make_room()
+
+    def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
+        """The row that shares most positions with ``keys`` (N, 3), if it shares more than ``beyond``; read from its file."""
+        while True:
+            shared = {name: common_length(self._files[name].keys, keys) for name, _ in self._index.alike(keys)}
+            best = max(shared, key=shared.__getitem__, default=None)
+            if best is None or shared[best] <= beyond:
+                return None
+            try:
+                row, identity = read_row(self.directory / best)
+                self.identity.check(identity)
+            except (InvalidCache, OSError):
+                self._drop(best)
+                continue
+            self._files.move_to_end(best)
+            with contextlib.suppress(OSError):
+                (self.directory / best).touch()
+            return row
+
+    def _take_up(self, path: Path) -> None:
+        try:
+            if identity_of(read_header(path)) == self.identity:
+                self._add(path.name, _File(read_keys(path), path.stat().st_size))
+        except InvalidCache:
+            _remove(path)
+        except OSError:
+            return
+
+    def _make_room(self) -> None:
+        while self._files and self.nbytes > self.max_bytes:
+            self._drop(next(iter(self._files)))
+
+    def _add(self, name: str, file: _File) -> None:
+        self._files[name] = file
+        self._index.add(name, file.keys)
+
+    def _drop(self, name: str) -> None:
+        self._index.remove(name, self._files.pop(name).keys)
+        _remove(self.directory / name)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,204 @@
+"""Saved rows as files: safetensors with the row's structure, its model and settings, and a digest of all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.caches.saved import LAYER_STATES, LayerState, Point, SavedRow
+from vlm_batch.digest import digest
+from vlm_batch.errors import InvalidCache
+
+FORMAT, VERSION = "vlm_batch.row", "1"
+
+_KINDS = {kind.__name__: kind for kind in LAYER_STATES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Which model made a row, and under which settings: only there can it be continued."""
+
+    model: str
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self, other: Identity) -> None:
+        """Raise InvalidCache unless a row of ``other`` can be continued here."""
+        if other.model != self.model:
+            raise InvalidCache(f"the cache was made by another model ({other.model}; this one is {self.model})")
+        for name in sorted({*self.settings, *other.settings}):
+            mine, theirs = self.settings.get(name), other.settings.get(name)
+            if mine != theirs:
+                raise InvalidCache(f"the cache was made with {name}={theirs}; this batcher has {name}={mine}")
+
+
+def can_write(row: SavedRow) -> bool:
+    """Whether every layer of a row is of a kind that files know."""
+    states = [*row.whole.values(), *(layer for point in row.points.values() for layer in point.layers.values())]
+    return all(_is_known(state) for state in states)
+
+
+def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
+    """Write a row, all or nothing: a file of that name is there whole or as it was before. Returns its size in bytes.
+
+    Raises InvalidCache for a row with a layer of a kind that files do not know, OSError as the system does.
+    """
+    if not can_write(row):
+        raise InvalidCache("the row has a layer whose kind of cache cannot be written to a file")
+    tensors = {"keys": mx.array(row.keys)}
+    points = {
+        str(at): {
+            "layers": {str(i): _pack(s, f"point.{at}.{i}", tensors) for i, s in point.layers.items()},
+            "logits": _pack_value(point.logits, f"point.{at}.logits", tensors),
+        }
+        for at, point in row.points.items()
+    }
+    structure = {
+        "num_layers": row.num_layers,
+        "num_pictures": row.num_pictures,
+        "whole": {str(i): _pack(state, f"whole.{i}", tensors) for i, state in row.whole.items()},
+        "points": points,
+    }
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "identity": json.dumps(dataclasses.asdict(identity)),
+        "structure": json.dumps(structure),
+    }
+    metadata["digest"] = _seal(tensors, metadata)
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            mx.save_safetensors(file, tensors, metadata)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
+    """A row and where it can be continued. Raises InvalidCache for a file that is damaged or something else."""
+    header = read_header(path)
+    try:
+        tensors, metadata = _load(path)
+    except Exception as error:
+        raise InvalidCache(f"{path} cannot be read: {error}") from error
+    if metadata.get("digest") != _seal(tensors, metadata):
+        raise InvalidCache(f"{path} is damaged: its contents do not match their digest")
+    structure = json.loads(header["structure"])
+    points = {
+        int(at): Point(
+            {int(i): _unpack(state, tensors) for i, state in point["layers"].items()},
+            _unpack_value(point["logits"], tensors),
+        )
+        for at, point in structure["points"].items()
+    }
+    whole = {int(i): _unpack(state, tensors) for i, state in structure["whole"].items()}
+    keys = np.array(tensors["keys"])
+    return SavedRow(keys, structure["num_layers"], whole, points, structure["num_pictures"]), identity_of(header)
+
+
+def identity_of(header: Mapping[str, str]) -> Identity:
+    """The identity that a file's header names."""
+    return Identity(**json.loads(header["identity"]))
+
+
+def read_header(path: str | Path) -> dict[str, str]:
+    """A file's metadata, once its size and format are what they should be. Raises InvalidCache, FileNotFoundError."""
+    metadata, _ = _header(path)
+    return metadata
+
+
+def read_keys(path: str | Path) -> np.ndarray:
+    """Only the keys (L, 3) of a row's file. Raises InvalidCache, FileNotFoundError."""
+    _, tensors = _header(path)
+    begin, end = tensors["keys"]["data_offsets"]
+    with open(path, "rb") as file:
+        file.seek(tensors["begin"] + begin)
+        return np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(tensors["keys"]["shape"])
+
+
+def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """(metadata, tensors by name, and under "begin" where their bytes begin)"""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            size = os.fstat(file.fileno()).st_size
+            if length > size:
+                raise ValueError("it ends within its header")
+            tensors = json.loads(file.read(length))
+        metadata = tensors.pop("__metadata__")
+        begin = 8 + length
+        end = begin + max(tensor["data_offsets"][1] for tensor in tensors.values())
+        if size != end:
+            raise ValueError(f"it has {size} bytes and should have {end}")
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"its format is {metadata['format']!r}")
+        if metadata["version"] != VERSION:
+            raise ValueError(f"its version is {metadata['version']}; this library reads version {VERSION}")
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise InvalidCache(f"{path} is no saved cache, or damaged: {error}") from error
+    return metadata, {**tensors, "begin": begin}
+
+
+def _load(path: str | Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    tensors, metadata = loaded
+    mx.eval(list(tensors.values()))
+    return tensors, metadata
+
+
+def _seal(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:
+    rest = {name: value for name, value in metadata.items() if name != "digest"}
+    return digest([dict(tensors), rest]).hex()
+
+
+def _is_known(state: LayerState) -> bool:
+    return type(state) in _KINDS.values() and all(_is_known(part) for part in state.parts())
+
+
+def _pack(state: LayerState, path: str, tensors: dict[str, mx.array]) -> dict[str, Any]:
+    """A state as JSON that names its arrays, which go into ``tensors``."""
+    packed: dict[str, Any] = {"kind": type(state).__name__}
+    for name, value in vars(state).items():
+        packed[name] = _pack_value(value, f"{path}.{name}", tensors)
+    return packed
+
+
+def _pack_value(value: Any, path: str, tensors: dict[str, mx.array]) -> Any:
+    if isinstance(value, mx.array):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, tuple):
+        return [_pack_value(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+    if type(value) in _KINDS.values():
+        return _pack(value, path, tensors)
+    return value
+
+
+def _unpack(packed: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> LayerState:
+    values = {name: _unpack_value(value, tensors) for name, value in packed.items() if name != "kind"}
+    state: LayerState = _KINDS[packed["kind"]](**values)
+    return state
+
+
+def _unpack_value(value: Any, tensors: Mapping[str, mx.array]) -> Any:
+    if isinstance(value, list):
+        return tuple(_unpack_value(item, tensors) for item in value)
+    if isinstance(value, dict):
+        return tensors[value["tensor"]] if "tensor" in value else _unpack(value, tensors)
+    return value

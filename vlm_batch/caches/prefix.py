@@ -1,0 +1,158 @@
+"""The automatic prefix cache: which saved row has the longest beginning in common with a prompt.
+
+Pure bookkeeping: rows are found by their keys (token ids and picture digests, compared position by position, so that
+nothing is ever taken for something else), kept within a budget of bytes, and never changed. Beginnings of less than a
+block (``index.BLOCK``) are not looked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.index import BLOCK, BeginningIndex
+from vlm_batch.caches.saved import Point, SavedRow
+from vlm_batch.types import PromptKey
+
+#: Points that one saved row keeps: the first (what many prompts share) and the last ones. Recurrent states are large.
+MAX_POINTS = 8
+
+
+@dataclass(frozen=True)
+class Match:
+    """A saved row that a prompt can go on from: after ``length`` of its positions. ``common`` may be further."""
+
+    row: SavedRow
+    length: int
+    common: int
+
+
+def match(row: SavedRow, key: PromptKey) -> Match:
+    """Where a prompt can go on from a saved row; ``length`` is 0 if nowhere.
+
+    The last position is left to do, for its logits, unless they were saved. A span is resumed before it or after it.
+    """
+    common = row.common(key.positions)
+    limit = common
+    if common == key.length:
+        if row.logits_at(common) is not None and row.resumable(common) == common:
+            return Match(row, common, common)
+        limit = common - 1
+    while (length := row.resumable(limit)) and (start := key.before_span(length)) < length:
+        limit = start
+    return Match(row, length, common)
+
+
+class SecondTier(Protocol):
+    """Where rows go that the budget pushes out, and where they may be found again."""
+
+    def put(self, row: SavedRow) -> None: ...
+    def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None: ...
+
+
+class PrefixCache:
+    """Saved rows by their beginnings. A row that the budget pushes out goes to the second tier, if there is one."""
+
+    def __init__(self, budget: ByteBudget, second: SecondTier | None = None) -> None:
+        self.budget = budget
+        self.second = second
+        self.version = 0  # changes whenever what can be found changes
+        self._rows: dict[int, SavedRow] = {}
+        self._index: BeginningIndex[int] = BeginningIndex()
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows(self) -> tuple[SavedRow, ...]:
+        """Everything that is kept, oldest first."""
+        return tuple(self._rows.values())
+
+    def find(self, key: PromptKey) -> Match | None:
+        """The best match, and the furthest position that any row shares with the prompt; None if none shares any.
+
+        A row of the second tier that shares more comes back into memory first.
+        """
+        keys = key.positions
+        if self.second is not None:
+            known = max((self._rows[number].common(keys) for number, _ in self._index.alike(keys)), default=0)
+            if known < key.length and (row := self.second.find(keys, known)) is not None:
+                self.store(row)
+        best: tuple[int, Match] | None = None
+        furthest = 0
+        for number, shared in self._index.alike(keys):
+            if best is not None and best[1].length >= shared + BLOCK:
+                break
+            found = match(self._rows[number], key)
+            furthest = max(furthest, found.common)
+            if best is None or found.length > best[1].length:
+                best = (number, found)
+        if best is None:
+            return None
+        number, found = best
+        if found.length:
+            self.budget.touch((id(self), number))
+        return replace(found, common=furthest)
+
+    def store(self, row: SavedRow) -> None:
+        """Keep a row. Rows that it continues go into it; if it is the beginning of a kept row, it goes into that one."""
+        for number, _ in list(self._index.alike(row.keys)):
+            kept = self._rows[number]
+            if kept.common(row.keys) < min(kept.length, row.length):
+                continue
+            longer, shorter = (kept, row) if kept.length > row.length else (row, kept)
+            row = absorb(longer, shorter)
+            self._remove(number)
+        number = next(self._numbers)
+        if self.budget.add((id(self), number), row.nbytes, lambda: self._evict(number)):
+            self._rows[number] = row
+            self._index.add(number, row.keys)
+            self.version += 1
+        else:
+            self._pass_on(row)
+
+    def close(self) -> None:
+        """Pass everything on to the second tier."""
+        for row in self.rows if self.second is not None else ():
+            self._pass_on(row)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for number in list(self._rows):
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        self._take(number)
+        self.budget.remove((id(self), number))
+
+    def _evict(self, number: int) -> None:
+        self._pass_on(self._take(number))
+
+    def _take(self, number: int) -> SavedRow:
+        row = self._rows.pop(number)
+        self._index.remove(number, row.keys)
+        self.version += 1
+        return row
+
+    def _pass_on(self, row: SavedRow) -> None:
+        if self.second is not None:
+            self.second.put(row)
+
+
+def absorb(longer: SavedRow, shorter: SavedRow) -> SavedRow:
+    """``longer`` with the points of a row whose positions are its own first ones."""
+    points = thin({**shorter.points, **longer.points})
+    return replace(longer, points=points)
+
+
+def thin(points: dict[int, Point]) -> dict[int, Point]:
+    """The first and the last of too many points."""
+    order = sorted(points)
+    kept = order if len(order) <= MAX_POINTS else [order[0], *order[1 - MAX_POINTS :]]
+    return {at: points[at] for at in kept}

@@ -1,0 +1,54 @@
+"""Digests of what models are given: equal values of equal shape and type have equal digests, nothing else has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+#: Bytes of a digest: 128 bits, so that no two pictures ever meet by chance.
+DIGEST_SIZE = 16
+
+
+def digest(value: Any) -> bytes:
+    """The digest of arrays, numbers, texts, None, and of sequences and mappings of those.
+
+    Raises TypeError for anything else: what cannot be told apart must not be taken for the same.
+    """
+    state = hashlib.blake2b(digest_size=DIGEST_SIZE)
+    _feed(state, value)
+    return state.digest()
+
+
+def as_words(digested: bytes) -> np.ndarray:
+    """A digest as two int64."""
+    return np.frombuffer(digested, dtype=np.int64)
+
+
+def array_bytes(array: Any) -> np.ndarray:
+    """The bytes of an mlx or numpy array as they lie, flat; numpy has no bfloat16."""
+    if isinstance(array, mx.array):
+        array = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _feed(state: Any, value: Any) -> None:
+    if isinstance(value, (mx.array, np.ndarray)):
+        state.update(f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode())
+        state.update(array_bytes(value).data)
+    elif isinstance(value, Mapping):
+        state.update(f"mapping {len(value)};".encode())
+        for name in sorted(value):
+            _feed(state, name)
+            _feed(state, value[name])
+    elif isinstance(value, (list, tuple)):
+        state.update(f"sequence {len(value)};".encode())
+        for item in value:
+            _feed(state, item)
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        state.update(f"{type(value).__name__} {value!r};".encode())
+    else:
+        raise TypeError(f"no digest of {type(value).__name__}")

@@ -1,0 +1,36 @@
+"""GLM-5-Next: delta nets in most layers, sparse attention over chosen pools of positions in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_vlm.models.cache import CacheList
+
+from vlm_batch.caches import WholeCache
+from vlm_batch.models.base import GridAdapter
+from vlm_batch.models.modules import row_by_row
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="glm5_next",
+        model_types=("glm5_next",),
+        notes=(
+            "sparse attention runs a row at a time, with the row's own indexer and pools; delta nets and experts run for all "
+            "rows at once",
+        ),
+    )
+)
+class Glm5Next(GridAdapter):
+    """No positions: delta nets know the order. Videos are refused: they are not verified."""
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.glm5_next.language import Glm5NextAttention
+
+        return {Glm5NextAttention: row_by_row(Glm5NextAttention)}
+
+    def make_cache(self) -> list[Any]:
+        return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().make_cache()]

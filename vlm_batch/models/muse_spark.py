@@ -1,0 +1,140 @@
+"""Muse Spark: sliding layers with RoPE, full ones without, experts at a narrower width, a residual stream in float32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.base import create_attention_mask
+
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="muse_spark",
+        model_types=("muse_spark", "muse_spark_open"),
+        notes=(
+            "runs where there is no Metal: mlx-vlm has the norms, gates and routing of this family as Metal kernels only "
+            "(mlx_vlm/kernels)",
+            "activations have the type of the weights; mlx-vlm rounds them to bfloat16 whatever the weights are "
+            "(muse_spark/language.py:291 and :429), which is the same for a published checkpoint on a GPU",
+            "sound and video are refused",
+        ),
+    )
+)
+class MuseSpark(Adapter):
+    """RoPE takes each row's own offset, and windows are the caches' business."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not mx.metal.is_available():
+            _without_metal(type(model.language_model).__module__)
+        super().__init__(model)
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.muse_spark.language import MuseSparkTextModel
+
+        class UnroundedTextModel(MuseSparkTextModel):
+            """The trunk of one process, without upstream's casts to bfloat16."""
+
+            def __call__(
+                self,
+                inputs: mx.array,
+                *,
+                cache: Sequence[Any],
+                inputs_embeds: mx.array | None = None,
+                mask: mx.array | None = None,
+            ) -> mx.array:
+                """(B, L) or (B, L, D) -> (B, L, D) in float32; the head casts to its own type."""
+                stream = (self.embed(inputs) if inputs_embeds is None else inputs_embeds).astype(mx.float32)
+                masks = {False: create_attention_mask(stream, cache[self.fa_idx])}
+                if self.swa_idx is not None:
+                    masks[True] = create_attention_mask(stream, cache[self.swa_idx], window_size=self.sliding_window)
+                norms = [layer.input_layernorm for layer in self.layers]
+                normed = norms[0](stream).astype(norms[0].weight.dtype)
+                for layer, single, following in zip(self.layers, cache, [*norms[1:], None], strict=True):
+                    stream, normed = layer(
+                        stream, mask=masks[layer.use_sliding], cache=single, attn_input=normed, next_norm=following
+                    )
+                return self.norm(stream)
+
+        return {MuseSparkTextModel: UnroundedTextModel}
+
+
+def _without_metal(module: str) -> None:
+    """Put functions of MLX's operations where the model's file calls kernels that could only raise."""
+    namespace = vars(sys.modules[module])
+    for function in (
+        qk_norm,
+        qk_norm_rope,
+        norm_add_norm,
+        expert_routing,
+        post_expert_norm_combine,
+        rms_norm_sigmoid_gate,
+    ):
+        namespace[function.__name__] = function
+
+
+def qk_norm(
+    qkvg: mx.array, *, n_heads: int, n_kv_heads: int, head_dim: int, eps: float, query_scale: float
+) -> list[mx.array]:
+    """Queries (B, L, H, D) and keys (B, L, H_kv, D), normed by the head, of a joint projection (B, L, ...)."""
+    heads = qkvg[..., : (n_heads + n_kv_heads) * head_dim].reshape(*qkvg.shape[:-1], -1, head_dim)
+    queries, keys = mx.split(mx.fast.rms_norm(heads, None, eps), [n_heads], axis=-2)
+    return [queries * query_scale, keys]
+
+
+def qk_norm_rope(qkvg: mx.array, *, rope_base: float, offset: int | mx.array, **norm: Any) -> list[mx.array]:
+    """The same, rotated at the positions from ``offset`` (int or (B,)) on."""
+    return [
+        mx.fast.rope(
+            heads.swapaxes(1, 2), heads.shape[-1], traditional=True, base=rope_base, scale=1.0, offset=offset
+        ).swapaxes(1, 2)
+        for heads in qk_norm(qkvg, **norm)
+    ]
+
+
+def norm_add_norm(
+    branch: mx.array,
+    stream: mx.array,
+    *,
+    alpha: mx.array,
+    beta: mx.array,
+    post_weight: mx.array | None,
+    post_eps: float,
+    next_norm: Any | None,
+) -> tuple[mx.array, mx.array | None]:
+    """The stream (B, L, D) with a branch's normed output mixed in, and what the next branch reads of it."""
+    scaled = branch if post_weight is None else post_weight.astype(branch.dtype) * branch
+    mixed = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps).astype(mx.float32)
+    if next_norm is None:
+        return mixed, None
+    normed = mx.fast.rms_norm(mixed, next_norm.weight.astype(mx.float32), next_norm.eps)
+    return mixed, normed.astype(branch.dtype)
+
+
+def expert_routing(
+    logits: mx.array, expert_bias: mx.array, *, top_k: int, multiplier: float, score_eps: float, route_scale: float
+) -> list[mx.array]:
+    """The experts (B, L, K) of the best biased scores, best first, and their weights: the scores in proportion."""
+    scores = mx.sigmoid(logits * multiplier)
+    chosen = mx.argsort(-(scores + expert_bias), axis=-1)[..., :top_k]
+    weights = mx.take_along_axis(scores, chosen, axis=-1)
+    return [chosen, weights / (weights.sum(axis=-1, keepdims=True) + score_eps) * route_scale]
+
+
+def post_expert_norm_combine(experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float) -> mx.array:
+    """The weighted sum (B, L, D) of the experts' outputs (B, L, K, D), each scaled and normed."""
+    scaled = experts.astype(mx.float32) * norm_weight.astype(mx.float32)
+    return (mx.fast.rms_norm(scaled, None, eps) * weights[..., None]).sum(axis=-2).astype(experts.dtype)
+
+
+def rms_norm_sigmoid_gate(x: mx.array, gate: mx.array, *, eps: float) -> mx.array:
+    """Attention's output (B, H, L, D), normed by the head and gated by (B, L, H * D)."""
+    normed = mx.fast.rms_norm(x.astype(mx.float32), None, eps).swapaxes(1, 2).flatten(-2)
+    return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)

@@ -1,0 +1,54 @@
+"""Whether a model can hold its keys and values in few bits: found out by trying, before the first request."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.errors import UnsupportedModel
+from vlm_batch.models.base import Adapter
+
+#: Two tokens of plain text, prefilled one after the other.
+PROBE = (1, 2)
+
+
+def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
+    """Say once which layers stay exact; refuse a model that cannot do it, with the reason.
+
+    Raises ValueError for heads that do not divide into groups, UnsupportedModel for a family whose attention takes no
+    quantised keys and values, or that has no layer of full attention.
+    """
+    family = adapter.spec.family
+    if adapter.max_rows is not None:
+        raise UnsupportedModel(f"{family}: a model without a verified adapter is not run with kv_bits")
+    fresh = adapter.make_cache()
+    count, total = kv.counts(fresh)
+    if not count:
+        raise UnsupportedModel(
+            f"{family} has no layer of full attention, so there is nothing for kv_bits={kv.bits:g} to quantise: its "
+            "sliding windows and recurrent states stay exact"
+        )
+    _run(adapter, fresh)
+    kv.check_shapes(fresh)
+    try:
+        _run(adapter, KVQuantisation(kv.bits, kv.group_size, kv.scheme).caches(adapter.make_cache()))
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{family} cannot be run with kv_bits={kv.bits:g} ({kv.scheme}): its attention does not take quantised keys "
+            f"and values ({type(error).__name__}: {error})"
+        ) from error
+    if count < total:
+        warnings.warn(
+            f"kv_bits={kv.bits:g}: {count} of {total} layers of {family} are quantised; the others (sliding windows, "
+            "recurrent states, cross-attention) stay exact",
+            stacklevel=4,
+        )
+
+
+def _run(adapter: Adapter, caches: list[Any]) -> None:
+    encoded = adapter.encode({"input_ids": mx.array([PROBE], dtype=mx.int32)})
+    logits = [adapter.prefill(encoded, caches, 0, 1), adapter.prefill(encoded, caches, 1, 2)]
+    mx.eval(logits, [cache.state for cache in caches])
