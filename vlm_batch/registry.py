@@ -20,12 +20,15 @@ class ModelSpec:
 
     ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``known_gaps`` names a parity
     scenario that fails and why, as data for the tests (strict expected failures). ``notes`` say what the adapter
-    mends, for a reader.
+    mends, for a reader. ``video`` says whether videos are verified; ``no_video`` why they are not.
     """
 
     family: str
     model_types: tuple[str, ...]
+    images: bool = True
     multi_image: bool = True
+    video: bool = False
+    no_video: str = "no video of this family has been verified"
     chunked_prefill: bool = True
     notes: tuple[str, ...] = ()
     known_gaps: tuple[tuple[str, str], ...] = ()
