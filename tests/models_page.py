@@ -1,6 +1,7 @@
 """docs/models.md from the package's facts: ``python -m tests.models_page [LOG]``.
 
-LOG, if given, is the matrix's new outcome, and becomes ``vlm_batch/data/parity.json`` first. It holds one JSON line for
+LOG, if given, is the matrix's new outcome, and goes into ``vlm_batch/data/parity.json`` first: a model's cells are those of
+its last run. It holds one JSON line for
 each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a file: {"family", "scenario",
 "placement", "difference"}, or {"family", "scenario", "why"} where one does not apply.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import TOLERANCE
+from tests.zoo import FAMILIES
 from vlm_batch import facts
 from vlm_batch.facts import FamilyFacts
 from vlm_batch.registry import ModelSpec
@@ -185,7 +187,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def main(log: Path | None = None) -> None:
     if log is not None:
-        RECORD.write_text(as_text(summary(log.read_text(encoding="utf-8").splitlines())), encoding="utf-8")
+        record = summary(log.read_text(encoding="utf-8").splitlines())
+        if record["mlx_vlm"] == facts.recorded()["mlx_vlm"]:  # a run of some models leaves the others' records
+            kept = {name: cells for name, cells in facts.recorded()["models"].items() if name in FAMILIES}
+            record["models"] = {**kept, **record["models"]}
+        RECORD.write_text(as_text(record), encoding="utf-8")
+        facts.recorded.cache_clear()
     PAGE.write_text(render(facts.all_facts(), facts.recorded()), encoding="utf-8")
 
 

@@ -92,6 +92,17 @@ def florence2_in_a_batch():
     return attempt(lambda: batched(build(), request)), [alone(build(), request)]
 
 
+@case("mistral_large3", at="models/deepseek_v3/language.py:519")
+def mistral_large3_ignores_pictures():
+    """The text model ignores the embeddings that it is given, and embeds the placeholders' ids.
+
+    Right: the answer does not depend on the ids below a picture's features.
+    """
+    language = tiny("mistral_large3").language_model
+    ids, embeds = text(10, 6)["input_ids"], noise(11, 1, 6, 64)
+    return language(ids, inputs_embeds=embeds).logits, language(ids[:, ::-1], inputs_embeds=embeds).logits
+
+
 @case("zaya1_vl", at="models/zaya1_vl/language.py:680")
 def zaya1_vl_text_and_picture():
     """A picture beside a text in a batch: the mask is cut by ``int`` of the rows' offsets, which raises."""
