@@ -46,7 +46,7 @@ KEEPS = os.environ.get("VLM_BATCH_PARITY_KEEPS") == "1"
 class Ask:
     """A request of a scenario: which one, when it arrives, and what happens to it."""
 
-    key: str  # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED"
+    key: str  # "image:SEED:SIZE", "text:SEED:LENGTH", "two:SEED", "video:SEED:SIZE", "both:SEED"
     at: int = 0  # the step before which it is inserted
     tokens: int = NUM_TOKENS
     cancel_at: int | None = None
@@ -84,6 +84,11 @@ def inputs_of(name: str, key: str) -> Inputs:
         if tiny.two_images is None:
             pytest.skip(f"{name}: {tiny.no_two_images}")
         return tiny.two_images(*values)
+    if kind in ("video", "both"):
+        make = tiny.video if kind == "video" else tiny.picture_and_video
+        if make is None:
+            pytest.skip(f"{name} takes no videos")
+        return make(*values)
     return tiny.image(*values) if kind == "image" else tiny.text(*values)
 
 

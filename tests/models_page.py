@@ -1,9 +1,8 @@
 """docs/models.md from the package's facts: ``python -m tests.models_page [LOG]``.
 
 LOG, if given, is the matrix's new outcome, and goes into ``vlm_batch/data/parity.json`` first: a model's cells are those of
-its last run. It holds one JSON line for
-each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a file: {"family", "scenario",
-"placement", "difference"}, or {"family", "scenario", "why"} where one does not apply.
+its last run. It holds one JSON line for each cell that passed, as the tests write them where ``VLM_BATCH_PARITY_LOG`` names a
+file: {"family", "scenario", "placement", "difference"}, or {"family", "scenario", "why"} where one does not apply.
 """
 
 from __future__ import annotations
@@ -150,9 +149,7 @@ def _notes(known: Sequence[FamilyFacts]) -> str:
             [] if one.spec.video or one.spec.no_video == ModelSpec.no_video else [f"no video: {one.spec.no_video}"]
         )
         not_verified += [
-            f"{name.replace('_', ' ')}: {why}"
-            for name, why in one.unverified.items()
-            if why != facts.NOT_RECORDED and name != facts.TWO_IMAGES
+            f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items() if why != facts.NOT_RECORDED
         ]
         said = [*one.spec.notes, *not_verified]
         if said:

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from vlm_batch import cli, console, families
-from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage
+from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage, Video
 
 
 class ScriptedBatcher:
@@ -103,6 +103,26 @@ def test_run_asks_one_question_about_every_picture(
     assert "\x1b" not in out + err
 
 
+def test_videos_among_pictures(folder: Path, batcher: ScriptedBatcher) -> None:
+    """A file by its suffix; folders are searched for videos when told."""
+    (folder / "pictures" / "film.MP4").touch()
+    cli.main(["run", "pictures/film.MP4", "pictures/b.png", "http://x/y.mov?z=1"], open_batcher=batcher)
+    assert [request.images for request in batcher.requests] == [(), ("pictures/b.png",), ()]
+    assert [request.videos for request in batcher.requests] == [
+        (Video("pictures/film.MP4"),),
+        (),
+        (Video("http://x/y.mov?z=1"),),
+    ]
+    for options, expected in ((["--videos", "--fps", "0.5", "--max-frames", "9"], 4), ([], 3)):
+        found = ScriptedBatcher()
+        cli.main(["run", "pictures", *options, "--json", "out.jsonl"], open_batcher=found)
+        assert len(found.requests) == expected
+        lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+        assert [line["videos"] for line in lines if line["videos"]] == [["pictures/film.MP4"]] * bool(options)
+        for request in found.requests:
+            assert all((video.fps, video.max_frames) == (0.5, 9) for video in request.videos)
+
+
 def test_folders_inside_are_left_out_when_told(folder: Path, batcher: ScriptedBatcher) -> None:
     cli.main(["run", "pictures", "pictures/b.png", "--no-recursive"], open_batcher=batcher)
     assert [request.request_id for request in batcher.requests] == ["pictures/a.JPG", "pictures/b.png"]
@@ -167,6 +187,7 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
         (["run", "."], "no picture in ."),
         (["run", "x.png", "--temperature", "-1"], "temperature is -1.0; it must be"),
         (["run", "x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "x.mp4", "--fps", "0"], "fps is 0.0; it must be"),
         (["run", "x.png", "--batch", "0"], "'0' is not a whole number of at least 1"),
         (["run"], "required: PATH"),
         ([], "required: COMMAND"),

@@ -82,7 +82,11 @@ def test_the_record_of_the_matrix_does_not_lag() -> None:
         missing = {scenario for scenario in SCENARIOS if (tiny.registered, scenario) not in open_gaps} - cells.keys()
         assert not missing, f"{name} has no record of {sorted(missing)}: run scripts/parity_table"
         assert name in known[tiny.registered].models
-        assert known[tiny.registered].spec.images is not tiny.text_only
+        spec = known[tiny.registered].spec
+        assert spec.images is not tiny.text_only
+        assert spec.video == any(
+            "video" in scenario for one in known[tiny.registered].models.values() for scenario in one
+        )
     assert record["models"].keys() <= FAMILIES.keys()
 
 

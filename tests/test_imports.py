@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "blas", "assets", "threads"),
     ("types", "digest"),
-    ("refusals", "registry", "scheduler", "sampling", "text", "images", "handle", "progress"),
+    ("refusals", "registry", "scheduler", "sampling", "text", "images", "videos", "handle", "progress"),
     ("caches",),
     ("batch", "compiled"),
     ("reuse", "features"),

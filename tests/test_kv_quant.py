@@ -26,6 +26,7 @@ from vlm_batch.caches.quantized import (
     QuantizedCache,
     QuantizedSlabCache,
     QuantizedStates,
+    TurboCache,
     attend_quantized,
     quantize,
 )
@@ -173,6 +174,33 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
         assert worst <= ROUNDED[8], (name, worst)
         largest = max(largest, worst)
     record(name, "kv_8_bits_continued", placement, largest)
+
+
+@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+def test_turboquant_decodes_without_unpacking_the_cache(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of different lengths: each goes to mlx-vlm's decode attention for one row, which reads the codes."""
+    name = "qwen2_vl"
+    calls = {"dequantize": 0, "decode_attention": 0}
+    for method in calls:
+        right = getattr(TurboCache, method)
+
+        def counted(self: Any, *args: Any, _right: Any = right, _method: str = method, **kwargs: Any) -> Any:
+            calls[_method] += 1
+            return _right(self, *args, **kwargs)
+
+        monkeypatch.setattr(TurboCache, method, counted)
+    engine = generator(name, TURBO, placement=placement)
+    for index, key in enumerate((IMAGE, TEXT, OTHER)):
+        engine.insert(str(index), as_mlx(request(name, key)), SamplingParams(max_tokens=9))
+    while len(engine.batch) < 3:
+        engine.step()
+    before = dict(calls)
+    for _ in range(5):
+        engine.step()
+    layers = len(engine.batch.layers)
+    assert calls["dequantize"] == before["dequantize"]
+    assert calls["decode_attention"] - before["decode_attention"] == 5 * 3 * layers
+    engine.reset()
 
 
 def refused(name: str, scenario: str, kv: KVQuantisation) -> None:

@@ -111,6 +111,36 @@ SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], Scheduler
     "one_token": (lambda name: [Ask(IMAGES[0], tokens=1), Ask(TEXTS[0], tokens=1), Ask(IMAGES[1])], None),
 }
 
+#: The same for families with videos: one row of frames among the others.
+VIDEOS = ("video:1:0", "video:2:1", "video:3:2")
+VIDEO_SCENARIOS: dict[str, tuple[list[Ask], SchedulerConfig | None]] = {
+    "alone_video": (together(VIDEOS[1]), None),
+    "alone_picture_and_video": (together("both:6"), None),
+    "videos_together": (together(*VIDEOS), None),
+    "video_beside_pictures_and_text": (together(IMAGES[2], VIDEOS[1], TEXTS[0], "both:6"), None),
+    "videos_join": (
+        [Ask(TEXTS[0], tokens=12), Ask(IMAGES[0], at=1), Ask(VIDEOS[1], at=3), Ask("both:6", at=4)],
+        None,
+    ),
+    "others_join_a_video": (
+        [Ask(VIDEOS[2], tokens=14), Ask(TEXTS[1], at=2), Ask(IMAGES[1], at=4), Ask(VIDEOS[0], at=6)],
+        None,
+    ),
+    "videos_leave": (
+        [Ask(VIDEOS[0], tokens=2), Ask(IMAGES[2]), Ask(VIDEOS[2], cancel_at=4), Ask(TEXTS[1]), Ask(VIDEOS[1], at=5)],
+        None,
+    ),
+    "videos_in_chunks_of_3": (together(VIDEOS[1], "both:6", TEXTS[0]), chunked(3)),
+    "video_chunks_beside_decoding": (
+        [Ask(TEXTS[0], tokens=20), Ask(VIDEOS[2], at=2), Ask(IMAGES[0], at=3)],
+        chunked(5),
+    ),
+    "more_videos_than_places": (
+        [*together(*VIDEOS, TEXTS[0], IMAGES[0]), Ask(VIDEOS[0], tokens=3)],
+        SchedulerConfig(max_rows=2, prefill_budget=8),
+    ),
+}
+
 both_placements = pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
 all_families = pytest.mark.parametrize("name", every_family())
 
@@ -126,6 +156,19 @@ def test_parity(name: str, scenario: str, placement: Placement) -> None:
     asks, config = SCENARIOS[scenario]
     answers = run_family(name, asks(name), placement=placement, config=config(name) if config else None)
     record(name, scenario, placement, check(name, answers))
+
+
+@both_placements
+@pytest.mark.parametrize("scenario", VIDEO_SCENARIOS)
+@pytest.mark.parametrize("name", [name for name in every_family() if tiny_family(name).video is not None])
+def test_video_parity(name: str, scenario: str, placement: Placement) -> None:
+    asks, config = VIDEO_SCENARIOS[scenario]
+    record(name, scenario, placement, check(name, run_family(name, asks, placement=placement, config=config)))
+
+
+def test_every_family_with_videos_is_in_the_video_matrix() -> None:
+    with_videos = {tiny_family(name).registered for name in every_family() if tiny_family(name).video is not None}
+    assert with_videos == {spec.family for spec in families() if spec.video}
 
 
 @all_families

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_vlm.models.cache import ArraysCache
 
-from tests.harness import every_family, inputs_of, shared_adapter
+from tests.harness import TOLERANCE, Ask, difference, every_family, inputs_of, run, shared_adapter
 from tests.recording import record, record_none
 from tests.reuse_cases import (
     TAIL,
@@ -19,6 +22,7 @@ from tests.reuse_cases import (
     Asker,
     alone,
     asker,
+    cached,
     end_of_pictures,
     in_turns,
     key_of,
@@ -31,10 +35,10 @@ from tests.zoo._build import words
 from vlm_batch.caches import Placement
 from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.directory import RowFiles
-from vlm_batch.caches.files import Identity, can_write
+from vlm_batch.caches.files import Identity, can_write, read_row
 from vlm_batch.caches.index import BLOCK, BeginningIndex
 from vlm_batch.caches.prefix import MAX_POINTS, PrefixCache, thin
-from vlm_batch.caches.saved import Point, SavedRow, common_length
+from vlm_batch.caches.saved import Point, RecurrentState, SavedRow, common_length
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.reuse import Kept, Reuse
@@ -89,6 +93,22 @@ def test_hits_with_two_pictures(name: str, placement: Placement) -> None:
     record(name, "prefix_two_images", placement, asks.largest)
 
 
+@pytest.mark.parametrize("name", [name for name in every_family() if family(name).video is not None])
+def test_hits_with_a_video(name: str) -> None:
+    """Another question about the same video is answered from what is kept; the same words about another video are not."""
+    asks = asker(name)
+    assert asks.ask("video:3:2", "both:6") == [0, 0]
+    again, other, both = asks.ask("video:3:2", "video:3:2~1", "both:6~1")
+    assert again == length(name, "video:3:2")
+    assert end_of_pictures(name, "video:3:2") <= other <= length(name, "video:3:2") - TAIL
+    assert end_of_pictures(name, "both:6") <= both <= length(name, "both:6") - TAIL
+    mine, theirs = request(name, "video:3:2"), request(name, "video:8:2")
+    changed = {**theirs, "input_ids": mine["input_ids"]}
+    assert asks.ask_inputs(changed)[0] <= key_of(name, mine).pictures[0][0]
+    if "second_per_grid_ts" in mine:
+        assert asks.ask_inputs({**mine, "second_per_grid_ts": mine["second_per_grid_ts"] / 2})[0] <= 4
+
+
 @pytest.mark.parametrize(("name", "placement"), in_turns())
 def test_hits_from_files(name: str, placement: Placement, tmp_path: Path) -> None:
     """Another engine on the same directory, and the same prompts: nothing of them is prefilled."""
@@ -121,8 +141,8 @@ def test_another_picture_is_never_a_hit(name: str) -> None:
         pytest.skip("a text model")
     asks.ask(IMAGE)
     mine, theirs = inputs_of(name, IMAGE), inputs_of(name, "image:9:2")
-    (cached,) = asks.ask_inputs({**theirs, "input_ids": mine["input_ids"]})
-    assert cached <= key.pictures[0][0]
+    (found,) = asks.ask_inputs({**theirs, "input_ids": mine["input_ids"]})
+    assert found <= key.pictures[0][0]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +188,8 @@ def test_the_same_bytes_in_another_size_are_never_a_hit() -> None:
     inputs = inputs_of("qwen2_vl", "image:3:1")  # 4 x 6 patches
     asks.ask_inputs(inputs)
     turned = {**inputs, "image_grid_thw": inputs["image_grid_thw"][:, [0, 2, 1]]}
-    (cached,) = asks.ask_inputs(turned)
-    assert cached <= 4  # the words before the picture
+    (found,) = asks.ask_inputs(turned)
+    assert found <= 4  # the words before the picture
 
 
 def test_a_picture_is_skipped_by_the_encoder_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +199,7 @@ def test_a_picture_is_skipped_by_the_encoder_on_a_hit(monkeypatch: pytest.Monkey
         alone("qwen3_vl", key)  # with a tower
     tower = shared_adapter("qwen3_vl").model.vision_tower
     monkeypatch.setattr(type(tower), "__call__", lambda *_, **__: pytest.fail("the picture was encoded again"))
-    assert all(cached > 0 for cached in asks.ask(f"{IMAGE}~1", f"{IMAGE}+2", IMAGE))
+    assert all(count > 0 for count in asks.ask(f"{IMAGE}~1", f"{IMAGE}+2", IMAGE))
 
 
 def test_a_second_picture_after_a_cached_one() -> None:
@@ -188,16 +208,16 @@ def test_a_second_picture_after_a_cached_one() -> None:
     asks = asker(name)
     asks.ask("image:7:1")
     shared = 3 + 1 + 6 + 1 + 4  # words, a marker, placeholders, a marker, words
-    (cached,) = asks.ask("two:7")
-    assert cached == shared == length(name, "image:7:1")
+    (found,) = asks.ask("two:7")
+    assert found == shared == length(name, "image:7:1")
 
 
 def test_rows_wait_for_a_neighbour_that_prefills_their_beginning() -> None:
     """Five questions about one picture that arrive together: it is prefilled once."""
     name = "qwen2_vl"
     asks = asker(name, config=SchedulerConfig(max_rows=5))
-    cached = asks.ask(IMAGE, *(f"{IMAGE}~{seed}" for seed in range(1, 5)))
-    assert cached == [0] + [length(name, IMAGE) - TAIL] * 4
+    found = asks.ask(IMAGE, *(f"{IMAGE}~{seed}" for seed in range(1, 5)))
+    assert found == [0] + [length(name, IMAGE) - TAIL] * 4
 
 
 def test_rows_of_other_beginnings_do_not_wait() -> None:
@@ -205,9 +225,9 @@ def test_rows_of_other_beginnings_do_not_wait() -> None:
     assert asks.ask(IMAGE, TEXT, f"{IMAGE}~1", "text:4:9", f"{TEXT}+1")[:2] == [0, 0]
 
 
-def test_a_restored_row_is_the_cold_one_bit_for_bit() -> None:
-    """Where chunks end at the same positions, the same numbers come out."""
-    name = "qwen2_vl"
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "qwen3_next", "falcon_h1", "aya_vision", "gemma3n", "llama4"])
+def test_a_restored_row_is_the_cold_one_bit_for_bit(name: str) -> None:
+    """Where chunks end at the same positions, the same numbers come out: full attention, recurrent layers, windows, blocks."""
     at = length(name, TEXT)
     longer = as_mlx(request(name, f"{TEXT}+2"))
     found = []
@@ -227,6 +247,24 @@ def test_a_restored_row_is_the_cold_one_bit_for_bit() -> None:
         assert results[-1].usage.cached_tokens == (at if warm else 0)
         found.append([(entry.token_id, entry.logprob, entry.top) for entry in results[-1].logprobs or ()])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "falcon_h1", "kimi_k3", "nemotron_h_nano_omni", "lfm2_vl"])
+def test_recurrent_states_set_to_empty_would_answer_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back by forgetting the recurrent layers' past, as was once proposed for mlx-lm, is far off; the kept one is not."""
+    asks = asker(name)
+    asks.ask(TEXT)
+    empty = lambda state, length: ArraysCache(len(state.slots))  # noqa: E731
+    with monkeypatch.context() as forgetting:
+        forgetting.setattr(RecurrentState, "restore", empty)
+        answers = run(
+            shared_adapter(name), lambda key: request(name, key), [Ask(f"{TEXT}+1")], generator=asks.generator
+        )
+    assert cached(answers[0]) >= length(name, TEXT)
+    assert difference(answers[0], alone(name, f"{TEXT}+1")) > 100 * TOLERANCE
+    second = asker(name)
+    second.ask(TEXT)
+    assert second.ask(f"{TEXT}+1")[0] >= length(name, TEXT)
 
 
 def test_windows_are_resumed_where_they_were_kept_and_refused_where_they_have_rolled_past() -> None:
@@ -423,8 +461,8 @@ def test_rows_outlive_the_process(name: str, tmp_path: Path) -> None:
     assert on_disk(name, tmp_path, model="another").ask(IMAGE) == [0]
     second = on_disk(name, tmp_path)
     assert second.ask(IMAGE, TEXT) == [length(name, IMAGE), length(name, TEXT)]
-    (cached,) = on_disk(name, tmp_path).ask(f"{IMAGE}~1")
-    assert cached >= end_of_pictures(name, IMAGE)
+    (found,) = on_disk(name, tmp_path).ask(f"{IMAGE}~1")
+    assert found >= end_of_pictures(name, IMAGE)
 
 
 def test_what_memory_has_no_room_for_is_found_on_disk(tmp_path: Path) -> None:
@@ -452,8 +490,8 @@ def test_damaged_files_are_ignored_and_removed(tmp_path: Path) -> None:
         path.write_text("a user's")
     asks = on_disk(name, tmp_path)
     assert not torn.exists()  # seen at once by its length
-    cached = [asks.ask(key)[0] for key in (IMAGE, TEXT, "text:6:30")]
-    assert sum(count > 0 for count in cached) == 1
+    hits = [asks.ask(key)[0] for key in (IMAGE, TEXT, "text:6:30")]
+    assert sum(count > 0 for count in hits) == 1
     assert not flipped.exists()  # seen when it was read
     assert all(path.exists() for path in theirs)
     assert not list(tmp_path.glob(".*.part"))
@@ -475,6 +513,30 @@ def test_files_are_bounded_in_bytes_and_the_oldest_go_first(tmp_path: Path) -> N
     files.put(SavedRow(longer, 0, {}, {}))
     assert files.find(rows[2].keys, 0) is not None
     assert len(files) == 2  # the shorter one went into it
+
+
+def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
+    """Rows of a megabyte, written as fast as can be until the process is killed: the next one can read all that is there."""
+    writer = (
+        "import sys\nfrom pathlib import Path\nfrom tests.test_prefix_cache import saved\n"
+        "from vlm_batch.caches.directory import RowFiles\nfrom vlm_batch.caches.files import Identity\n"
+        "files = RowFiles(Path(sys.argv[1]), 10**9, Identity('m'))\n"
+        "for index in range(10**6):\n"
+        "    files.put(saved([index] * 9, nbytes=2**20))\n"
+        "    print(index, flush=True)\n"
+    )
+    root = Path(__file__).parent.parent
+    with subprocess.Popen([sys.executable, "-c", writer, str(tmp_path)], cwd=root, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != b"5\n":
+            pass
+        process.kill()
+    files = RowFiles(tmp_path, 10**9, Identity("m"))
+    assert not list(tmp_path.glob(".*.part"))
+    names = list(tmp_path.iterdir())
+    assert len(files) == len(names) >= 6
+    for name in names:
+        assert read_row(name)[0].length == 9
 
 
 def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_vlm.trainer.peft.lora import LoRaLayer
 
 from tests.harness import NUM_TOKENS, Ask, Inputs, run, shared_adapter
 from tests.recording import record, record_none
@@ -22,17 +25,20 @@ from tests.reuse_cases import (
     only_resumable,
     request,
 )
+from tests.zoo import family as tiny_family
 from tests.zoo._build import words
-from vlm_batch.caches import Placement, RingSlabCache, RowsCache, SlabCache
+from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.caches.saved import save_layer, save_row
 from vlm_batch.errors import InvalidCache
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
+from vlm_batch.models.qwen_vl import Qwen2VL
 from vlm_batch.types import Result, SamplingParams
 
 IMAGE, TEXT = "image:1:0", "text:6:14"
@@ -93,7 +99,7 @@ def test_continued_beside_a_cold_row(name: str, placement: Placement, monkeypatc
 # The kinds of caches ------------------------------------------------------------------------------------------------
 
 
-def filled(cache: KVCache | RotatingKVCache, *steps: int, seed: int = 0) -> KVCache | RotatingKVCache:
+def filled(cache: Any, *steps: int, seed: int = 0) -> Any:
     """A cache that has seen tokens in steps of these sizes."""
     mx.random.seed(seed)
     for count in steps:
@@ -175,7 +181,23 @@ KINDS = {
 }
 
 
+IN_FEW_BITS = {
+    "uniform": lambda: filled(QuantizedCache(32, 8), 7, 5),
+    "turboquant": lambda: filled(TurboCache(4), 7, 5),
+    "late": lambda: filled(LateCache(KVQuantisation(8, 32, start=7)), 7, 5),
+    "late_and_early": lambda: filled(LateCache(KVQuantisation(8, 32, start=30)), 7, 5),
+}
+
+
 def seen(cache: object) -> list[np.ndarray]:
+    if isinstance(cache, LateCache):
+        return seen(cache.inner)
+    if isinstance(cache, BlockCache):
+        cache.maybe_trim_front()  # what no later token can see
+    if isinstance(cache, QuantizedCache):
+        return [np.array(part) for states in cache.state for part in states.parts]
+    if isinstance(cache, TurboCache):
+        return [np.array(part[:, :, : cache.offset]) for states in (cache.keys, cache.values) for part in states]
     if isinstance(cache, CacheList):
         return [array for part in cache.caches for array in seen(part)]
     if isinstance(cache, (KVCache, RotatingKVCache)):
@@ -198,6 +220,48 @@ def test_a_saved_cache_is_the_cache_and_shares_nothing_with_it(kind: str) -> Non
     if isinstance(live, (KVCache, RotatingKVCache)):
         filled(live, 1, 1, 1, seed=7)
         assert all(np.array_equal(f, w) for f, w in zip(seen(state.restore(12)), right, strict=True))
+
+
+@pytest.mark.parametrize("places", [(0,), (0, 1, 2), (0, 2, 3)], ids=["one row", "three rows", "a hole between rows"])
+@pytest.mark.parametrize("kind", [*KINDS, *IN_FEW_BITS])
+@both_placements
+def test_put_and_take_are_inverses_for_every_kind(kind: str, placement: Placement, places: tuple[int, ...]) -> None:
+    """What a batch was given it gives back, None entries and empty lists as they were, and the neighbours', too."""
+    make = {**KINDS, **IN_FEW_BITS}[kind]
+    layer = make_layer_cache(make(), placement, 4)
+    layer.resize(max(places) + 1)
+    right = {}
+    for place in places:
+        given = make()
+        right[place] = seen(given), _nones(given)
+        layer.put(place, given)
+    for place in places[::-1]:
+        taken = layer.take(place)
+        assert type(taken) is type(make())
+        assert _nones(taken) == right[place][1]
+        found = seen(taken)
+        assert len(found) == len(right[place][0])
+        assert all(np.array_equal(a, b) for a, b in zip(found, right[place][0], strict=True))
+
+
+def test_an_unfilled_slot_stays_one_beside_filled_ones() -> None:
+    """A row whose second state does not exist yet, between rows that have one; after a step it has one, too."""
+    layer = RecurrentCache()
+    layer.resize(3)
+    for place, cache in enumerate((recurrent(4, 2), recurrent(4, None), recurrent(4, 2))):
+        layer.put(place, cache)
+    assert [_nones(layer.take(place)) for place in range(3)] == [[False, False], [False, True], [False, False]]
+    layer.remove(0)
+    assert [_nones(layer.take(place)) for place in range(2)] == [[False, True], [False, False]]
+    layer[1] = mx.ones((2, 3, 2))
+    assert _nones(layer.take(0)) == [False, False]
+
+
+def _nones(cache: object) -> list[bool]:
+    """Which of a recurrent cache's slots are unfilled."""
+    if isinstance(cache, CacheList):
+        return [is_none for part in cache.caches for is_none in _nones(part)]
+    return [slot is None for slot in cache.cache] if isinstance(cache, ArraysCache) else []
 
 
 def test_a_window_is_cut_back_only_while_it_has_not_rolled() -> None:
@@ -249,6 +313,21 @@ def test_a_cache_is_continued_once() -> None:
 def test_a_cache_of_something_else_is_refused(there: Identity, said: str) -> None:
     with pytest.raises(InvalidCache, match=said):
         small(identity=there).claim(HERE)
+
+
+def test_a_fingerprint_tells_models_apart() -> None:
+    """The same model has the same; one changed weight, another configuration, a LoRA adapter or fewer bits have others."""
+    build = tiny_family("qwen2_vl").build
+    plain, again, touched, other, adapted, packed = (build() for _ in range(6))
+    embedding = touched.language_model.model.embed_tokens
+    embedding.weight[5, 7] += 1e-3
+    other.config.text_config.rope_theta *= 2
+    layer = adapted.language_model.model.layers[0].self_attn
+    layer.q_proj = LoRaLayer(layer.q_proj, rank=4)
+    nn.quantize(packed, class_predicate=lambda path, module: path.endswith("q_proj"), group_size=32)
+    prints = [Qwen2VL(model).fingerprint for model in (plain, again, touched, other, adapted, packed)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 5
 
 
 def test_a_prompt_that_does_not_continue_its_cache_is_refused() -> None:

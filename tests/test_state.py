@@ -14,11 +14,14 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache
 from tests.harness import Ask, check, every_family, inputs_of, run, run_family
 from tests.zoo import family as tiny_family
 from vlm_batch.batch import DecodeBatch, Row
-from vlm_batch.caches import Placement
+from vlm_batch.caches import Placement, arrays_of
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.prefix import PrefixCache
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.registry import adapter_for
-from vlm_batch.types import DecodeStep, SamplingParams
+from vlm_batch.reuse import Reuse
+from vlm_batch.types import DecodeStep, Encoded, SamplingParams
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -54,19 +57,36 @@ def test_no_request_leaves_anything_on_a_model(name: str) -> None:
     assert snapshot(model) == untouched
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("placement", list(Placement))
-def test_embeddings_and_pixels_are_let_go_of_after_prefill(placement: Placement) -> None:
+def test_embeddings_and_pixels_are_let_go_of_after_prefill(
+    placement: Placement, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weak references to the pixels, the embeddings and the pictures' features for the layers are dead once a row decodes."""
     from tests.harness import shared_adapter
 
-    generator = BatchGenerator(shared_adapter("qwen3_vl"), placement=placement)
-    inputs = _Inputs(as_mlx(inputs_of("qwen3_vl", "image:1:0")))
-    gone = weakref.ref(inputs)
+    adapter = shared_adapter("qwen3_vl")
+    prefix = PrefixCache(ByteBudget(2**28)) if is_kept else None
+    generator = BatchGenerator(adapter, placement=placement, reuse=Reuse(adapter, prefix))
+    inputs = as_mlx(inputs_of("qwen3_vl", "image:1:0"))
+    gone = [weakref.ref(inputs["pixel_values"])]
+    encode = adapter.encode
+
+    def watched(*arguments: Any) -> Encoded:
+        encoded = encode(*arguments)
+        deepstack = arrays_of(list(encoded.prefill.values()))
+        assert deepstack
+        gone.extend(weakref.ref(array) for array in (encoded.inputs_embeds, *deepstack))
+        return encoded
+
+    monkeypatch.setattr(adapter, "encode", watched)
     generator.insert("a", inputs, SamplingParams(max_tokens=6))
     del inputs
     generator.step()
     row = generator.batch.rows[0]
     gc.collect()
-    assert gone() is None
+    assert len(gone) > 2
+    assert all(reference() is None for reference in gone)
     assert row.inputs is None
     assert row.encoded is None
     assert row.cache is None
@@ -109,8 +129,35 @@ def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None
     return found
 
 
-class _Inputs(dict):  # type: ignore[type-arg]
-    """A mapping that can be referenced weakly."""
+@pytest.mark.parametrize("placement", list(Placement))
+def test_finished_rows_are_released_or_kept_and_never_both(placement: Placement) -> None:
+    """Bytes that are alive once all rows have ended: those that the prefix cache counts, and none without one."""
+    from tests.harness import shared_adapter
+
+    name = "qwen2_vl"
+    adapter = shared_adapter(name)
+    for budget in (0, 2**28):
+        prefix = PrefixCache(ByteBudget(budget)) if budget else None
+        generator = BatchGenerator(adapter, placement=placement, reuse=Reuse(adapter, prefix))
+        gc.collect()
+        before = {id(array) for array in _live_arrays()}
+        for index in range(6):
+            inputs = as_mlx(inputs_of(name, ("image:1:0", "text:4:9", "image:3:2")[index % 3]))
+            generator.insert(str(index), inputs, SamplingParams(max_tokens=5 + index))
+        del inputs
+        while generator.has_work:
+            generator.step()
+        gc.collect()
+        alive = [array for array in _live_arrays() if id(array) not in before]
+        kept = [] if prefix is None else [array for row in prefix.rows for array in row.arrays()]
+        assert {id(array) for array in kept} <= {id(array) for array in alive}
+        others = sum(array.nbytes for array in alive) - sum(array.nbytes for array in kept)
+        assert others <= 256  # the lengths of the last steps, as small arrays
+        assert bool(kept) == bool(budget)
+
+
+def _live_arrays() -> list[mx.array]:
+    return [item for item in gc.get_objects() if type(item) is mx.array]
 
 
 def test_the_arrays_of_a_row_do_not_grow_in_number() -> None:

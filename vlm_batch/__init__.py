@@ -25,6 +25,7 @@ from vlm_batch.errors import (  # noqa: E402
     InvalidParameters,
     InvalidPrompt,
     InvalidRequest,
+    InvalidVideo,
     PromptTooLong,
     RequestFailed,
     UnsupportedModel,
@@ -38,6 +39,7 @@ from vlm_batch.types import (  # noqa: E402
     Timings,
     TokenLogprobs,
     Usage,
+    Video,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ __all__ = [
     "InvalidParameters",
     "InvalidPrompt",
     "InvalidRequest",
+    "InvalidVideo",
     "ModelSpec",
     "PromptCache",
     "PromptTooLong",
@@ -65,6 +68,7 @@ __all__ = [
     "Usage",
     "VLMBatchError",
     "VLMBatcher",
+    "Video",
     "__version__",
     "families",
 ]

@@ -22,22 +22,27 @@ from vlm_batch.caches.budget import ByteBudget
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation, settings_of
-from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest
+from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest, InvalidVideo
 from vlm_batch.features import FeatureStore
 from vlm_batch.generator import BatchGenerator, describe
 from vlm_batch.handle import Handle
 from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
+from vlm_batch.models.chats import split_messages
 from vlm_batch.models.loading import adapt, load_model
-from vlm_batch.models.processing import Processing, as_mlx, as_numpy, split_messages
+from vlm_batch.models.processing import Processing, as_mlx, as_numpy
 from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
 from vlm_batch.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
 from vlm_batch.scheduler import SchedulerConfig
-from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings
+from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings, Video, VideoInput
+from vlm_batch.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
 
-#: Threads that read, decode and process pictures ahead of the engine (Pillow releases the GIL while it works).
+#: Threads that read, decode and process pictures and videos ahead of the engine (Pillow and OpenCV release the GIL).
 NUM_LOADERS = 2
+#: Requests with videos that are decoded ahead, and rows that may wait before one more of them is taken in: a clip's patches can
+#: be half a gigabyte.
+VIDEOS_AHEAD = NUM_LOADERS
 #: Seconds that the engine sleeps at most when it has nothing to do (a submit wakes it at once).
 IDLE_SECONDS = 1.0
 
@@ -60,10 +65,11 @@ class Stats:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A request's processor output as numpy arrays, and its pictures' (width, height)."""
+    """A request's processor output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
 
     inputs: Mapping[str, Any]
     image_sizes: tuple[tuple[int, int], ...] = ()
+    video_sizes: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(eq=False)
@@ -74,20 +80,23 @@ class _Job:
     handle: Handle
     prompt: str | None  # rendered
     images: tuple[ImageInput, ...]
+    videos: tuple[Video, ...]
     inputs: dict[str, Any] | None  # numpy
     submitted: float = field(default_factory=time.perf_counter)
     preparing: Future[_Prepared] | None = None
     image_sizes: tuple[tuple[int, int], ...] = ()
+    video_sizes: tuple[tuple[int, int, int], ...] = ()
 
 
 class VLMBatcher:
-    """Answer requests about pictures with one model, batched: every answer is the one that the request would get alone.
+    """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
 
     ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
     decode together. Prompts are prefilled beside them in chunks that keep the gap between two tokens near
     ``token_gap`` seconds, or of ``prefill_budget`` tokens a step if that is given. ``max_prompt_tokens`` refuses
-    longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded; None lifts it.
-    ``look_ahead`` pictures are read ahead of the engine, and ``generate`` keeps that many requests in flight.
+    longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded, and
+    ``max_video_pixels``, for all frames together that are taken of a video, before these are; None lifts either.
+    ``look_ahead`` requests are read ahead of the engine, and ``generate`` keeps that many in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -111,6 +120,7 @@ class VLMBatcher:
         token_gap: float = 0.1,
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
+        max_video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         cache_dir: str | Path | None = None,
@@ -131,6 +141,7 @@ class VLMBatcher:
         if isinstance(model, nn.Module) and processor is None:
             raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
         self.max_image_pixels = max_image_pixels
+        self.max_video_pixels = max_video_pixels
         self.look_ahead = look_ahead
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}  # every request that has not ended, by id; guarded by _lock
@@ -164,6 +175,7 @@ class VLMBatcher:
         images: ImageInput | Sequence[ImageInput] | None = None,
         prompt: str | None = None,
         *,
+        videos: VideoInput | list[VideoInput] | None = None,
         messages: Sequence[Message] | None = None,
         token_ids: Sequence[int] | None = None,
         inputs: Mapping[str, Any] | None = None,
@@ -176,14 +188,16 @@ class VLMBatcher:
     ) -> Handle:
         """Ask one question; returns at once.
 
-        ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None. Exactly one
-        of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked (see ``Request``). Higher
-        ``priority`` goes first. ``return_cache`` asks for the conversation's state in the result, which a request that
-        goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``;
-        what turns out later (an unreadable picture, a prompt too long) ends that request alone, with an error in its
-        result.
+        ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None; ``videos`` a
+        video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list of
+        them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked (see
+        ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for the conversation's state in the result,
+        which a request that goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now,
+        BatcherClosed after ``close``; what turns out later (an unreadable picture, a prompt too long) ends that
+        request alone, with an error in its result.
         """
         pictures = () if images is None else tuple(images) if is_image_list(images) else (images,)
+        clips = () if videos is None else tuple(videos) if is_image_list(videos) else (videos,)
         return self.submit_request(
             Request(
                 prompt=prompt,
@@ -191,6 +205,7 @@ class VLMBatcher:
                 token_ids=token_ids,
                 inputs=inputs,
                 images=pictures,
+                videos=clips,
                 rendered=rendered,
                 params=params or SamplingParams(),
                 request_id=request_id,
@@ -306,31 +321,40 @@ class VLMBatcher:
         if len(given) != 1:
             said = ", ".join(given) or "none"
             raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}")
-        images = tuple(request.images)
+        images, videos = tuple(request.images), tuple(request.videos)
+        turns: list[Message] = []
+        if request.messages is not None:
+            turns, *media = split_messages(request.messages, images, videos)
+            images, videos = map(tuple, media)
+        clips = self._checked_videos(videos)
         prompt: str | None = None
         inputs: dict[str, Any] | None = None
         if request.prompt is not None:
-            prompt = self._rendered(request, images)
+            prompt = self._rendered(request, len(images), len(clips))
         elif request.messages is not None:
-            turns, pictures = split_messages(request.messages, images)
-            images = tuple(pictures)
-            prompt = self._processing.render(turns, len(images))
+            prompt = self._processing.render(turns, len(images), len(clips))
         elif request.inputs is not None:
-            inputs = _checked_inputs(request.inputs, images)
+            inputs = _checked_inputs(request.inputs, images or videos)
         elif not request.token_ids:
             raise InvalidPrompt("token_ids is empty")
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
-        return _Job(request, Handle(request_id, self.cancel), prompt, images, inputs)
+        return _Job(request, Handle(request_id, self.cancel), prompt, images, clips, inputs)
 
-    def _rendered(self, request: Request, images: tuple[ImageInput, ...]) -> str:
+    def _checked_videos(self, videos: Sequence[VideoInput]) -> tuple[Video, ...]:
+        if videos and not self.spec.video:
+            raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
+        return tuple(as_video(video) for video in videos)
+
+    def _rendered(self, request: Request, num_images: int, num_videos: int) -> str:
         assert request.prompt is not None
         if not request.rendered:
-            return self._processing.render(request.prompt, len(images))
+            return self._processing.render(request.prompt, num_images, num_videos)
         if not request.prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        room = self._processing.count_placeholders(request.prompt)
-        if room is not None and room != len(images):
-            raise InvalidPrompt(f"the rendered prompt has {room} picture placeholders for {len(images)} pictures")
+        for kind, noun, given in (("image", "picture", num_images), ("video", "video", num_videos)):
+            room = self._processing.count_placeholders(request.prompt, kind)
+            if room is not None and room != given:
+                raise InvalidPrompt(f"the rendered prompt has {room} {noun} placeholders for {given} {noun}s")
         return request.prompt
 
     def _as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[tuple[int, Result]]:
@@ -362,17 +386,19 @@ class VLMBatcher:
     # On a loader's thread -----------------------------------------------------------------------------------------------
 
     def _prepare(self, job: _Job) -> _Prepared:
-        """Read a request's pictures and run its processor; what comes out is numpy, so that no array crosses threads."""
+        """Read a request's pictures and videos and run its processor; what comes out is numpy: no array crosses threads."""
         if job.inputs is not None:
             return _Prepared(job.inputs)
         images = [load_image(source, self.max_image_pixels) for source in job.images]
+        sampling = self._processing.sampling
+        clips = [load_video(video, sampling, self.max_video_pixels, self.max_image_pixels) for video in job.videos]
         with self._processor_lock:  # processors and tokenizers are not made for two threads at once
             if job.prompt is not None:
-                found = self._processing.inputs(job.prompt, images)
+                found = self._processing.inputs(job.prompt, images, clips)
             else:
                 image_ids = self._generator.adapter.image_token_ids()
-                found = self._processing.inputs_of_ids(job.request.token_ids or (), images, image_ids)
-            return _Prepared(as_numpy(found), tuple(image.size for image in images))
+                found = self._processing.inputs_of_ids(job.request.token_ids or (), images, image_ids, clips)
+            return _Prepared(as_numpy(found), tuple(image.size for image in images), tuple(clip.size for clip in clips))
 
     # On the engine thread
     # -----------------------------------------------------------------------------------------------
@@ -397,21 +423,27 @@ class VLMBatcher:
         return True
 
     def _load_ahead(self) -> None:
-        """Have the most urgent requests' pictures read, ``look_ahead`` requests at most."""
+        """Have the most urgent requests' pictures and videos read, ``look_ahead`` requests at most, few of them with videos."""
         now = time.perf_counter()
         scheduler = self._generator.scheduler
-        while self._queued and len(self._preparing) < self.look_ahead:
-            job = min(self._queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
+        while len(self._preparing) < self.look_ahead:
+            is_full = sum(bool(job.videos) for job in self._preparing) >= VIDEOS_AHEAD
+            queued = [job for job in self._queued if not (is_full and job.videos)]
+            if not queued:
+                return
+            job = min(queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
             self._queued.remove(job)
             self._preparing.append(job)
             job.preparing = self._loaders.submit(self._prepare, job)
             job.preparing.add_done_callback(lambda _: self._inbox.put(_nothing))
 
     def _take_in(self) -> None:
-        """Insert prepared requests while the engine has room: a batch's worth of them waits there at most."""
+        """Insert prepared requests while the engine has room: a batch's worth of them waits there, fewer with videos."""
         room = self._generator.scheduler.config.max_rows - self._generator.num_waiting
         ready = [job for job in self._preparing if job.preparing is not None and job.preparing.done()]
         for job in ready[: max(0, room)]:
+            if job.videos and self._generator.num_waiting >= VIDEOS_AHEAD:
+                return  # nor those behind it, or it might wait for ever
             self._preparing.remove(job)
             self._insert(job)
 
@@ -421,7 +453,7 @@ class VLMBatcher:
         job.preparing = job.inputs = None
         try:
             prepared = preparing.result()
-            job.image_sizes = prepared.image_sizes
+            job.image_sizes, job.video_sizes = prepared.image_sizes, prepared.video_sizes
             inputs = as_mlx(prepared.inputs)
             self._generator.insert(
                 job.handle.request_id,
@@ -454,7 +486,7 @@ class VLMBatcher:
             job.request.cache.release()  # it keeps what the request did not get to take
         kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
         self._counts[kind] += 1
-        job.handle.finish(replace(result, image_sizes=job.image_sizes))
+        job.handle.finish(replace(result, image_sizes=job.image_sizes, video_sizes=job.video_sizes))
 
     def _cancel(self, request_id: str) -> None:
         for jobs in (self._queued, self._preparing):
@@ -490,7 +522,7 @@ def _engine(
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
-    processing = Processing(processor, model.config)
+    processing = Processing(processor, model.config, type(adapter))
     generator = BatchGenerator(
         adapter,
         decode_text=processing.decode,
@@ -542,8 +574,8 @@ def _error_result(request_id: str, error: Exception, timings: Timings | None = N
     return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error, timings=timings)
 
 
-def _checked_inputs(inputs: Mapping[str, Any], images: tuple[ImageInput, ...]) -> dict[str, Any]:
-    if images:
+def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[str, Any]:
+    if media:
         raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")

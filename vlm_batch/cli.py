@@ -1,4 +1,4 @@
-"""The command ``vlm-batch``: one answer for every picture, the demo, and the list of families.
+"""The command ``vlm-batch``: one answer for every picture or video, the demo, and the list of families.
 
 Exit status: 0 when every request was answered (or no more than ``--max-errors`` failed), 1 when more failed, 2 when the
 command line or the model was wrong, 130 after an interrupt.
@@ -20,10 +20,16 @@ from vlm_batch import blas
 blas.preload_openblas()  # before anything imports mlx.core
 
 from vlm_batch._version import __version__  # noqa: E402
-from vlm_batch.assets import PICTURE_SUFFIXES, MissingAssets, default_checkpoint, sample_images  # noqa: E402
+from vlm_batch.assets import (  # noqa: E402
+    PICTURE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    MissingAssets,
+    default_checkpoint,
+    sample_images,
+)
 from vlm_batch.console import Job, Report, print_families, print_family_details  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
-from vlm_batch.types import Request, Result, SamplingParams  # noqa: E402
+from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
 
 ANSWERED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -76,18 +82,19 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch run``: one request per picture."""
+    """``vlm-batch run``: one request per picture or video."""
     params = _sampling_params(args)
-    pictures = find_pictures(args.paths, recursive=args.recursive)
-    where = common_folder(pictures)
+    paths = find_pictures(args.paths, recursive=args.recursive, videos=args.videos)
+    where = common_folder(paths)
     jobs = [
         Job(
-            request_id=picture,
-            label=picture[len(where) :],
-            images=(picture,),
+            request_id=path,
+            label=path[len(where) :],
+            images=() if is_video(path) else (path,),
+            videos=(Video(path, fps=args.fps, max_frames=args.max_frames),) if is_video(path) else (),
             prompt=args.prompt,
         )
-        for picture in pictures
+        for path in paths
     ]
     return _answer(jobs, params, args, open_batcher)
 
@@ -172,7 +179,7 @@ def _answer(jobs: list[Job], params: SamplingParams, args: argparse.Namespace, o
 
 
 def _request(job: Job, params: SamplingParams) -> Request:
-    return Request(prompt=job.prompt, images=job.images, params=params, request_id=job.request_id)
+    return Request(prompt=job.prompt, images=job.images, videos=job.videos, params=params, request_id=job.request_id)
 
 
 def demo_jobs(pictures: Sequence[Path]) -> list[Job]:
@@ -190,22 +197,23 @@ def demo_jobs(pictures: Sequence[Path]) -> list[Job]:
     ]
 
 
-def find_pictures(paths: Sequence[str], *, recursive: bool = True) -> list[str]:
+def find_pictures(paths: Sequence[str], *, recursive: bool = True, videos: bool = False) -> list[str]:
     """The pictures that the arguments name, each once and in order: files and URLs as they are, folders by suffix.
 
-    A file that does not exist is kept, to be reported as a request that failed. Raises UsageError if nothing is found.
+    ``videos`` looks into folders for videos, too. A file that does not exist is kept, to be reported as a request that
+    failed. Raises UsageError if nothing is found.
     """
     found: dict[str, None] = {}
+    suffixes = PICTURE_SUFFIXES + (VIDEO_SUFFIXES if videos else ())
     for path in paths:
         folder = Path(path)
         if not folder.is_dir():
             found[path] = None
             continue
         inside = sorted(folder.rglob("*") if recursive else folder.iterdir())
-        found.update((str(file), None) for file in inside if _is_picture(file.relative_to(folder), file))
+        found.update((str(file), None) for file in inside if _is_wanted(file.relative_to(folder), file, suffixes))
     if not found:
-        suffixes = " ".join(PICTURE_SUFFIXES)
-        raise UsageError(f"no picture in {', '.join(paths)}; looked for files that end in {suffixes}")
+        raise UsageError(f"no picture in {', '.join(paths)}; looked for files that end in {' '.join(suffixes)}")
     return list(found)
 
 
@@ -218,9 +226,14 @@ def common_folder(pictures: Sequence[str]) -> str:
     return folder[: folder.rfind(os.sep) + 1]
 
 
-def _is_picture(relative: Path, file: Path) -> bool:
+def is_video(path: str) -> bool:
+    """Whether a path or URL names a video, by its suffix."""
+    return path.partition("?")[0].lower().endswith(VIDEO_SUFFIXES)
+
+
+def _is_wanted(relative: Path, file: Path, suffixes: Sequence[str]) -> bool:
     hidden = any(part.startswith(".") for part in relative.parts)
-    return not hidden and file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
+    return not hidden and file.suffix.lower() in suffixes and file.is_file()
 
 
 # ---- collaborators ----
@@ -265,12 +278,14 @@ def _write(record: TextIO, job: Job, result: Result) -> None:
     line = {
         "request_id": result.request_id,
         "images": job.images,
+        "videos": [video.source for video in job.videos],
         "prompt": job.prompt,
         "text": result.text,
         "finish_reason": result.finish_reason,
         "error": result.error,
         "image_sizes": result.image_sizes,
         "model_image_sizes": result.model_image_sizes,
+        "video_sizes": result.video_sizes,
         "usage": dict(vars(usage)),
         "timings": {name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(timings).items()},
     }
@@ -301,9 +316,11 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     asking = commands.add_parser(
-        "run", help="ask one question about every picture", description="Ask one question about every picture."
+        "run",
+        help="ask one question about every picture or video",
+        description="Ask one question about every picture or video.",
     )
-    asking.add_argument("paths", nargs="+", metavar="PATH", help="a picture, a folder of pictures, or a URL")
+    asking.add_argument("paths", nargs="+", metavar="PATH", help="a picture, a video, a folder of pictures, or a URL")
     asking.add_argument("--prompt", default="describe the picture", help="the question (default: %(default)s)")
     asking.add_argument(
         "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)"
@@ -313,6 +330,13 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="look into folders in folders (default: yes)",
+    )
+    asking.add_argument("--videos", action="store_true", help="look for videos in folders, too")
+    asking.add_argument(
+        "--fps", type=float, default=None, metavar="R", help="frames a second of a video (default: the family's habit)"
+    )
+    asking.add_argument(
+        "--max-frames", type=_at_least(1), default=None, metavar="N", help="most frames of a video (default: likewise)"
     )
     asking.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
     _add_answering(asking)

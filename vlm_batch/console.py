@@ -23,7 +23,7 @@ from rich.text import Text
 
 from vlm_batch.facts import NOT_RECORDED, PREFIX_REUSE, QUANTISED_KV, FamilyFacts
 from vlm_batch.progress import Bar
-from vlm_batch.types import Result
+from vlm_batch.types import Result, Video
 
 UNKNOWN = "?"
 STATUS_STYLES = {"stop": "green", "length": "yellow", "cancelled": "yellow", "error": "red"}
@@ -37,6 +37,7 @@ class Job:
     label: str
     images: tuple[str, ...]
     prompt: str
+    videos: tuple[Video, ...] = ()
 
 
 class Report:
@@ -110,7 +111,10 @@ class Report:
             result = self._results.get(job.request_id)
             if result is None:
                 continue
-            sizes = " + ".join(f"{width}x{height}" for width, height in result.image_sizes)
+            sizes = " + ".join(
+                [f"{width}x{height}" for width, height in result.image_sizes]
+                + [f"{frames} of {width}x{height}" for frames, width, height in result.video_sizes]
+            )
             table.add_row(
                 Text(plain_text(job.label)),
                 sizes or "-",
@@ -153,7 +157,7 @@ def print_families(
         "off by": lambda one: "-" if one.largest is None else f"{one.largest:.0e}",
     }
     shown = {name: show for name, show in columns.items() if any(show(one) != UNKNOWN for one in known)}
-    table = Table(*(Column(name, no_wrap=True) for name in shown), box=None, padding=(0, 2, 0, 0))
+    table = Table(*(Column(name, no_wrap=True) for name in shown), box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for one in known:
         table.add_row(*(Text(show(one)) for show in shown.values()))
     console.print(table)
@@ -189,7 +193,7 @@ def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
             "video": "yes" if spec.video else f"no: {spec.no_video}",
             "prefill": "in chunks" if spec.chunked_prefill else "whole prompts",
             "verified": ", ".join(f"{name.replace('_', ' ')} {off:.0e}" for name, off in one.verified.items()),
-            "not verified": "\n".join(f"{name.replace('_', ' ')}: {why}" for name, why in one.unverified.items()),
+            "not verified": "\n".join(f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items()),
             "notes": "\n".join(spec.notes),
             "mlx-vlm's batch": one.upstream,
         }

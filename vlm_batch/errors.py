@@ -7,6 +7,7 @@
     │   ├── InvalidParameters           a sampling parameter out of range
     │   ├── InvalidPrompt               empty, not renderable, or not matching its pictures
     │   ├── InvalidImage                missing, unreadable, not a picture, or too large
+    │   ├── InvalidVideo                missing, unreadable, damaged, empty, too large, or for a family that takes none
     │   ├── PromptTooLong               longer than the model's context or the batcher's limit
     │   └── InvalidCache                a prompt cache of another model or other settings, continued already, or damaged
     ├── UnsupportedModel (ValueError)   a model type that is not known, or is refused with a reason
@@ -35,6 +36,10 @@ class InvalidPrompt(InvalidRequest):
 
 class InvalidImage(InvalidRequest):
     """A picture is missing, unreadable, no picture at all, or larger than the limit."""
+
+
+class InvalidVideo(InvalidRequest):
+    """A video is missing, unreadable, damaged, empty, larger than the limit, or for a model that takes none."""
 
 
 class PromptTooLong(InvalidRequest):

@@ -20,6 +20,7 @@ TWO_IMAGES = "two_images_in_a_row"
 #: What a scenario of this name shows a family to be able to do.
 PREFIX_REUSE, QUANTISED_KV = "prefix_hits", "kv_8_bits"
 NOT_RECORDED = "not recorded yet"
+TAKES = "it takes"
 
 #: Scenario -> the largest difference of log-probabilities, or why there is none.
 Cells = Mapping[str, float | str]
@@ -46,7 +47,9 @@ class FamilyFacts:
         if scenario in dict(self.spec.known_gaps):
             return f"known gap: {dict(self.spec.known_gaps)[scenario]}"
         if scenario == TWO_IMAGES and not self.spec.multi_image:
-            return "it takes one picture a request" if self.spec.images else "it takes text only"
+            return f"{TAKES} one picture a request" if self.spec.images else f"{TAKES} text only"
+        if "video" in scenario and not self.spec.video:
+            return f"{TAKES} no video"
         return model.get(scenario, NOT_RECORDED)
 
     @property
@@ -60,6 +63,11 @@ class FamilyFacts:
         """The scenarios without a number, and why: a known gap, one that does not apply, one that is not recorded yet."""
         cells = {scenario: self.cell(scenario) for scenario in self.scenarios}
         return {scenario: cell for scenario, cell in cells.items() if isinstance(cell, str)}
+
+    @property
+    def explained(self) -> dict[str, str]:
+        """The scenarios without a number that say something of the family: what it does not take is said elsewhere."""
+        return {scenario: why for scenario, why in self.unverified.items() if not why.startswith(TAKES)}
 
     @property
     def largest(self) -> float | None:

@@ -28,7 +28,7 @@ class ModelSpec:
     images: bool = True
     multi_image: bool = True
     video: bool = False
-    no_video: str = "no video of this family has been verified"
+    no_video: str = "mlx-vlm has no processor that makes inputs of its videos"
     chunked_prefill: bool = True
     notes: tuple[str, ...] = ()
     known_gaps: tuple[tuple[str, str], ...] = ()

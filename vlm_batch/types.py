@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,6 +19,9 @@ LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
 #: A path, URL, data URI, ``bytes``, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
 ImageInput: TypeAlias = Any
+
+#: A ``Video``, or what its ``source`` can be.
+VideoInput: TypeAlias = Any
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -60,8 +63,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "logits_processors"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        whole = lambda value: isinstance(value, int) and not isinstance(value, bool)  # noqa: E731
-        real = lambda value: isinstance(value, (int, float)) and math.isfinite(value)  # noqa: E731
+        whole, real = _is_whole, _is_real
         rules: list[tuple[str, bool, str]] = [
             ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
             (
@@ -110,15 +112,49 @@ class SamplingParams:
         return self.temperature == 0
 
 
+@dataclass(frozen=True)
+class Video:
+    """A video, and how it is looked at.
+
+    ``source`` is a file (path, URL, data URI or bytes), a sequence of frames (each whatever a picture can be, all of
+    one size), or an array (T, H, W, 3) of uint8.
+
+    A file is sampled at ``fps`` frames a second, evenly from its first frame to its last, but at ``max_frames`` at
+    most; or it gives ``num_frames``. What is not said is the family's published habit. Frames that are given one by
+    one are all used, and ``fps`` says how many a second they are; ``max_frames`` and ``num_frames`` thin them evenly.
+    Frames of more than ``max_pixels`` pixels are scaled down to that before the model's processor sees them.
+
+    Raises InvalidParameters for a value out of range.
+    """
+
+    source: Any
+    _: KW_ONLY
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        fps = self.fps
+        if fps is not None and not (_is_real(fps) and fps > 0):
+            raise InvalidParameters(f"fps is {fps!r}; it must be a finite number above 0")
+        for name in ("num_frames", "max_frames", "max_pixels"):
+            value = getattr(self, name)
+            if value is not None and not (_is_whole(value) and value >= 1):
+                raise InvalidParameters(f"{name} is {value!r}; it must be an integer of at least 1")
+        if self.num_frames is not None and self.max_frames is not None:
+            raise InvalidParameters("num_frames and max_frames exclude each other")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures.
+    """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures and videos.
 
     ``prompt`` is put through the model's chat template as a single user turn unless ``rendered`` says that it already
     is the final text. ``messages`` are a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``);
-    pictures may stand in the content parts or in ``images``, in order. ``token_ids`` are final; their pictures must
-    already have their placeholder tokens. ``inputs`` is what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids``
-    (1, L), ``pixel_values``, ...
+    pictures and videos may stand in the content parts or in ``images`` and ``videos``, in order. ``token_ids`` are
+    final; their pictures and videos must already have their placeholder tokens. ``inputs`` is what
+    ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
 
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.
@@ -129,6 +165,7 @@ class Request:
     token_ids: Sequence[int] | None = None
     inputs: Mapping[str, Any] | None = None
     images: Sequence[ImageInput] = ()
+    videos: Sequence[VideoInput] = ()
     rendered: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
@@ -148,7 +185,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request; ``image_tokens`` are the prompt positions that hold picture features.
+    """Token counts of a request; ``image_tokens`` are the prompt positions that hold picture or video features.
 
     ``cached_tokens`` of the prompt's positions were not prefilled, because an earlier request or the request's own
     ``cache`` had left their keys and values.
@@ -180,8 +217,9 @@ class Result:
     """How a request ended. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
 
     ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
-    made of them where it says so (families with a patch grid). ``stop_reason`` is the matched stop string or token
-    id. ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
+    made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
+    height) as the processor was given them. ``stop_reason`` is the matched stop string or token id. ``cache`` holds
+    the conversation's state, where the request asked for it (``return_cache``).
     """
 
     request_id: str
@@ -193,6 +231,7 @@ class Result:
     timings: Timings = Timings()
     image_sizes: tuple[tuple[int, int], ...] = ()
     model_image_sizes: tuple[tuple[int, int], ...] = ()
+    video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     exception: BaseException | None = field(default=None, compare=False, repr=False)
@@ -324,3 +363,11 @@ class Chunk:
 def fresh_seed() -> int:
     """A seed of 64 bits from the operating system, for a request that named none."""
     return int.from_bytes(os.urandom(8), "little")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -109,6 +109,22 @@ def qwen3_omni_moe_blocks():
     return activations(MLP(8, 8)), nn.gelu_approx(X)
 
 
+@case("kimi_vl", at="models/kimi_vl/vision.py:228")
+def kimi_vl_blocks():
+    """MoonViT's tanh form is the exact one."""
+    from mlx_vlm.models.kimi_vl.vision import MLP
+
+    return activations(MLP(8, 8)), nn.gelu_approx(X)
+
+
+@case("kimi_k25", at="models/kimi_k25/vision.py:245")
+def kimi_k25_blocks():
+    """As kimi_vl."""
+    from mlx_vlm.models.kimi_k25.vision import MLP
+
+    return activations(MLP(8, 8)), nn.gelu_approx(X)
+
+
 @case("paddleocr_vl", at="models/paddleocr_vl/vision.py:149")
 def paddleocr_vl_epsilon():
     """The projector's norm has an epsilon of 1e-6; the published model's is 1e-5."""

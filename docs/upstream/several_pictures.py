@@ -7,7 +7,7 @@ Every picture's features go to its own placeholders, and a picture's patches att
 from types import SimpleNamespace
 
 import mlx.core as mx
-from tiny import attempt, case, first_logprobs, noise, prompt, report, tiny
+from tiny import attempt, case, first_logprobs, noise, pictures, prompt, report, tiny
 
 
 def second_picture(name, request_of):
@@ -93,8 +93,8 @@ def multi_modality():
     """Two pictures: the text between them is dropped. Right: 9 words and the features of two pictures."""
     model = tiny("multi_modality")
     tokens = model.config.num_image_tokens
-    pictures = noise(5, 2, 3, 16, 16)
-    found = attempt(lambda: model.get_input_embeddings(prompt(4, [128], [128]), pictures).inputs_embeds.shape[1])
+    both = noise(5, 2, 3, 16, 16)
+    found = attempt(lambda: model.get_input_embeddings(prompt(4, [128], [128]), both).inputs_embeds.shape[1])
     return found, 9 + 2 * tokens
 
 
@@ -135,6 +135,38 @@ def hunyuan_vl():
     """All pictures of a request are one sequence to the tower: two of them see each other."""
     tower = tiny("hunyuan_vl").vision_tower
     return apart(lambda patches, grid: tower(patches, grid.tolist()), noise(6, 32, 48), [[1, 4, 4]] * 2)
+
+
+def video_beside_a_picture(name):
+    """Whether another video changes the embeddings of a prompt with a picture and a video."""
+    frames = [131] * 4
+    request = {**pictures(7, (4, 4)), "video_grid_thw": mx.array([[1, 4, 4]])}
+    ids = mx.concatenate([request.pop("input_ids"), prompt(8, [128, *frames, 129])], axis=1)
+    one, other = (
+        attempt(
+            lambda seed=seed: tiny(name).get_input_embeddings(ids, pixel_values_videos=noise(seed, 16, 96), **request)
+        )
+        for seed in (9, 10)
+    )
+    if isinstance(one, str):
+        return one, "another video changes the embeddings"
+    same = bool(mx.array_equal(one.inputs_embeds, other.inputs_embeds))
+    return (
+        f"another video {'does not change' if same else 'changes'} the embeddings",
+        "another video changes the embeddings",
+    )
+
+
+@case("qwen2_vl", at="models/qwen2_vl/qwen2_vl.py:27")
+def qwen2_vl_video_beside_a_picture():
+    """A prompt's videos are looked at only if it has no pictures."""
+    return video_beside_a_picture("qwen2_vl")
+
+
+@case("qwen2_5_vl", at="models/qwen2_5_vl/qwen2_5_vl.py:27")
+def qwen2_5_vl_video_beside_a_picture():
+    """As qwen2_vl."""
+    return video_beside_a_picture("qwen2_5_vl")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.references.newer import NEWER
 from tests.references.towers import TOWERS
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
 from tests.zoo._build import weights_of
@@ -81,11 +82,12 @@ def marker_ids(config: Any) -> dict[str, int]:
 
 def token_types(inputs: Inputs) -> dict[str, Any]:
     """transformers counts three-axis positions from the kinds of tokens, which its processors return."""
-    if "image_grid_thw" not in inputs:
+    if not {"image_grid_thw", "video_grid_thw"} & inputs.keys():
         return {}
-    from tests.zoo._qwen import IMAGE
+    from tests.zoo._qwen import IMAGE, VIDEO
 
-    return {"mm_token_type_ids": torch.tensor((inputs["input_ids"] == IMAGE).astype(np.int64))}
+    ids = inputs["input_ids"]
+    return {"mm_token_type_ids": torch.tensor(np.where(ids == VIDEO, 2, ids == IMAGE).astype(np.int64))}
 
 
 def qwen2_vl(zoo: nn.Module) -> torch.nn.Module:
@@ -100,7 +102,7 @@ def qwen2_vl(zoo: nn.Module) -> torch.nn.Module:
 
 def qwen2_5_vl(zoo: nn.Module) -> torch.nn.Module:
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2}
-    vision |= {"window_size": 16, "fullatt_block_indexes": [1], **patches(zoo.config)}
+    vision |= {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2, **patches(zoo.config)}
     text = {**TEXT, **HEADS, "vocab_size": zoo.config.vocab_size, "rms_norm_eps": 1e-6}
     text["rope_parameters"] = mrope([2, 3, 3])
     config = transformers.Qwen2_5_VLConfig(
@@ -696,7 +698,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-RECIPES |= {name: Recipe(**facts) for name, facts in TOWERS.items()}
+RECIPES |= {name: Recipe(**facts) for name, facts in {**TOWERS, **NEWER}.items()}
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:

@@ -241,6 +241,7 @@ def gemma4(zoo: nn.Module) -> torch.nn.Module:
         audio_config=None,
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
+        video_token_id=zoo.config.video_token_id,
     )
     return transformers.Gemma4ForConditionalGeneration(config)
 
@@ -254,6 +255,7 @@ def gemma4_unified(zoo: nn.Module) -> torch.nn.Module:
         audio_config=None,
         image_token_id=zoo.config.image_token_id,
         audio_token_id=zoo.config.audio_token_id,
+        video_token_id=zoo.config.video_token_id,
     )
     return transformers.Gemma4UnifiedForConditionalGeneration(config)
 
@@ -271,6 +273,9 @@ def as_patches(inputs: Inputs) -> dict[str, Any]:
         places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(1, -1, 2)
         found["pixel_values"] = torch.tensor(cut.reshape(number, rows * columns, -1))
         found["image_position_ids"] = torch.tensor(places.repeat(number, axis=0))
+    if "pixel_values_videos" in inputs:  # transformers has all videos' frames in a row
+        for name in ("pixel_values_videos", "video_position_ids"):
+            found[name] = torch.tensor(inputs[name].reshape(-1, *inputs[name].shape[-2:]))
     return found
 
 

@@ -33,3 +33,68 @@ def request(seed: int, grids: Sequence[Grid], start: int = VISION_START, end: in
         "pixel_values": np.concatenate([pixels(seed + 31 * i, h * w, PATCH_LENGTH) for i, (h, w) in enumerate(grids)]),
         "image_grid_thw": np.array([[1, h, w] for h, w in grids], dtype=np.int32),
     }
+
+
+Steps = tuple[int, int, int]
+"""A video's (time steps, high, wide), in patches."""
+
+VIDEOS: tuple[Steps, ...] = ((2, 4, 4), (3, 4, 10), (7, 4, 4))
+SECONDS = (0.5, 1.2, 1.7)
+"""Between two time steps; Qwen2.5-VL's positions make 1, 2.4 and 3.4 of them."""
+
+
+def video_tokens(steps: Steps, timestamped: bool) -> list[int]:
+    """A video's markers and placeholders; its time steps apart, each after two words that stand for its seconds."""
+    time, high, wide = steps
+    step = [VIDEO] * (high * wide // MERGE**2)
+    if not timestamped:
+        return [VISION_START, *step * time, VISION_END]
+    return [token for index in range(time) for token in (11 + index, 7, VISION_START, *step, VISION_END)]
+
+
+def video_pixels(seed: int, steps: Steps) -> np.ndarray:
+    return pixels(seed + 57, steps[0] * steps[1] * steps[2], PATCH_LENGTH)
+
+
+def video_request(seed: int, size: int, *, timestamped: bool = False, **more: Any) -> Inputs:
+    """Words, a video, words."""
+    steps = VIDEOS[size]
+    return {
+        "input_ids": ids(words(seed, 3), video_tokens(steps, timestamped), words(seed + 101, 4)),
+        "pixel_values_videos": video_pixels(seed, steps),
+        "video_grid_thw": np.array([steps], dtype=np.int32),
+        **more,
+    }
+
+
+def timed_video_request(seed: int, size: int) -> Inputs:
+    """A video whose positions go by its seconds."""
+    return video_request(seed, size, second_per_grid_ts=np.array([SECONDS[size]], dtype=np.float32))
+
+
+def stamped_video_request(seed: int, size: int) -> Inputs:
+    """A video whose seconds stand in the prompt."""
+    return video_request(seed, size, timestamped=True)
+
+
+def picture_and_video(seed: int, *, timestamped: bool = False, **more: Any) -> Inputs:
+    """A picture, a video, and another picture, with words around each."""
+    grids, steps = [(4, 6), (4, 4)], VIDEOS[1]
+    first, last = ([VISION_START, *[IMAGE] * (high * wide // MERGE**2), VISION_END] for high, wide in grids)
+    parts = [words(seed, 2), first, words(seed + 1, 2), video_tokens(steps, timestamped), words(seed + 2, 3), last]
+    return {
+        "input_ids": ids(*parts, words(seed + 3, 3)),
+        "pixel_values": np.concatenate([pixels(seed + 31 * i, h * w, PATCH_LENGTH) for i, (h, w) in enumerate(grids)]),
+        "image_grid_thw": np.array([[1, h, w] for h, w in grids], dtype=np.int32),
+        "pixel_values_videos": video_pixels(seed, steps),
+        "video_grid_thw": np.array([steps], dtype=np.int32),
+        **more,
+    }
+
+
+def timed_picture_and_video(seed: int) -> Inputs:
+    return picture_and_video(seed, second_per_grid_ts=np.array([SECONDS[1]], dtype=np.float32))
+
+
+def stamped_picture_and_video(seed: int) -> Inputs:
+    return picture_and_video(seed, timestamped=True)

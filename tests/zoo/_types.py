@@ -51,6 +51,10 @@ class TinyFamily:
     """The registered family, where `name` is that of another kind of model in it."""
     no_reference: str = ""
     """Why transformers' answers are not recorded in tests/references, when they are not."""
+    video: Callable[[int, int], Inputs] | None = None
+    """(seed, size) -> a request with one video, where the family takes them; of size 2 it has more time than width."""
+    picture_and_video: Callable[[int], Inputs] | None = None
+    """(seed) -> a request with a video between two pictures."""
     also: Mapping[str, Callable[[int], Inputs]] = field(default_factory=dict)
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
     wrong_alone: tuple[str, ...] = ()

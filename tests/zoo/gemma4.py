@@ -16,7 +16,7 @@ from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
 PATCH, POOL, WINDOW, HIDDEN = 4, 2, 8, 64
-IMAGE, AUDIO, START, END = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3
+IMAGE, AUDIO, START, END, VIDEO = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3, PLAIN + 4
 GRIDS = ((4, 4), (4, 6), (6, 4))  # patches; a third of each side's pairs are tokens
 ROPE = {
     "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 100.0, "rope_type": "proportional"},
@@ -94,6 +94,7 @@ def build_with(seed: int, **text: Any) -> nn.Module:
             model_type="gemma4",
             image_token_id=IMAGE,
             audio_token_id=AUDIO,
+            video_token_id=VIDEO,
             eos_token_id=[END_OF_TEXT],
             text_config=upstream.TextConfig(**text_of(**text)),
             vision_config=upstream.VisionConfig(
@@ -148,13 +149,45 @@ def two_images(seed: int) -> Inputs:
     return _request(seed, [GRIDS[1], GRIDS[1]])
 
 
+def frames(seed: int, count: int, pool: int, grid: tuple[int, int] = (4, 4)) -> tuple[list[int], Inputs]:
+    """A video's placeholders, each frame's apart after two words for its time, and its patches, of which the last pads."""
+    rows, columns = grid
+    tokens = [[11 + frame, 7, START, *[VIDEO] * (rows * columns // pool**2), END] for frame in range(count)]
+    patches = np.zeros((1, count, rows * columns + pool**2, 3 * PATCH * PATCH), dtype=np.float32)
+    patches[:, :, : rows * columns] = pixels(seed + 57, 1, count, rows * columns, 3 * PATCH * PATCH)
+    places = np.full((1, count, rows * columns + pool**2, 2), -1, dtype=np.int32)
+    places[:, :, : rows * columns] = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
+    more = {"pixel_values_videos": patches, "video_position_ids": places, "num_frames_per_video": [count]}
+    return [token for frame in tokens for token in frame], more
+
+
+def with_types(ids: np.ndarray, more: Inputs) -> Inputs:
+    types = np.where(ids == VIDEO, 2, ids == IMAGE).astype(np.int32)
+    return {"input_ids": ids, **more, "mm_token_type_ids": types}
+
+
+def video(seed: int, size: int) -> Inputs:
+    """A video of 2, 3 or 5 frames."""
+    tokens, more = frames(seed, (2, 3, 5)[size], POOL)
+    return with_types(prompt(seed, [tokens]), more)
+
+
+def picture_and_video(seed: int) -> Inputs:
+    """A picture, a video, and another picture."""
+    pictures = two_images(seed)
+    rows, columns = GRIDS[1]
+    picture = [START, *[IMAGE] * (rows * columns // POOL**2), END]
+    tokens, more = frames(seed, 3, POOL)
+    return with_types(prompt(seed, [picture, tokens, picture]), {"pixel_values": pictures["pixel_values"], **more})
+
+
 def _masks(tokens: np.ndarray) -> tuple[mx.array, mx.array]:
     """(L, L) bools of a full and of a sliding layer: causal, and in the latter whatever lies in the same picture.
 
     transformers, modeling_gemma4.py, create_masks_for_vision_model.
     """
     distance = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
-    is_image = tokens == IMAGE
+    is_image = (tokens == IMAGE) | (tokens == VIDEO)
     number = np.cumsum(is_image & ~np.roll(is_image, 1)) * is_image
     same = (number[:, None] == number) & is_image
     return mx.array(distance >= 0), mx.array(((distance >= 0) | same) & (distance < WINDOW))
@@ -163,7 +196,8 @@ def _masks(tokens: np.ndarray) -> tuple[mx.array, mx.array]:
 def greedy_both_ways(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step through the model's own trunk, with the masks that are right."""
     arrays = to_mx(inputs)
-    arrays.pop("mm_token_type_ids", None)
+    for name in ("mm_token_type_ids", "num_frames_per_video"):
+        arrays.pop(name, None)
     prompt = model.get_input_embeddings(**arrays).inputs_embeds
     trunk = model.language_model.model
 
@@ -182,6 +216,8 @@ FACTS: dict[str, Any] = {
     "text": text_request,
     "image": image,
     "two_images": two_images,
+    "video": video,
+    "picture_and_video": picture_and_video,
     "window": WINDOW,
     "greedy": generate_alone,
     "oracle_note": "mlx-vlm's generate_step; transformers agrees (tests/references).",

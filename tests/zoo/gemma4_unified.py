@@ -11,7 +11,7 @@ from mlx_vlm.models import gemma4_unified as upstream
 from ._build import enliven, pixels
 from ._pictures import prompt
 from ._types import END_OF_TEXT, Inputs, TinyFamily
-from .gemma4 import AUDIO, EMBEDDING, END, FACTS, IMAGE, RULES, START, text_of
+from .gemma4 import AUDIO, EMBEDDING, END, FACTS, IMAGE, RULES, START, VIDEO, frames, text_of, with_types
 
 PATCH = 4
 #: The last has more tokens than the window.
@@ -25,7 +25,7 @@ def build() -> nn.Module:
         upstream.ModelConfig(
             image_token_id=IMAGE,
             audio_token_id=AUDIO,
-            video_token_id=None,
+            video_token_id=VIDEO,
             audio_config=None,
             eos_token_id=[END_OF_TEXT],
             text_config=upstream.TextConfig(**text_of(**text)),
@@ -66,4 +66,25 @@ def two_images(seed: int) -> Inputs:
     return _request(seed, [GRIDS[1], GRIDS[2]])
 
 
-FAMILY = TinyFamily(name="gemma4_unified", build=build, **{**FACTS, "image": image, "two_images": two_images})
+def video(seed: int, size: int) -> Inputs:
+    """A video of 2, 3 or 5 frames of 4, 4 or 10 placeholders, the last more than the window."""
+    tokens, more = frames(seed, (2, 3, 5)[size], 1, ((2, 2), (2, 2), (2, 5))[size])
+    return with_types(prompt(seed, [tokens]), flat(more))
+
+
+def flat(videos: Inputs) -> Inputs:
+    """All videos' frames in a row, as this family's processor has them."""
+    return {name: value if isinstance(value, list) else value[0] for name, value in videos.items()}
+
+
+def picture_and_video(seed: int) -> Inputs:
+    """A picture, a video, and another picture."""
+    pictures = two_images(seed)
+    first, last = ([START, *[IMAGE] * (rows * columns), END] for rows, columns in GRIDS[1:])
+    tokens, more = frames(seed, 3, 1, (2, 3))
+    pixels_of = {name: pictures[name] for name in ("pixel_values", "image_position_ids")}
+    return with_types(prompt(seed, [first, tokens, last]), {**pixels_of, **flat(more)})
+
+
+OWN = {"image": image, "two_images": two_images, "video": video, "picture_and_video": picture_and_video}
+FAMILY = TinyFamily(name="gemma4_unified", build=build, **{**FACTS, **OWN})

@@ -7,20 +7,19 @@ from mlx_vlm.models import kimi_k25 as upstream
 
 from ._build import enliven, text_request
 from ._deepseek import HEAD, IMAGE, LATENT, TEXT
-from ._kimi import VISION, VISION_RULES, image, small_table, two_images
-from ._oracle import generate_alone
+from ._kimi import VISION, VISION_RULES, greedy, image, small_table, two_images
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 
 def build() -> nn.Module:
-    """Four layers of 64, the last three of four experts in two groups."""
+    """Four layers of 64, the last three of four experts (one group of them, as published)."""
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="kimi_k25",
             vocab_size=VOCABULARY,
             media_placeholder_token_id=IMAGE,
             eos_token_id=[END_OF_TEXT],
-            text_config=upstream.TextConfig(**TEXT, **LATENT, num_key_value_heads=4, n_group=2, topk_group=1),
+            text_config=upstream.TextConfig(**TEXT, **LATENT, num_key_value_heads=4, n_group=1, topk_group=1),
             vision_config=upstream.VisionConfig(**VISION),
         )
     )
@@ -35,7 +34,8 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step.",
-    no_reference="not recorded: transformers' KimiK25 has its experts and projector laid out otherwise",
+    wrong_alone=("image_2",),
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with the tower's published activation and rule for positions; transformers agrees "
+    "(tests/references).",
 )

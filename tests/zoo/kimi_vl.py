@@ -7,8 +7,7 @@ from mlx_vlm.models import kimi_vl as upstream
 
 from ._build import enliven, text_request
 from ._deepseek import HEAD, IMAGE, LATENT, TEXT
-from ._kimi import VISION, VISION_RULES, image, small_table, two_images
-from ._oracle import generate_alone
+from ._kimi import VISION, VISION_RULES, greedy, image, small_table, two_images
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 
@@ -35,7 +34,8 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step.",
+    wrong_alone=("image_2",),
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with the tower's published activation and rule for positions.",
     no_reference="transformers has no class of this family (Kimi-VL is remote code)",
 )

@@ -88,6 +88,25 @@ def two_images(seed: int) -> Inputs:
     return _request(seed, [1, 0], 4)
 
 
+def _video(seed: int, frames: int) -> tuple[list[int], np.ndarray]:
+    """A video's placeholders, one for each 2 x 2 patches and one for the end of the video, and its frames."""
+    return [VIDEO] * (frames * math.ceil(SIDE / 2) ** 2 + 1), pixels(seed + 57, 1, frames, 3, TILE, TILE)
+
+
+def video(seed: int, size: int) -> Inputs:
+    """One video of 2, 3 or 5 frames."""
+    tokens, frames = _video(seed, (2, 3, 5)[size])
+    return {"input_ids": prompt(seed, [tokens]), "pixel_values_videos": frames}
+
+
+def picture_and_video(seed: int) -> Inputs:
+    """A picture, a video, and another picture."""
+    pictures = two_images(seed)
+    tokens, frames = _video(seed, 3)
+    first, last = ([IMAGE] * _num_tokens(*PICTURES[size]) for size in (1, 0))
+    return {**pictures, "input_ids": prompt(seed, [first, tokens, last]), "pixel_values_videos": frames}
+
+
 FAMILY = TinyFamily(
     name="llava_onevision",
     build=build,
@@ -96,4 +115,6 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step; transformers agrees (tests/references).",
+    video=video,
+    picture_and_video=picture_and_video,
 )

@@ -9,7 +9,6 @@ from . import _kimi
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._deepseek import IMAGE
 from ._kimi import image, small_table, two_images
-from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 
@@ -55,7 +54,8 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step.",
+    greedy=_kimi.greedy,
+    oracle_note="mlx-vlm's generate_step with positions resized by PyTorch's rule.",
+    wrong_alone=("image_2",),
     no_reference="transformers has no class of this family",
 )

@@ -176,5 +176,4 @@ FAMILY = TinyFamily(
     greedy=greedy,
     oracle_note="the whole sequence by transformers' definition, which agrees (tests/references): mlx-vlm's own text model "
     "runs on Metal only.",
-    no_reference="not recorded yet",
 )

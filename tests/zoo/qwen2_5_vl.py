@@ -5,9 +5,8 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import qwen2_5_vl as upstream
 
-from . import _qwen
+from . import _qwen, _videos
 from ._build import Rule, enliven, fan_in, text_request
-from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 
 # A window is 4 x 4 patches. The first two grids end in partial windows; the last is 4 high, so that the windows
@@ -75,6 +74,10 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step with a clean language model; transformers agrees (tests/references).",
+    greedy=_videos.greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model; tests.zoo._videos where there is a video: "
+    "transformers agrees (tests/references).",
+    video=_qwen.timed_video_request,
+    picture_and_video=_qwen.timed_picture_and_video,
+    wrong_alone=("video_1", "picture_and_video"),
 )

@@ -7,9 +7,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_vlm.models import qwen3_5 as upstream
 
-from . import _qwen
+from . import _qwen, _videos
 from ._build import Rule, enliven, fan_in, spread, text_request
-from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 from .qwen3_vl import image, two_images
 
@@ -86,6 +85,9 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step with a clean language model; transformers agrees (tests/references).",
+    greedy=_videos.greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model; tests.zoo._videos where there is a video: "
+    "transformers agrees (tests/references).",
+    video=_qwen.stamped_video_request,
+    picture_and_video=_qwen.stamped_picture_and_video,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import qwen3_5_moe as upstream
 
+from . import _qwen, _videos
 from ._build import enliven, text_request
-from ._oracle import generate_alone
 from ._types import TinyFamily
 from .qwen3_5 import HEAD, MARKERS, RULES, TEXT, VISION, rope
 from .qwen3_vl import image, two_images
@@ -38,6 +38,9 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step with a clean language model; transformers agrees (tests/references).",
+    greedy=_videos.greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model; tests.zoo._videos where there is a video: "
+    "transformers agrees (tests/references).",
+    video=_qwen.stamped_video_request,
+    picture_and_video=_qwen.stamped_picture_and_video,
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import qwen3_vl as upstream
 
-from . import _qwen
+from . import _qwen, _videos
 from ._build import Rule, enliven, fan_in, text_request
-from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 
 GRIDS = ((4, 4), (4, 6), (6, 8))
@@ -74,6 +73,9 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step with a clean language model; transformers agrees (tests/references).",
+    greedy=_videos.greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model; tests.zoo._videos where there is a video: "
+    "transformers agrees (tests/references).",
+    video=_qwen.stamped_video_request,
+    picture_and_video=_qwen.stamped_picture_and_video,
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import qwen3_vl_moe as upstream
 
-from . import _qwen
+from . import _qwen, _videos
 from ._build import Rule, activated, enliven, fan_in, text_request
-from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 from .qwen3_vl import image, two_images
 
@@ -68,7 +67,7 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     mergers = [tower.merger, *tower.deepstack_merger_list]
     blocks = activated([block.mlp for block in tower.blocks], nn.GELU(approx="tanh"))
     with blocks, activated(mergers, nn.GELU()):
-        return generate_alone(model, inputs, num_tokens)
+        return _videos.greedy(model, inputs, num_tokens)
 
 
 FAMILY = TinyFamily(
@@ -81,4 +80,6 @@ FAMILY = TinyFamily(
     oracle_note="mlx-vlm's generate_step with a clean language model and the vision tower's two forms of GELU put where "
     "transformers has them (modeling_qwen3_vl_moe.py: gelu_pytorch_tanh in blocks, nn.GELU in mergers); "
     "transformers agrees with that (tests/references).",
+    video=_qwen.stamped_video_request,
+    picture_and_video=_qwen.stamped_picture_and_video,
 )

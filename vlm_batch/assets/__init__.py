@@ -12,6 +12,8 @@ CHECKOUT = PACKAGED.parent.parent / "fixtures"
 
 #: What the command line and the file pickers take for a picture, by suffix.
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff")
+#: And for a video.
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
 
 
 #: The sample pictures that travel (pyproject.toml puts the same ones into the wheel): what the checkpoint knows, and a

@@ -20,10 +20,18 @@ class RecurrentCache(ArraysCache):
     def __init__(self) -> None:
         super().__init__(0)
         self._num_places = 0
+        self._unfilled: set[tuple[int, int]] = set()  # (slot, place) whose zeros stand for nothing yet
+
+    def __setitem__(self, slot: int, states: Any) -> None:
+        """A step has made a slot's states of all rows."""
+        self._unfilled = {(other, place) for other, place in self._unfilled if other != slot}
+        super().__setitem__(slot, states)
 
     def put(self, place: int, cache: ArraysCache) -> None:
         """Take over one row's states (1, ...); a slot that the row has not filled begins with zeros."""
         slots = self.cache or [None] * len(cache.cache)
+        self._unfilled = {(slot, other) for slot, other in self._unfilled if other != place}
+        self._unfilled |= {(slot, place) for slot, row in enumerate(cache.cache) if row is None}
         self.cache = [
             _put(states, place, row, self._num_places) for states, row in zip(slots, cache.cache, strict=True)
         ]
@@ -31,7 +39,10 @@ class RecurrentCache(ArraysCache):
     def take(self, place: int) -> ArraysCache:
         """The row's states (1, ...) as a single-row cache."""
         cache = ArraysCache(len(self.cache))
-        cache.cache = [None if states is None else mx.contiguous(states[place : place + 1]) for states in self.cache]
+        cache.cache = [
+            None if states is None or (slot, place) in self._unfilled else mx.contiguous(states[place : place + 1])
+            for slot, states in enumerate(self.cache)
+        ]
         return cache
 
     def clear(self, place: int) -> None:
@@ -40,6 +51,7 @@ class RecurrentCache(ArraysCache):
     def remove(self, place: int) -> None:
         """Forget the row at a place and close the gap."""
         self._num_places -= 1
+        self._unfilled = {(slot, other - (other > place)) for slot, other in self._unfilled if other != place}
         self.cache = [
             None if states is None else mx.concatenate([states[:place], states[place + 1 :]]) for states in self.cache
         ]

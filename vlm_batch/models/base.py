@@ -25,6 +25,7 @@ from vlm_batch.models.modules import (
 )
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
+from vlm_batch.videos import Sampling
 
 #: Names under which models keep their vision towers.
 VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
@@ -32,8 +33,11 @@ VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "vi
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
-#: What processors put beside the inputs and no decoder reads: one row has no padding, and token types repeat the ids.
-IGNORED_INPUTS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes"})
+#: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
+#: most families do not count a video's seconds.
+IGNORED_INPUTS = frozenset(
+    {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
+)
 
 
 class Adapter:
@@ -57,6 +61,8 @@ class Adapter:
     compiles: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
+    #: Which frames of a video file the family's published processor takes; a checkpoint's own settings go first.
+    video_sampling: ClassVar[Sampling] = Sampling()
     #: How the vision tower remembers what it saw.
     tower_class: ClassVar[type[RememberingTower]] = RememberingTower
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
@@ -74,6 +80,11 @@ class Adapter:
     def mends(cls) -> Mapping[type, type]:
         """Module classes of mlx-vlm whose single-row result is wrong or that cannot hold rows apart -> what replaces them."""
         return {}
+
+    @classmethod
+    def video_processor(cls, part: Any) -> Any:
+        """The part of a processor that takes frames, or what replaces it where mlx-vlm's is not the published one."""
+        return part
 
     def shorten(self) -> None:
         """Let the trunk answer for its last position only."""
@@ -395,18 +406,22 @@ class GridAdapter(Adapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
         grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
-        merged = int(self.config.vision_config.spatial_merge_size) ** 2
-        needed = sum(t * h * w // merged for grid in grids for t, h, w in np.array(grid).tolist())
+        needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
         if (given := self.count_image_tokens(ids, extra)) != needed:
             pictures = sum(len(grid) for grid in grids)
             raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)
 
+    @property
+    def merged(self) -> int:
+        """How many patches become one token."""
+        return int(self.config.vision_config.spatial_merge_size) ** 2
+
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
         if set(extra) != {"pixel_values", "image_grid_thw"}:
             return super().pictures(ids, extra)
-        merged = int(self.config.vision_config.spatial_merge_size) ** 2
+        merged = self.merged
         grids = np.array(extra["image_grid_thw"])
         counts: list[int] = grids.prod(axis=1).tolist()
         places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
@@ -436,11 +451,83 @@ class MRoPEAdapter(GridAdapter):
 
     input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """A video goes through the model as one picture for each of its time steps, which is what the towers make of it.
+
+        Upstream, a prompt with both loses its videos (qwen2_vl.py:42, qwen2_5_vl.py:42: one grid, one placeholder).
+        """
+        if "pixel_values_videos" in extra:
+            ids, extra = self.videos_as_pictures(ids, extra)
+        return super().features(ids, extra)
+
+    def videos_as_pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
+        """Ids (1, L) and inputs in which pictures and videos are pictures, in the order of the prompt."""
+        image, video = (self.marker(kind) for kind in ("image", "video"))
+        parts: list[tuple[int, mx.array, list[list[int]]]] = []
+        for marker, pixels, grid in (
+            (image, "pixel_values", "image_grid_thw"),
+            (video, "pixel_values_videos", "video_grid_thw"),
+        ):
+            grids = np.array(extra.get(grid, np.zeros((0, 3), np.int32))).tolist()
+            row = 0
+            for first, (t, h, w) in zip(self.starts(ids, marker, grids), grids, strict=True):
+                parts.append((first, extra[pixels][row : row + t * h * w], [[1, h, w]] * t))
+                row += t * h * w
+        parts.sort(key=lambda part: part[0])
+        others = {name: extra[name] for name in extra.keys() - {"pixel_values_videos", "video_grid_thw"}}
+        pictures = {
+            "pixel_values": mx.concatenate([pixels for _, pixels, _ in parts]),
+            "image_grid_thw": mx.array([grid for *_, grids in parts for grid in grids], dtype=mx.int32),
+        }
+        return mx.where(ids == video, image, ids), {**others, **pictures}
+
+    def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
+        """Where each grid's first placeholder stands. Raises InvalidPrompt if there are more or fewer of them."""
+        places = np.flatnonzero(np.array(ids[0]) == marker)
+        needed = [int(np.prod(grid)) // self.merged for grid in grids]
+        if sum(needed) != len(places):
+            noun = "videos" if marker == self.marker("video") else "pictures"
+            raise InvalidPrompt(
+                f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
+            )
+        return [int(places[count]) for count in np.cumsum([0, *needed])[: len(needed)]]
+
+    def marker(self, kind: str) -> int:
+        """The placeholder id of a picture or video."""
+        found = getattr(self.config, f"{kind}_token_id", None)
+        return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
+
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
         if found.ndim == 2:
             found = mx.broadcast_to(found[None], (3, *found.shape))
         return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+
+    def grid_positions(self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float]) -> PositionState:
+        """Positions of a prompt whose videos' time steps lie ``steps`` apart, each a video's, rounded down.
+
+        What follows a picture or video begins after the largest of its positions, on whatever axis that is.
+        """
+        side = int(self.config.vision_config.spatial_merge_size)
+        blocks: list[tuple[int, tuple[int, int, int], float]] = []
+        for kind, apart in (("image", None), ("video", steps)):
+            grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
+            starts = self.starts(ids, self.marker(kind), grids)
+            spacing = [1.0] * len(grids) if apart is None else apart
+            for first, (t, h, w), step in zip(starts, grids, spacing, strict=True):
+                blocks.append((first, (t, h // side, w // side), step))
+        found = np.empty((3, ids.shape[1]), dtype=np.int32)
+        place = following = 0
+        for first, shape, step in sorted(blocks):
+            found[:, place:first] = np.arange(following, following + first - place)
+            following += first - place
+            inside = np.indices(shape).reshape(3, -1).astype(np.float32) * np.array([[step], [1], [1]], np.float32)
+            place = first + inside.shape[1]
+            found[:, first:place] = inside.astype(np.int32) + following
+            following = int(found[:, first:place].max()) + 1
+        length = ids.shape[1]
+        found[:, place:] = np.arange(following, following + length - place)
+        return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
 
     def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"position_ids": cut(encoded.position.prompt, 2, start, end)}

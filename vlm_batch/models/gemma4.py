@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, bidirectional_mask, spans_of
+from vlm_batch.models.frames import every_frame_kept
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
+from vlm_batch.videos import Sampling
 
 MASK_NOTE = (
     "where the checkpoint asks for it (use_bidirectional_attention 'vision'), a picture is one chunk and attends within "
@@ -23,6 +26,7 @@ MASK_NOTE = (
     ModelSpec(
         family="gemma4",
         model_types=("gemma4",),
+        video=True,
         notes=(
             MASK_NOTE,
             "a number of placeholders that does not fit the pictures is refused; mlx-vlm begins again with the first feature "
@@ -31,10 +35,11 @@ MASK_NOTE = (
     )
 )
 class Gemma4(Adapter):
-    """Pictures only: audio and video are not verified, and their inputs are refused."""
+    """A video's frames are pictures with other placeholders. Audio is not verified, and refused."""
 
-    input_keys = Adapter.input_keys | {"image_position_ids"}
-    ignored_inputs = frozenset({"num_soft_tokens_per_image"})
+    input_keys = Adapter.input_keys | {"image_position_ids", "pixel_values_videos", "video_position_ids"}
+    ignored_inputs = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
+    video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod
@@ -58,22 +63,45 @@ class Gemma4(Adapter):
 
         return {Gemma4TextModel: PictureMasks}
 
+    @classmethod
+    def video_processor(cls, part: Any) -> Any:
+        return every_frame_kept(part)
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, with as many placeholders as features."""
         extra = dict(extra)
-        positions = extra.pop("image_position_ids", None)
+        picture_places, frame_places = (extra.pop(f"{kind}_position_ids", None) for kind in ("image", "video"))
         if "pixel_values" in extra:
             found = extra.get("cached_image_features")
-            found = self.model.encode_image(extra["pixel_values"], positions) if found is None else found
-            needed, given = found.size // found.shape[-1], self.count_image_tokens(ids, extra)
-            if needed != given:
-                raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
+            found = self.model.encode_image(extra["pixel_values"], picture_places) if found is None else found
+            self.check_room(ids, self.config.image_token_id, found, "pictures")
             extra["cached_image_features"] = found
+        if "pixel_values_videos" in extra:
+            videos = extra["pixel_values_videos"]
+            found = self.encode_frames(videos, frame_places)
+            self.check_room(ids, self.config.video_token_id, found, "videos")
+            extra["cached_video_features"] = found
         return super().features(ids, extra)
+
+    def encode_frames(self, videos: mx.array | list[mx.array], places: mx.array | list[mx.array]) -> mx.array:
+        """(..., frames, N, 3 * patch * patch) patches, or a list of such, and their places -> (..., tokens, D)."""
+        patches, where = (
+            mx.concatenate(
+                [part.reshape(-1, *part.shape[-2:]) for part in ([parts] if isinstance(parts, mx.array) else parts)]
+            )
+            for parts in (videos, places)
+        )
+        return self.model.encode_image(patches, where)
+
+    def check_room(self, ids: mx.array, marker: int, found: mx.array, noun: str) -> None:
+        """Refuse a prompt that has not one placeholder for each of the features."""
+        needed, given = found.size // found.shape[-1], int(np.sum(np.array(ids) == marker))
+        if needed != given:
+            raise InvalidPrompt(f"the {noun} need {needed} placeholder tokens; the prompt has {given}")
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         text = self.config.text_config
-        if "pixel_values" not in extra or text.use_bidirectional_attention != "vision":
+        if not {"pixel_values", "pixel_values_videos"} & extra.keys() or text.use_bidirectional_attention != "vision":
             return ()
         return spans_of(ids, self.image_token_ids())
 
@@ -91,6 +119,7 @@ class Gemma4(Adapter):
     ModelSpec(
         family="gemma4_unified",
         model_types=("gemma4_unified",),
+        video=True,
         notes=(
             "a picture is one chunk and attends within itself both ways in all layers, past their windows too: mlx-vlm's "
             "definition, which is that of transformers' forward (modeling_gemma4_unified.py:1174)",

@@ -16,6 +16,7 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="glm4v",
         model_types=("glm4v",),
+        no_video="mlx-vlm's processor has no part for frames and leaves a video's placeholder (glm4v/processing.py:86)",
         notes=(
             "positions travel with the row: mlx-vlm keeps the last request's on the model (glm4v/glm4v.py:76) and "
             "counts text positions from the second chunk on (glm4v/language.py:518)",
@@ -65,6 +66,7 @@ class GLM4V(MRoPEAdapter):
     ModelSpec(
         family="glm4v_moe",
         model_types=("glm4v_moe",),
+        no_video="mlx-vlm's processor has no part for frames and leaves a video's placeholder (glm4v_moe/processing.py)",
         notes=(
             "positions travel with the row: mlx-vlm keeps the last request's on the model (glm4v_moe/glm4v_moe.py:66) and "
             "counts text positions from the second chunk on (glm4v_moe/language.py:577)",

@@ -24,7 +24,14 @@ class Idefics3(Adapter):
         self.language.norm = LastPosition(self.language.norm)
 
 
-@register(ModelSpec(family="smolvlm", model_types=("smolvlm",)))
+@register(
+    ModelSpec(
+        family="smolvlm",
+        model_types=("smolvlm",),
+        no_video="mlx-vlm's processor takes frames for pictures, without the words and times that the published one puts "
+        "between them (processing_smolvlm.py:161)",
+    )
+)
 class SmolVLM(Idefics3):
     """Idefics 3 by another name. Videos are pictures to its model; they are not verified, and refused."""
 

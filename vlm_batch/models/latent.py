@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from vlm_batch.caches.rows import RowsCache, attend_rows
 from vlm_batch.models.base import Adapter
+from vlm_batch.models.llava import use_tanh_gelu
 from vlm_batch.models.mistral3 import Pixtral
-from vlm_batch.models.modules import LastPosition
+from vlm_batch.models.modules import LastPosition, resized_positions
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -52,6 +54,10 @@ def latent_attention(parent: type) -> type:
 class _Kimi(Adapter):
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id"}
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        use_tanh_gelu(self.model.vision_tower)
+
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         patch = int(self.config.vision_config.patch_size)
         return tuple(
@@ -59,22 +65,52 @@ class _Kimi(Adapter):
         )
 
 
-@register(ModelSpec(family="kimi_vl", model_types=("kimi_vl",)))
+@register(
+    ModelSpec(
+        family="kimi_vl",
+        model_types=("kimi_vl",),
+        notes=(
+            "MoonViT's GELU has its tanh form, as published and as for kimi_k25 (kimi_vl/vision.py:228)",
+            "positions are resized by PyTorch's rule, as for kimi_k25",
+        ),
+    )
+)
 class KimiVL(_Kimi):
     """Its latents are made into keys and values before they are stored."""
 
     input_keys = _Kimi.input_keys | {"_grid_shapes"}
 
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.kimi_vl.vision import Learnable2DInterpPosEmb
 
-@register(ModelSpec(family="kimi_k25", model_types=("kimi_k25",)))
+        return {Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb)}
+
+
+@register(
+    ModelSpec(
+        family="kimi_k25",
+        model_types=("kimi_k25",),
+        notes=(
+            "MoonViT's GELU has its tanh form, as in transformers (configuration_kimi_k25.py, hidden_act); mlx-vlm takes the "
+            "exact one (kimi_k25/vision.py:245)",
+            "positions are resized by PyTorch's rule; without Metal mlx-vlm takes what lies past an edge for zeros "
+            "(mlx_vlm/models/kernels.py:165)",
+        ),
+    )
+)
 class KimiK25(_Kimi):
     """The language model runs the trunk's layers itself. Videos are refused: they are not verified."""
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention
+        from mlx_vlm.models.kimi_k25.vision import Learnable2DInterpPosEmb
 
-        return {DeepseekV3Attention: latent_attention(DeepseekV3Attention)}
+        return {
+            DeepseekV3Attention: latent_attention(DeepseekV3Attention),
+            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
+        }
 
     def shorten(self) -> None:
         self.language.model.norm = LastPosition(self.language.model.norm)

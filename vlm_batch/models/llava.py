@@ -12,6 +12,7 @@ import numpy as np
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, put_features
 from vlm_batch.registry import ModelSpec, register
+from vlm_batch.videos import Sampling
 
 #: The published grids of tiles (rows, columns), in the checkpoints' order; mlx-vlm does not keep the configured ones.
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
@@ -102,11 +103,13 @@ class GraniteVision(LlavaNext):
     """LLaVA-NeXT with several layers of SigLIP side by side, and Granite text."""
 
 
-@register(ModelSpec(family="llava_onevision", model_types=("llava_onevision",)))
+@register(ModelSpec(family="llava_onevision", model_types=("llava_onevision",), video=True))
 class LlavaOnevision(Adapter):
-    """Pictures only: videos are not verified, and refused."""
+    """A video is its frames, each pooled to a quarter of its patches, and one newline."""
 
-    input_keys = Adapter.input_keys | {"image_sizes"}
+    input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}
+    #: The paper's (arXiv:2408.03326, section 3.2: at most 32 frames, 196 tokens each).
+    video_sampling = Sampling(num_frames=32, frame_factor=1)
     ignored_inputs = frozenset({"batch_num_images"})
 
 

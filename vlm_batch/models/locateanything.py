@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import resized_positions
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -10,10 +13,19 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="locateanything",
         model_types=("locateanything",),
-        notes=("answers are decoded a token at a time; mlx-vlm can decode boxes in blocks, too (pbd.py)",),
+        notes=(
+            "answers are decoded a token at a time; mlx-vlm can decode boxes in blocks, too (pbd.py)",
+            "positions are resized by PyTorch's rule, as for kimi_k25",
+        ),
     )
 )
 class LocateAnything(Adapter):
     """RoPE takes each row's own offset."""
 
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.locateanything.vision import Learnable2DInterpPosEmb
+
+        return {Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb)}

@@ -6,7 +6,13 @@ from vlm_batch.models.base import GridAdapter
 from vlm_batch.registry import ModelSpec, register
 
 
-@register(ModelSpec(family="mage_vl", model_types=("mage_vl",)))
+@register(
+    ModelSpec(
+        family="mage_vl",
+        model_types=("mage_vl",),
+        no_video="not verified: transformers has no such model to compare with",
+    )
+)
 class MageVL(GridAdapter):
     """Nothing is special. Videos, whose patches come with positions, are refused: they are not verified."""
 

@@ -7,7 +7,12 @@ from vlm_batch.registry import ModelSpec, register
 
 
 @register(
-    ModelSpec(family="mimo_v2", model_types=("mimo_v2",), notes=("audio and video are not verified, and refused",))
+    ModelSpec(
+        family="mimo_v2",
+        model_types=("mimo_v2",),
+        no_video="not verified: transformers has no such model to compare with",
+        notes=("audio and video are not verified, and refused",),
+    )
 )
 class MiMoV2(Adapter):
     """RoPE takes each row's own offset; windows are the caches' business, sinks the attention's."""

@@ -19,6 +19,7 @@ from vlm_batch.types import Picture, PositionState
     ModelSpec(
         family="minicpmv4_6",
         model_types=("minicpmv4_6",),
+        no_video="not verified: its slices of frames have not been compared with transformers",
         notes=(
             "positions travel with the row: mlx-vlm keeps the last request's on the model (minicpmv4_6.py, "
             "_set_position_state)",
@@ -75,6 +76,7 @@ class MiniCPMV46(Qwen35):
     ModelSpec(
         family="minicpmv4_7",
         model_types=("minicpmv4_7",),
+        no_video="not verified: its slices of frames have not been compared with transformers",
         notes=("positions and the merger's GELU: as minicpmv4_6",),
     )
 )

@@ -16,6 +16,7 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="minimax_m3_vl",
         model_types=("minimax_m3_vl",),
+        no_video="not verified: its answers have not been compared with transformers",
         notes=(
             "blocks are picked for each row over its own keys; mlx-vlm counts padding and restarts positions when a "
             "request arrives (minimax_m3_vl.py:262, language.py:1494 and :2081). A row of such a layer keeps its own "

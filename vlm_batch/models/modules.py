@@ -322,6 +322,44 @@ def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries
     return mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(queries.shape[1], -1)
 
 
+def resize_bicubic(table: mx.array, size: tuple[int, int]) -> mx.array:
+    """A table of positions (H, W, D) for another grid: (h, w, D), by PyTorch's bicubic rule without aligned corners.
+
+    What lies past an edge repeats it (``F.interpolate``). Without Metal mlx-vlm takes it for zeros and scales up what is
+    left (mlx_vlm/models/kernels.py:165), which moves every position of a small table and the edges of a large one.
+    """
+    rows, columns = (mx.array(_cubic_weights(new, old)) for new, old in zip(size, table.shape[:2], strict=True))
+    return mx.einsum("hH,wW,HWd->hwd", rows, columns, table.astype(mx.float32)).astype(table.dtype)
+
+
+def _cubic_weights(new: int, old: int, a: float = -0.75) -> np.ndarray:
+    """(new, old): how much each old place counts at each new one (Keys 1981, with PyTorch's coefficient)."""
+    centre = (np.arange(new) + 0.5) * old / new - 0.5
+    weights = np.zeros((new, old), dtype=np.float32)
+    for tap in (-1, 0, 1, 2):
+        place = np.floor(centre) + tap
+        far = np.abs(centre - place)
+        near = (a + 2) * far**3 - (a + 3) * far**2 + 1
+        value = np.where(far <= 1, near, a * far**3 - 5 * a * far**2 + 8 * a * far - 4 * a)
+        np.add.at(weights, (np.arange(new), np.clip(place, 0, old - 1).astype(int)), value)
+    return weights
+
+
+def resized_positions(parent: type[nn.Module]) -> type[nn.Module]:
+    """MoonViT's learned positions, resized to each picture's grid by ``resize_bicubic``."""
+
+    class ResizedPositions(parent):  # type: ignore[misc,valid-type]
+        def __call__(self, x: mx.array, grids: mx.array, **shapes: Any) -> mx.array:
+            """Patches (N, D) and grids (pictures, 2), or (clips, 3), which are upstream's own."""
+            if grids.shape[1] != 2:
+                return super().__call__(x, grids, **shapes)
+            sizes = [(int(high), int(wide)) for high, wide in np.array(grids)]
+            tables = [resize_bicubic(self.weight, size).flatten(0, 1) for size in sizes]
+            return x + mx.concatenate(tables).astype(x.dtype)
+
+    return ResizedPositions
+
+
 @dataclass(frozen=True)
 class SealedMask:
     """A mask that only the hook in attention looks into."""

@@ -18,6 +18,7 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="muse_spark",
         model_types=("muse_spark", "muse_spark_open"),
+        no_video="not verified: its answers have not been compared with transformers",
         notes=(
             "runs where there is no Metal: mlx-vlm has the norms, gates and routing of this family as Metal kernels only "
             "(mlx_vlm/kernels)",

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.prompt_utils import apply_chat_template
-from mlx_vlm.utils import prepare_inputs, resolve_eos_token_ids, should_add_special_tokens
+from mlx_vlm.prompt_utils import apply_chat_template, get_chat_template
+from mlx_vlm.utils import (
+    VideoMetadata,
+    prepare_inputs,
+    processor_video_sampling,
+    resolve_eos_token_ids,
+    should_add_special_tokens,
+)
 from PIL import Image
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.types import ImageInput, Message
-
-_IMAGE_PARTS = ("image", "image_url", "input_image")
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.chats import with_parts
+from vlm_batch.types import Message
+from vlm_batch.videos import Clip, Sampling
 
 
 class Processing:
     """One model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
-    def __init__(self, processor: Any, config: Any) -> None:
-        self.processor = processor
+    def __init__(self, processor: Any, config: Any, adapter: type[Adapter] = Adapter) -> None:
+        self.processor = _mended(processor, adapter)
         self.config = config
+        self.sampling = _sampling(processor, adapter.video_sampling)
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
@@ -31,17 +40,20 @@ class Processing:
     # Text
     # ---------------------------------------------------------------------------------------------------------------
 
-    def render(self, prompt: str | Sequence[Message], num_images: int) -> str:
-        """Put a prompt or a chat through the model's chat template, with a placeholder for each picture.
+    def render(self, prompt: str | Sequence[Message], num_images: int, num_videos: int = 0) -> str:
+        """Put a prompt or a chat through the model's chat template, with a placeholder for each picture and video.
 
         Raises InvalidPrompt.
         """
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
+        turns = prompt if isinstance(prompt, str) else list(prompt)
         try:
-            rendered = apply_chat_template(
-                self.processor, self.config, prompt if isinstance(prompt, str) else list(prompt), num_images=num_images
-            )
+            if num_videos:  # mlx-vlm's template function knows videos of single prompts only, by their paths
+                marked = with_parts(turns, num_images, num_videos)
+                rendered = get_chat_template(self.processor, marked, add_generation_prompt=True)
+            else:
+                rendered = apply_chat_template(self.processor, self.config, turns, num_images=num_images)
         except Exception as error:
             raise InvalidPrompt(
                 f"the chat template cannot render this prompt: {error}; a prompt that is final already goes with rendered=True"
@@ -52,9 +64,13 @@ class Processing:
             raise InvalidPrompt(f"the chat template gave {type(rendered).__name__}, not text")
         return rendered
 
-    def count_placeholders(self, rendered: str) -> int | None:
-        """How many pictures a rendered prompt has room for; None if the processor does not name its placeholder."""
-        token = getattr(self.processor, "image_token", None) or getattr(self.tokenizer, "image_token", None)
+    def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
+        """How many pictures or videos ("image", "video") a rendered prompt has room for.
+
+        None if the processor does not name its placeholder.
+        """
+        name = f"{kind}_token"
+        token = getattr(self.processor, name, None) or getattr(self.tokenizer, name, None)
         return rendered.count(token) if isinstance(token, str) and token else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -69,8 +85,8 @@ class Processing:
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
 
-    def inputs(self, rendered: str, images: Sequence[Image.Image]) -> dict[str, Any]:
-        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures."""
+    def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
+        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
         try:
             found = prepare_inputs(
                 self.processor,
@@ -78,59 +94,74 @@ class Processing:
                 prompts=rendered,
                 image_token_index=getattr(self.config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
+                **self._video_arguments(clips),
             )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
-        return as_mlx(found)
+        return as_mlx({**found, **self._seconds(clips)})
 
     def inputs_of_ids(
-        self, token_ids: Sequence[int], images: Sequence[Image.Image], image_ids: frozenset[int]
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Image.Image],
+        image_ids: frozenset[int],
+        clips: Sequence[Clip] = (),
     ) -> dict[str, Any]:
-        """The same for final token ids, whose pictures must have all their placeholder tokens already."""
+        """The same for final token ids, whose pictures and videos must have all their placeholder tokens already."""
         ids = mx.array([list(token_ids)], dtype=mx.int32)
-        if not images:
+        if not images and not clips:
             return {"input_ids": ids}
-        found = self.inputs(self.render("?", len(images)), images)
+        found = self.inputs(self.render("?", len(images), len(clips)), images, clips)
         needed = _count(found["input_ids"], image_ids)
         given = _count(ids, image_ids)
         if needed != given:
-            raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the token ids hold {given}")
+            raise InvalidPrompt(f"the pictures and videos need {needed} placeholder tokens; the token ids hold {given}")
         return {**found, "input_ids": ids}
 
+    def _video_arguments(self, clips: Sequence[Clip]) -> dict[str, Any]:
+        """Decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken."""
+        if not clips:
+            return {}
+        frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
+        return {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
 
-def split_messages(messages: Sequence[Message], images: Sequence[ImageInput]) -> tuple[list[Message], list[ImageInput]]:
-    """A chat without its pictures' payloads, and all of its pictures in order.
-
-    A content part that carries a picture keeps it; bare ``{"type": "image"}`` parts take from ``images`` in order;
-    what is left of ``images`` belongs to the last user turn. Raises InvalidPrompt.
-    """
-    if not messages:
-        raise InvalidPrompt("the chat has no messages")
-    spare = iter(images)
-    ordered: list[ImageInput] = []
-    turns: list[Message] = []
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise InvalidPrompt('every message must be a mapping with "role" and "content"')
-        content = message.get("content", "")
-        if isinstance(content, list):
-            content = [_strip(part, spare, ordered) for part in content]
-        turns.append({**message, "content": content})
-    return turns, ordered + list(spare)
+    def _seconds(self, clips: Sequence[Clip]) -> dict[str, Any]:
+        """Seconds between a video's time steps (N,): transformers' ``second_per_grid_ts``, which mlx-vlm leaves out."""
+        frames = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
+        if not clips or frames is None:
+            return {}
+        return {"second_per_grid_ts": np.array([frames / clip.sampled_fps for clip in clips], dtype=np.float32)}
 
 
-def _strip(part: Any, spare: Any, ordered: list[ImageInput]) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") not in _IMAGE_PARTS:
-        return part
-    payload = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
-    if isinstance(payload, Mapping):
-        payload = payload.get("url")
-    if payload is None:
-        payload = next(spare, None)
-        if payload is None:
-            raise InvalidPrompt("the chat has more picture parts than pictures")
-    ordered.append(payload)
-    return {"type": "image"}
+def _mended(processor: Any, adapter: type[Adapter]) -> Any:
+    """The caller's processor, or a copy of it with the video part that the family needs."""
+    part = getattr(processor, "video_processor", None)
+    right = adapter.video_processor(part)
+    if right is part:
+        return processor
+    processor = copy.copy(processor)
+    processor.video_processor = right
+    return processor
+
+
+def _sampling(processor: Any, habit: Sampling) -> Sampling:
+    """The family's habit, where the checkpoint's processor does not say otherwise."""
+    declared = processor_video_sampling(processor)
+    said = {name: getattr(declared, name) for name in ("fps", "min_frames", "max_frames", "frame_factor")}
+    said["num_frames"] = declared.nframes
+    return replace(habit, **{name: value for name, value in said.items() if value is not None})
+
+
+def _metadata(clip: Clip) -> VideoMetadata:
+    _, width, height = clip.size
+    return VideoMetadata(
+        total_num_frames=clip.total,
+        fps=clip.fps,
+        frames_indices=list(clip.indices),
+        width=width,
+        height=height,
+        duration=clip.total / clip.fps,
+    )
 
 
 def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:

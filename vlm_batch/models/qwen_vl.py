@@ -7,31 +7,70 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
+from vlm_batch.models.frames import each_frame_bounded
 from vlm_batch.models.modules import seal_masks
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
+from vlm_batch.types import Encoded, PositionState
+from vlm_batch.videos import Sampling
+
+_BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
+_FRAMES = (
+    "video frames are bounded in size one by one, as in transformers' Qwen2VLVideoProcessor; mlx-vlm gives these models "
+    "Qwen3-VL's bound for the whole video"
+)
 
 
-@register(ModelSpec(family="qwen2_vl", model_types=("qwen2_vl",)))
+@register(ModelSpec(family="qwen2_vl", model_types=("qwen2_vl",), video=True, notes=(_BOTH, _FRAMES)))
 class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
     compiles = True
+
+    @classmethod
+    def video_processor(cls, part: Any) -> Any:
+        return each_frame_bounded(part)
 
 
 @register(
     ModelSpec(
         family="qwen2_5_vl",
         model_types=("qwen2_5_vl",),
-        notes=("vision windows of length zero are dropped: mlx-vlm compares array scalars by identity and keeps them",),
+        video=True,
+        notes=(
+            "vision windows of length zero are dropped: mlx-vlm compares array scalars by identity and keeps them",
+            "a video's positions go by its seconds, as in the published model; mlx-vlm drops second_per_grid_ts and "
+            "counts frames (processing_qwen2_5_vl.py:87, language.py, get_rope_index)",
+            _BOTH,
+            _FRAMES,
+        ),
     )
 )
 class Qwen25VL(MRoPEAdapter):
-    """M-RoPE; windowed attention in the vision tower."""
+    """M-RoPE whose time axis goes by seconds; windowed attention in the vision tower."""
 
+    input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
     compiles = True
+
+    @classmethod
+    def video_processor(cls, part: Any) -> Any:
+        return each_frame_bounded(part)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        """A video's time steps are ``tokens_per_second`` times their seconds apart (arXiv:2502.13923, section 2.1.2).
+
+        The rule and its float32 are those of the code that came with the model (transformers 4.49, get_rope_index).
+        """
+        if "video_grid_thw" not in extra:
+            return super().positions(ids, extra, features)
+        rate = np.float32(self.config.vision_config.tokens_per_second)
+        seconds = np.array(extra.get("second_per_grid_ts", np.ones(len(extra["video_grid_thw"]))), dtype=np.float32)
+        return self.grid_positions(ids, extra, (seconds * rate).tolist())
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
@@ -52,11 +91,15 @@ def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
     return DistinctWindows
 
 
-@register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",)))
+@register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",), video=True))
 class Qwen3VL(MRoPEAdapter):
-    """M-RoPE and deepstack: features of several vision layers are added to the picture positions of the first text layers."""
+    """M-RoPE and deepstack: features of several vision layers are added to the picture positions of the first text layers.
+
+    A video's time steps are pictures with their seconds in words before them.
+    """
 
     compiles = True
+    video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
@@ -75,6 +118,7 @@ class Qwen3VL(MRoPEAdapter):
     ModelSpec(
         family="qwen3_vl_moe",
         model_types=("qwen3_vl_moe",),
+        video=True,
         notes=(
             "the vision blocks take the tanh form of GELU and the mergers the exact one, as in transformers; mlx-vlm has "
             "them the other way round (qwen3_vl_moe/vision.py:109 and :164)",
@@ -100,9 +144,11 @@ class Qwen3VLMoe(Qwen3VL):
         return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107
 
 
-@register(ModelSpec(family="qwen3_5", model_types=("qwen3_5",)))
+@register(ModelSpec(family="qwen3_5", model_types=("qwen3_5",), video=True))
 class Qwen35(MRoPEAdapter):
     """M-RoPE; most layers keep a recurrent state and not keys and values."""
+
+    video_sampling = Sampling(frame_factor=1)
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
@@ -111,7 +157,7 @@ class Qwen35(MRoPEAdapter):
         return {Qwen3_5Attention: seal_masks(Qwen3_5Attention)}  # cut to the longest row at qwen3_5/language.py:1024
 
 
-@register(ModelSpec(family="qwen3_5_moe", model_types=("qwen3_5_moe",)))
+@register(ModelSpec(family="qwen3_5_moe", model_types=("qwen3_5_moe",), video=True))
 class Qwen35Moe(Qwen35):
     """Qwen3.5 with experts."""
 
@@ -120,6 +166,8 @@ class Qwen35Moe(Qwen35):
     ModelSpec(
         family="qwen3_omni_moe",
         model_types=("qwen3_omni_moe",),
+        no_video="a video's positions are fractions of seconds in the published model (modeling_qwen3_omni_moe.py, "
+        "get_rope_index) and whole frames in mlx-vlm's",
         notes=(
             "pictures and text in, text out; sound and video are refused, and nothing is spoken",
             "the vision blocks take the tanh form of GELU, as configured and as in transformers; mlx-vlm fixes the exact "

@@ -1,0 +1,327 @@
+"""Recipes for Inkling, GLM-5-Next, Kimi K2.5, Muse Spark and Qwen3-Next, whose weights mlx-vlm joins: see record.py, which runs them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+import torch
+import transformers
+
+from tests.zoo import Inputs
+from tests.zoo.muse_spark import PATCH, THETA
+
+Weights = dict[str, np.ndarray]
+
+LANGUAGE = (r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head.")
+
+
+def rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def same(ours: Any, *names: str) -> dict[str, Any]:
+    """Settings that are called the same here and there."""
+    return {name: getattr(ours, name) for name in names}
+
+
+def split(weights: Weights, path: str, joined: str, names: list[str], sizes: list[int]) -> None:
+    """Put the rows of a joined projection under their own names."""
+    value, prefix = weights.pop(path), path[: path.index(joined)]
+    suffix = path[len(prefix) + len(joined) :]
+    for name, part in zip(names, np.split(value, np.cumsum(sizes)[:-1]), strict=True):
+        weights[f"{prefix}{name}{suffix}"] = part
+
+
+# Muse Spark -----------------------------------------------------------------------------------------------------------
+
+
+def muse_spark(zoo: nn.Module) -> torch.nn.Module:
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"]
+    names += ["rms_norm_eps", "post_norm_eps", "layer_rope_theta", "layer_types", "sliding_window", "moe_hidden_size"]
+    names += ["final_logit_softcapping", "output_multiplier", "num_local_experts", "num_experts_per_tok"]
+    names += ["moe_intermediate_size", "qk_scale_factor", "routed_scaling_factor"]
+    seen = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "merge_size"]
+    seen += ["pos_emb_height", "pos_emb_width", "layer_types"]
+    config = transformers.MuseSparkConfig(
+        text_config={**same(ours, *names), "rope_parameters": rope(THETA)},
+        vision_config=same(vision, *seen),
+        audio_config={
+            "patch_sizes": [2],
+            "hidden_sizes": [8],
+            "depths": [1],
+            "num_hidden_layers": 1,
+            "out_hidden_size": 64,
+        },
+        **same(
+            zoo.config, "image_token_id", "video_token_id", "audio_token_id", "out_hidden_size", "projector_hidden_size"
+        ),
+        tie_word_embeddings=False,
+    )
+    return transformers.MuseSparkForConditionalGeneration(config)
+
+
+def halves(value: np.ndarray, width: int) -> np.ndarray:
+    """Rows of heads whose neighbours turn together, as transformers wants them: a half of a head each."""
+    return value.reshape(-1, width // 2, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+
+
+def muse_spark_weights(weights: Weights) -> Weights:
+    weights = dict(weights)
+    for path in [path for path in weights if "qkvg_proj" in path]:
+        split(weights, path, "qkvg_proj", ["q_proj", "k_proj", "v_proj", "gate_proj"], [64, 32, 32, 64])
+    for path in [path for path in weights if ".qkv_proj." in path]:
+        split(weights, path, "qkv_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
+    found = {}
+    for path, value in weights.items():
+        if re.search(r"attn\.[qk]_proj\.", path):
+            value = halves(value, 16)
+        if path.endswith("_beta"):  # the sigmoid of a gate over its temperature
+            site = "attention" if "add_attn" in path else "feedforward"
+            path = f"{path.rpartition('.')[0]}.post_{site}_residual_gate.gate"
+            value = 0.3 * np.log(value / (1 - value))
+        if not path.endswith("_alpha"):
+            found[re.sub(r"experts\.(gate|up|down)_proj", r"switch_mlp.\1_proj", path)] = value
+    return found
+
+
+def muse_spark_inputs(inputs: Inputs) -> dict[str, Any]:
+    """Patches in rows, and how many there are of each picture: what transformers' processor makes."""
+    if "pixel_values" not in inputs:
+        return {}
+    packed, grids = [], []
+    for picture in inputs["pixel_values"]:
+        _, high, wide = (size // PATCH for size in picture.shape)
+        cells = np.broadcast_to(picture, (2, *picture.shape)).reshape(2, 3, high, PATCH, wide, PATCH)
+        packed.append(cells.transpose(2, 4, 0, 1, 3, 5).reshape(high * wide, -1))
+        grids.append([1, high, wide])
+    return {"pixel_values": torch.tensor(np.concatenate(packed)), "image_grid_thw": torch.tensor(grids)}
+
+
+# Inkling --------------------------------------------------------------------------------------------------------------
+
+
+def inkling(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    names = [
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "rms_norm_eps",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ]
+    names += ["head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "sliding_window_size"]
+    names += [
+        "d_rel",
+        "rel_extent",
+        "log_scaling_n_floor",
+        "log_scaling_alpha",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    ]
+    names += ["n_shared_experts", "route_scale", "logits_mup_width_multiplier"]
+    text = same(ours, *names)
+    text["layer_types"] = [name.replace("hybrid_full", "hybrid") for name in ours.layer_types]
+    text["mlp_layer_types"] = ["dense", "sparse", "sparse", "sparse"]
+    text |= {"intermediate_size": ours.dense_intermediate_size, "moe_intermediate_size": ours.intermediate_size}
+    config = transformers.InklingConfig(
+        text_config=text,
+        vision_config={**same(zoo.config.vision_config, "patch_size"), "num_hidden_layers": 2, "text_hidden_size": 64},
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 4, "text_hidden_size": 64},
+        **same(zoo.config, "image_token_id", "audio_token_id"),
+    )
+    return transformers.InklingForConditionalGeneration(config)
+
+
+def inkling_weights(weights: Weights) -> Weights:
+    weights = dict(weights)
+    for path in [path for path in weights if path.endswith("qkvr_proj.weight")]:
+        split(weights, path, "qkvr_proj", ["q_proj", "k_proj", "v_proj", "r_proj"], [64, 32, 32, 32])
+    for path in [path for path in weights if path.endswith(".gate_scale")]:  # of experts in four bits
+        base = path.rpartition(".")[0]
+        weights[f"{base}.gate_proj.weight"] = weights[f"{base}.gate_proj.weight"] * weights.pop(path)[:, None, None]
+        down = weights[f"{base}.down_proj.weight"]
+        weights[f"{base}.down_proj.weight"] = down * weights.pop(f"{base}.out_scale")[:, None, None]
+    for path in [path for path in weights if ".shared_experts." in path]:
+        value, is_down = weights.pop(path), "down_proj" in path
+        value = value.reshape(64, 2, 32).swapaxes(0, 1) if is_down else value.reshape(2, 32, 64)
+        weights[path.removesuffix(".weight")] = value
+    sparse = {path.partition(".mlp.")[0] for path in weights if ".mlp.gate_weight" in path}
+    for path in [
+        path for path in weights if path.endswith("mlp.global_scale") and path.partition(".mlp.")[0] in sparse
+    ]:
+        weights[path.replace("mlp.global", "mlp.gate.global")] = weights.pop(path)
+    return weights
+
+
+INKLING = (
+    (r"^(vision_tower|audio_tower)\.", r"model.\1."),
+    (r"embed_audio_tokens\.weight", "embed_audio_tokens.embed_audio_tokens.weight"),
+    (r"model\.embed_norm\.", "model.embed_tokens.embed_norm."),
+    (r"sconv\.conv\.", "sconv.conv1d."),
+    (r"self_attn\.rel_proj$", "self_attn.rel_logits_proj.proj"),
+    (r"mlp\.gate_weight$", "mlp.gate.weight"),
+    (r"mlp\.e_score", "mlp.gate.e_score"),
+    *LANGUAGE,
+)
+
+
+# GLM-5-Next -----------------------------------------------------------------------------------------------------------
+
+
+def glm5_next(zoo: nn.Module) -> torch.nn.Module:
+    ours = zoo.config.text_config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"]
+    names += ["num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank"]
+    names += ["routed_scaling_factor", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "indexer_types", "index_topk"]
+    names += ["index_kpool", "index_head_dim", "index_n_heads", "linear_head_dim", "linear_num_heads", "hc_mult"]
+    names += ["layer_types", "mlp_layer_types", "pad_token_id", "rms_norm_eps"]
+    seen = ["depth", "hidden_size", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"]
+    seen += ["out_hidden_size", "intermediate_size", "projection_intermediate_size"]
+    markers = ["image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id"]
+    config = transformers.Glm5NextConfig(
+        text_config=same(ours, *names),
+        vision_config=same(zoo.config.vision_config, *seen),
+        **same(zoo.config, *markers, "video_start_token_id", "video_end_token_id"),
+        tie_word_embeddings=False,
+    )
+    return transformers.Glm5NextForConditionalGeneration(config)
+
+
+def glm5_next_weights(weights: Weights) -> Weights:
+    weights = dict(weights)
+    for path in [path for path in weights if ".mlp." in path and "gate_up_proj" in path]:
+        half = len(weights[path]) // 2
+        split(weights, path, "gate_up_proj", ["gate_proj", "up_proj"], [half, half])
+    for path in [path for path in weights if path.endswith("self_attn.qkv_proj.weight")]:
+        split(weights, path, "qkv_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
+    for path in [path for path in weights if "fbg_a_proj" in path]:
+        split(weights, path, "fbg_a_proj", ["f_a_proj", "b_proj", "g_a_proj"], [8, 4, 8])
+    for path in [path for path in weights if "qkv_a_proj" in path]:
+        split(weights, path, "qkv_a_proj", ["q_a_proj", "kv_a_proj_with_mqa"], [24, 16])
+    join_latent(weights)
+    return weights
+
+
+def join_latent(weights: Weights) -> None:
+    """Put what makes keys and values of a latent under the one name that it has in transformers."""
+    for path in [path for path in weights if path.endswith("embed_q.weight")]:
+        keys, values = weights.pop(path).swapaxes(1, 2), weights.pop(path.replace("embed_q", "unembed_out"))
+        joined = np.concatenate([keys, values], axis=1)
+        weights[path.replace("embed_q", "kv_b_proj")] = joined.reshape(-1, joined.shape[-1])
+
+
+GLM5_NEXT = (
+    (r"^vision_tower\.", "model.visual."),
+    (r"self_attn\.qkv_conv\.conv\.", "self_attn.conv1d."),
+    (r"self_attn\.(A_log|dt_bias|f_a_proj|f_b_proj)", r"self_attn.forget_gate.\1"),
+    *LANGUAGE,
+)
+
+
+# Kimi K2.5 ------------------------------------------------------------------------------------------------------------
+
+
+def kimi_k25(zoo: nn.Module) -> torch.nn.Module:
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"]
+    names += [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+    ]
+    names += ["first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"]
+    names += ["v_head_dim", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "rms_norm_eps"]
+    names += ["max_position_embeddings"]
+    config = transformers.Kimi_K25Config(
+        text_config={**same(ours, *names), "model_type": "deepseek_v3", "rope_parameters": rope(ours.rope_theta)},
+        vision_config={
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "patch_size": vision.patch_size,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        projection_hidden_size=32,
+        image_token_id=zoo.config.media_placeholder_token_id,
+        tie_word_embeddings=False,
+    )
+    return transformers.Kimi_K25ForConditionalGeneration(config)
+
+
+def kimi_k25_weights(weights: Weights) -> Weights:
+    weights = dict(weights)
+    join_latent(weights)
+    for path in [path for path in weights if ".wqkv." in path]:
+        split(weights, path, "wqkv", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
+    turned = re.compile(r"vision_tower.*attn\.[qk]_proj\.")
+    return {path: halves(value, 16) if turned.search(path) else value for path, value in weights.items()}
+
+
+def kimi_k25_inputs(inputs: Inputs) -> dict[str, Any]:
+    if "pixel_values" not in inputs:
+        return {"image_token_id": None}
+    grids = torch.tensor([[1, *grid] for grid in inputs["image_grid_hws"].tolist()])
+    return {"image_grid_thw": grids, "image_grid_hws": None, "image_token_id": None}
+
+
+KIMI_K25 = (
+    (r"^vision_tower\.blocks\.", "model.vision_tower.layers."),
+    (r"^vision_tower\.", "model.vision_tower."),
+    (r"layers\.(\d+)\.norm1\.", r"layers.\1.norm2."),
+    (r"layers\.(\d+)\.norm0\.", r"layers.\1.norm1."),
+    (r"mlp\.fc1\.", "mlp.fc2."),
+    (r"mlp\.fc0\.", "mlp.fc1."),
+    (r"attn\.wo\.", "attn.proj."),
+    (r"pos_emb\.weight$", "pos_emb.position_embeddings"),
+    (r"^mm_projector\.proj\.0\.", "model.mm_projector.in_proj."),
+    (r"^mm_projector\.proj\.2\.", "model.mm_projector.out_proj."),
+    (r"^mm_projector\.", "model.mm_projector."),
+    *LANGUAGE,
+)
+
+
+# Qwen3-Next -----------------------------------------------------------------------------------------------------------
+
+
+def qwen3_next(zoo: nn.Module) -> torch.nn.Module:
+    names = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    names += ["head_dim", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "vocab_size"]
+    names += ["linear_value_head_dim", "linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
+    names += ["decoder_sparse_step", "shared_expert_intermediate_size", "moe_intermediate_size", "rms_norm_eps"]
+    config = transformers.Qwen3NextConfig(
+        **same(zoo.config, *names),
+        layer_types=["linear_attention", "full_attention"] * 2,
+        rope_parameters={**rope(zoo.config.rope_theta), "partial_rotary_factor": 0.5},
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+#: What each family's ``Recipe`` is made of.
+NEWER: dict[str, dict[str, Any]] = {
+    "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
+    "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
+    "inkling": {"build": inkling, "rename": INKLING, "regroup": inkling_weights},
+    "qwen3_next": {
+        "build": qwen3_next,
+        "rename": ((r"^language_model\.", ""),),
+        "less_one": r"layernorm\.weight$|[qk]_norm\.weight$|model\.norm\.weight$",
+    },
+    "muse_spark": {
+        "build": muse_spark,
+        "rename": ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),
+        "regroup": muse_spark_weights,
+        "inputs": muse_spark_inputs,
+        "absent": r"audio_tower",
+        "less_one": r"(input|pre_feedforward|post_feedforward)_layernorm\.weight$|(pre|post)_expert_norm\.weight$",
+    },
+}
