@@ -24,6 +24,7 @@ from tests.recording import record
 from tests.zoo import family as tiny_family
 from vlm_batch.caches import Placement
 from vlm_batch.generator import BatchGenerator
+from vlm_batch.models import kernels
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.registry import families, spec_for
 from vlm_batch.scheduler import SchedulerConfig
@@ -45,6 +46,12 @@ def two_images(name: str) -> list[Ask]:
     if tiny_family(name).two_images is None:
         return together(IMAGES[0], IMAGES[1])  # the family takes one picture a request
     return together("two:7", IMAGES[1], TEXTS[0], "two:8")
+
+
+def equal_prompts(name: str) -> list[Ask]:
+    """Pictures of one size and texts of one length, that arrive together and later."""
+    late = [Ask("image:1:1", at=3), Ask(IMAGES[1], at=3), Ask(TEXTS[2], at=4)]
+    return [*together("image:1:1", IMAGES[1], "image:3:1", "text:4:14", TEXTS[2]), *late]
 
 
 def middle_of_image(name: str) -> SchedulerConfig:
@@ -107,6 +114,11 @@ SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], Scheduler
     "longer_than_the_window": (
         lambda name: [Ask(TEXTS[1], tokens=20), Ask(IMAGES[2], tokens=14, at=2), Ask("text:9:40", tokens=12)],
         lambda name: chunked(11),
+    ),
+    "equal_prompts": (equal_prompts, lambda name: SchedulerConfig(max_rows=6, encode_together=4, prefill_together=8)),
+    "equal_prompts_apart": (
+        equal_prompts,
+        lambda name: SchedulerConfig(max_rows=6, encode_together=1, prefill_together=1),
     ),
     "one_token": (lambda name: [Ask(IMAGES[0], tokens=1), Ask(TEXTS[0], tokens=1), Ask(IMAGES[1])], None),
 }
@@ -178,6 +190,16 @@ def test_parity_with_a_compiled_decode_step(name: str) -> None:
         pytest.skip(f"{name} is not decoded by compiled graphs: its adapter does not declare it, and says why")
     asks, _ = SCENARIOS["place_is_taken_again"]
     check(name, run_family(name, asks(name), placement=Placement.SLAB, compile_decode=True))
+
+
+@all_families
+def test_parity_with_the_kernels_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as it is spelled out on CUDA until a shape has a plan, and with a group's heads as queries."""
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    asks, _ = SCENARIOS["place_is_taken_again"]
+    record(
+        name, "kernels_for_cuda", Placement.SLAB, check(name, run_family(name, asks(name), placement=Placement.SLAB))
+    )
 
 
 @both_placements

@@ -109,6 +109,36 @@ def test_hits_with_a_video(name: str) -> None:
         assert asks.ask_inputs({**mine, "second_per_grid_ts": mine["second_per_grid_ts"] / 2})[0] <= 4
 
 
+WITH_VIDEOS = [name for name in every_family() if family(name).video is not None]
+
+
+@pytest.mark.parametrize("name", WITH_VIDEOS)
+def test_hits_with_videos(name: str) -> None:
+    """A video again, another question about it, a longer prompt; and a prompt of pictures around a video."""
+    asks = asker(name)
+    assert asks.ask("video:3:2", "both:6") == [0, 0]
+    same, both = asks.ask("video:3:2", "both:6")
+    assert (same, both) == (length(name, "video:3:2"), length(name, "both:6"))
+    for key in ("video:3:2", "both:6"):
+        other, longer = asks.ask(f"{key}~1", f"{key}+2")
+        assert end_of_pictures(name, key) <= other <= length(name, key) - TAIL
+        assert longer >= length(name, key)
+
+
+@pytest.mark.parametrize("name", WITH_VIDEOS)
+def test_another_video_or_another_pace_is_never_a_hit(name: str) -> None:
+    """The same ids with other frames, or with the same frames at other seconds where positions go by them."""
+    asks = asker(name)
+    inputs = inputs_of(name, "video:3:2")
+    asks.ask_inputs(inputs)
+    changed = [{**inputs, "pixel_values_videos": inputs["pixel_values_videos"] * np.float32(1.01)}]
+    if "second_per_grid_ts" in inputs:
+        changed.append({**inputs, "second_per_grid_ts": inputs["second_per_grid_ts"] * 2})
+    start = key_of(name, inputs).pictures[0][0]
+    for other in changed:
+        assert asks.ask_inputs(other)[0] <= start
+
+
 @pytest.mark.parametrize(("name", "placement"), in_turns())
 def test_hits_from_files(name: str, placement: Placement, tmp_path: Path) -> None:
     """Another engine on the same directory, and the same prompts: nothing of them is prefilled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end
+from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end, together
 from vlm_batch.types import Chunk
 
 SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
@@ -73,14 +73,14 @@ def test_a_chunk_is_bounded_whatever_the_budget() -> None:
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
     pace = Pace(SchedulerConfig(prefill_budget=10, idle_budget=100))
     pace.record(0.01, 50)
-    assert pace.budget(is_decoding=True) == 10
-    assert pace.budget(is_decoding=False) == 100
+    assert pace.budget(is_decoding=True, pending=4096) == 10
+    assert pace.budget(is_decoding=False, pending=4096) == 100
 
 
 def measured(decode: float, prefill: float, tokens: int) -> Pace:
     """After steps of decoding alone, and steps that launch ``tokens`` which are waited for in this step or the next."""
     pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
-    assert pace.budget(is_decoding=True) == Pace.FIRST_CHUNK
+    assert pace.budget(is_decoding=True, pending=4096) == Pace.FIRST_CHUNK
     for here in (1.0, 0.0):  # a CPU works while it is launched, a GPU while the next step waits
         for _ in range(30):
             pace.record(decode, 0)
@@ -92,9 +92,39 @@ def measured(decode: float, prefill: float, tokens: int) -> Pace:
 
 def test_a_budget_in_time_follows_what_is_measured() -> None:
     """0.1 s between tokens, of which decoding takes 0.04: 0.06 s at 2,000 tokens/s are 120 tokens."""
-    assert measured(0.04, 0.1, 200).budget(is_decoding=True) == pytest.approx(120, abs=2)
-    assert measured(0.2, 0.1, 200).budget(is_decoding=True) == Pace.SMALLEST_CHUNK  # progress, however slow decoding is
-    assert measured(0.001, 0.0001, 200).budget(is_decoding=True) == 2048
+    assert measured(0.04, 0.1, 200).budget(is_decoding=True, pending=4096) == pytest.approx(120, abs=2)
+    slow = [measured(0.2, 0.1, 200)] * Pace.LONGEST_SAVING  # progress, however slow decoding is
+    assert [pace.budget(is_decoding=True, pending=4096) for pace in slow] == [0, 0, 0, Pace.SMALLEST_CHUNK]
+    assert measured(0.001, 0.0001, 200).budget(is_decoding=True, pending=4096) == 2048
+
+
+def test_what_fits_is_saved_up_for_a_chunk_that_is_worth_it() -> None:
+    """120 tokens fit beside each step: 256 after three, the end of a prompt at once."""
+    pace = measured(0.04, 0.1, 200)
+    pace._config = SchedulerConfig(token_gap=0.1, idle_budget=2048, smallest_chunk=256)
+    assert [pace.budget(is_decoding=True, pending=4096) for _ in range(3)] == [0, 0, pytest.approx(360, abs=6)]
+    assert pace.budget(is_decoding=True, pending=100) == pytest.approx(120, abs=2)
+
+
+def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
+    scheduler = Scheduler(SchedulerConfig(slack=30))
+    rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0), PrefillRow("c", 50, 0)]
+    assert scheduler.plan(rows, 70) == (Chunk("a", 0, 50), Chunk("b", 0, 50))
+    assert scheduler.plan(rows, 60) == (Chunk("a", 0, 50), Chunk("b", 0, 10))
+
+
+def test_prompts_of_one_length_go_together() -> None:
+    plan = (
+        Chunk("a", 0, 50),
+        Chunk("b", 0, 50),
+        Chunk("c", 0, 50),
+        Chunk("d", 0, 40),
+        Chunk("e", 10, 40),
+        Chunk("f", 0, 40),
+    )
+    lengths = {"a": 50, "b": 50, "c": 50, "d": 40, "e": 40, "f": 60}
+    groups = [[chunk.request_id for chunk in group] for group in together(plan, lengths, 2)]
+    assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:
@@ -103,4 +133,4 @@ def test_prompts_without_a_break_are_measured_too() -> None:
         pace.record(0.04, 0)
     for _ in range(80):
         pace.record(0.14, 200)
-    assert pace.budget(is_decoding=True) == pytest.approx(120, abs=2)
+    assert pace.budget(is_decoding=True, pending=4096) == pytest.approx(120, abs=2)

@@ -130,6 +130,24 @@ def test_sampling_habits(total: int, fps: float, sampling: Sampling, count: int)
     assert (np.diff(indices) > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("total", "fps", "count", "head"),
+    [
+        (100, 10.0, 10, [0, 10, 20]),
+        (299, 29.97, 10, [0, 29, 59]),
+        (3, 10.0, 1, [0]),
+        (4000, 25.0, 128, [0, 30, 62]),
+        (90000, 29.97, 128, [0, 707, 1414]),
+    ],
+)
+def test_minicpm_looks_at_each_second(total: int, fps: float, count: int, head: list[int]) -> None:
+    """As transformers 5.23's MiniCPMV4_6VideoProcessor.sample_frames, which was asked."""
+    sampling = type(shared_adapter("minicpmv4_6")).video_sampling
+    found = sampling.indices(total, fps, Video("film.mp4"))
+    assert (len(found), found[: len(head)].tolist()) == (count, head)
+    assert len(sampling.indices(total, fps, Video("film.mp4", num_frames=3))) == 3
+
+
 def test_a_header_that_counts_a_frame_too_many(film: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers count by duration: the frames that are there are sampled, again from the first to the last."""
     monkeypatch.setattr("vlm_batch.videos._Capture.skip", _ends_at(29))

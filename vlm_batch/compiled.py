@@ -1,10 +1,11 @@
 """The decode step as one compiled graph: on a GPU the launches decide, and compiling fuses about a fifth of them away.
 
 A graph holds while the number of places and the columns that attention reads stay what they were: places are powers of
-two, columns are rounded up to 256. Making one costs a few hundred milliseconds for a model of 36 layers, so
-a shape is compiled only once it has come back ``USES_BEFORE_GRAPH`` times. Measured on an H200 for a 3B shape in
-bfloat16: 9.2 -> 7.1 ms at 1 row, 11.6 -> 9.0 at 8, 15.1 -> 11.3 at 32; on a CPU 4-6 %, after seconds for the first graph
-(docs/architecture.md).
+two, columns are rounded up to 256. A shape is compiled only once it has come back ``USES_BEFORE_GRAPH`` times.
+
+Measured on an H200 for a 3B shape in bfloat16: 9.2 -> 7.1 ms at 1 row, 11.6 -> 9.0 at 8, 15.1 -> 11.3 at 32. But the first
+graph of a process builds its kernels, which held a step up for 25 seconds on an H100, some six thousand steps' gain: so it
+is for servers that are warmed up, and asked for. On a CPU it brings 4-6 % (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -20,11 +21,6 @@ from vlm_batch.types import DecodeStep
 
 Decode = Callable[[DecodeStep], mx.array]
 _Graph = Callable[..., tuple[mx.array, list[tuple[mx.array, mx.array]]]]
-
-
-def pays_to_compile() -> bool:
-    """Whether MLX runs on CUDA. Not established for Metal; on a CPU the first graph costs more than it brings."""
-    return mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
 
 
 class CompiledDecode:

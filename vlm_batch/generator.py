@@ -16,14 +16,14 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from vlm_batch.batch import DecodeBatch, Row, Traces
-from vlm_batch.caches import Placement, arrays_of
+from vlm_batch.caches import Placement, arrays_of, can_share, take_row
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation
-from vlm_batch.compiled import CompiledDecode, pays_to_compile
+from vlm_batch.compiled import CompiledDecode
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
-from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow
+from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, together
 from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import (
     Chunk,
@@ -45,6 +45,30 @@ T = TypeVar("T")
 
 #: Prompt tokens of a forward where rows have their own caches (CPUs): 1.42 ms a token, 1.87 at 1,024 (docs/benchmarks.md).
 ROWS_CHUNK = 256
+#: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 1,024, and four small pictures as long as one;
+#: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
+SLAB_CHUNK = 1024
+TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (4, 32)}  # rows encoded and prompts prefilled together
+
+
+def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerConfig:
+    """What the config leaves open, as measured on devices of a placement."""
+    encode, prefill = TOGETHER[placement]
+    config = replace(
+        config,
+        encode_together=encode if config.encode_together is None else config.encode_together,
+        prefill_together=prefill if config.prefill_together is None else config.prefill_together,
+    )
+    is_timed = config.prefill_budget is None
+    if placement is Placement.SLAB:
+        slack = SLAB_CHUNK // 2 if is_timed else 0
+        return replace(config, smallest_chunk=config.smallest_chunk or SLAB_CHUNK, slack=config.slack or slack)
+    return replace(
+        config,
+        max_chunk=min(config.max_chunk, ROWS_CHUNK),
+        idle_budget=min(config.idle_budget, ROWS_CHUNK),
+        smallest_chunk=config.smallest_chunk or ROWS_CHUNK,
+    )
 
 
 class ModelAdapter(Protocol):
@@ -56,11 +80,15 @@ class ModelAdapter(Protocol):
     def max_context(self) -> int | None: ...
     def image_token_ids(self) -> frozenset[int]: ...
     @property
+    def shares_prefill(self) -> bool: ...
+    @property
     def starts_afresh(self) -> str | None: ...
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
+    def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]: ...
     def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded: ...
     def make_cache(self) -> list[Any]: ...
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
+    def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array: ...
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
     def decode(self, step: DecodeStep) -> mx.array: ...
 
@@ -89,9 +117,9 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
-    ``compile_decode`` runs decode steps as compiled graphs where the family allows it; by default on CUDA, where it pays.
-    ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys and
-    values are quantised; by default they are not.
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it (``vlm_batch.compiled`` says when
+    that pays). ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv``
+    says how keys and values are quantised; by default they are not.
     """
 
     def __init__(
@@ -103,22 +131,17 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         max_prompt_tokens: int | None = None,
-        compile_decode: bool | None = None,
+        compile_decode: bool = False,
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
     ) -> None:
         self.adapter = adapter
         self.kv = kv
         self.reuse = reuse or Reuse(adapter)
-        wants_graphs = pays_to_compile() if compile_decode is None else compile_decode
-        self._compiled = CompiledDecode(adapter.decode) if wants_graphs and adapter.compiles else None
+        self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
         placement = placement or Placement.for_device()
-        config = config or SchedulerConfig()
-        if placement is Placement.ROWS:
-            config = replace(
-                config, max_chunk=min(config.max_chunk, ROWS_CHUNK), idle_budget=min(config.idle_budget, ROWS_CHUNK)
-            )
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(for_placement(config or SchedulerConfig(), placement))
+        self._shares_prefill = adapter.shares_prefill and can_share(adapter.make_cache())
         self.decode_text = decode_text or (lambda ids: "")
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_prompt_tokens = max_prompt_tokens
@@ -200,10 +223,10 @@ class BatchGenerator:
             self._launched.decode = self._launch(rows)
         self._await(before)
         encoding = self._admit(is_decoding=bool(rows))
-        budget = self._pace.budget(is_decoding=bool(rows))
+        budget = self._pace.budget(is_decoding=bool(rows), pending=self._num_pending())
         stops = (self.kv.start,) if self.kv is not None and self.kv.start else ()
         plan = self.scheduler.plan([_prefill_row(row, stops) for row in self._prefilling.values()], budget)
-        joined = [row for chunk in plan if (row := self._prefill(chunk)) is not None]
+        joined = [row for group in self._together(plan) for row in self._prefill(group)]
         if joined:
             self._launched.joined = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
         if rows:
@@ -241,12 +264,16 @@ class BatchGenerator:
         )
         num_free = self.scheduler.num_free(len(self._prefilling) + len(self.batch))
         num_encoded = 0
-        for index, request_id in enumerate(order[: num_free + self.scheduler.config.encode_ahead]):
-            row = self._waiting[request_id]
+        near = [self._waiting[request_id] for request_id in order[: num_free + self.scheduler.config.encode_ahead]]
+        num_looked = 0
+        for index, row in enumerate(near):
+            request_id = row.request_id
             has_place = index < num_free
             if row.encoded is None:
-                if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
-                    break
+                if num_encoded >= num_looked:
+                    if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
+                        break
+                    num_looked = num_encoded + self._look([other for other in near[index:] if other.encoded is None])
                 if self.reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
                 self._guard(row, self._encode, row)
@@ -258,10 +285,27 @@ class BatchGenerator:
                 self._prefilling[request_id] = self._waiting.pop(request_id)
         return time.perf_counter() - now
 
+    def _look(self, rows: Sequence[Row]) -> int:
+        """Encode the pictures of the first rows in one call, where that can be done; how many rows."""
+        rows = rows[: self.scheduler.config.encode_together]
+        if len(rows) < 2 or self.reuse.prefix is not None:  # with one, pictures may not have to be encoded at all
+            return 1
+        given = [row.inputs or {} for row in rows]
+        try:
+            looked = self.adapter.look(given)
+        except Exception:
+            return 1  # each of them is encoded alone and told its own error
+        for row, inputs in zip(rows, looked, strict=True):
+            row.inputs = inputs
+        return 1 if all(new is old for new, old in zip(looked, given, strict=True)) else len(rows)
+
     def _has_prefill_work(self) -> bool:
         """Whether the prompts that have places fill a step."""
-        pending = sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
-        return pending >= self.scheduler.config.idle_budget
+        return self._num_pending() >= self.scheduler.config.idle_budget
+
+    def _num_pending(self) -> int:
+        """Prompt tokens that have places and are not prefilled."""
+        return sum(row.prompt_length - row.prefilled for row in self._prefilling.values())
 
     def _fresh_cache(self) -> list[Any]:
         fresh = self.adapter.make_cache()
@@ -288,24 +332,50 @@ class BatchGenerator:
         self.reuse.commit(row)
         row.encode_seconds = time.perf_counter() - begin
 
-    def _prefill(self, chunk: Chunk) -> Row | None:
-        """Run one chunk; the row, if that ended its prompt."""
-        row = self._prefilling.get(chunk.request_id)
-        if row is None or not self._guard(row, self._run_chunk, row, chunk):
-            return None
-        return row
+    def _together(self, plan: Sequence[Chunk]) -> list[list[Chunk]]:
+        """The plan in groups that run as one array."""
+        most = self.scheduler.config.prefill_together or 1
+        if most == 1 or not self._shares_prefill or self.kv is not None:
+            return [[chunk] for chunk in plan]
+        return together(plan, {row.request_id: row.prompt_length for row in self._prefilling.values()}, most)
+
+    def _prefill(self, group: Sequence[Chunk]) -> list[Row]:
+        """Run a group of chunks; the rows whose prompts it ended."""
+        rows = [self._prefilling[chunk.request_id] for chunk in group]
+        if len(rows) > 1 and self._run_together(rows):
+            return [row for row in rows if row.status is Status.DECODE]
+        return [row for row, chunk in zip(rows, group, strict=True) if self._guard(row, self._run_chunk, row, chunk)]
+
+    def _run_together(self, rows: Sequence[Row]) -> bool:
+        """Launch whole prompts of one length as one array. False if that failed: each then runs alone and is told its error."""
+        try:
+            cache = self.adapter.make_cache()
+            logits = self.adapter.prefill_together([_encoded(row) for row in rows], cache)  # (R, V)
+            mx.async_eval(logits, [layer.state for layer in cache])
+        except Exception:
+            return False
+        for index, row in enumerate(rows):
+            row.cache = take_row(cache, index)
+            row.prefilled = row.prompt_length
+            self._guard(row, self._settle, row, logits[index : index + 1])
+        return True
 
     def _run_chunk(self, row: Row, chunk: Chunk) -> bool:
         """Launch a chunk. Whether the row's prompt is done; it then is in the batch, with its logits as ``next_token``."""
-        assert row.encoded is not None and row.cache is not None
+        assert row.cache is not None
         logits = row.traces.logits if row.traces is not None else None  # (1, V), kept from the same prompt
         if logits is None:
-            logits = self.adapter.prefill(row.encoded, row.cache, chunk.start, chunk.end)  # (1, V)
+            logits = self.adapter.prefill(_encoded(row), row.cache, chunk.start, chunk.end)  # (1, V)
         row.prefilled = chunk.end
-        done = chunk.end == row.prompt_length
+        return self._settle(row, logits)
+
+    def _settle(self, row: Row, logits: mx.array) -> bool:
+        """Launch what a chunk left in a row's caches. Whether its prompt is done: it then joins, with ``logits`` (1, V)."""
+        assert row.cache is not None
+        done = row.prefilled == row.prompt_length
         kept = self.reuse.prompt_done(row, logits) if done else self.reuse.chunk_done(row)
         if done:
-            self.adapter.finish_prefill(row.encoded, row.cache)
+            self.adapter.finish_prefill(_encoded(row), row.cache)
         arrays = arrays_of([cache.state for cache in row.cache]) + ([logits] if done else []) + kept
         mx.async_eval(arrays)
         self._launched.chunks.append((row, arrays))
@@ -501,6 +571,11 @@ def _prefill_row(row: Row, stops: tuple[int, ...]) -> PrefillRow:
     assert row.encoded is not None
     stops = stops if row.traces is None else (*stops, *row.traces.stops)
     return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops)
+
+
+def _encoded(row: Row) -> Encoded:
+    assert row.encoded is not None
+    return row.encoded
 
 
 def _last(row: Row) -> mx.array:

@@ -8,7 +8,7 @@ free place is filled at once. Rows wait by priority, then by age; ageing lifts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vlm_batch.types import Chunk
@@ -21,7 +21,10 @@ class SchedulerConfig:
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between
     two tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
     decodes. ``max_chunk``: prompt tokens in one forward. ``encode_ahead``: rows whose pictures are encoded before
-    they have a place, one a step.
+    they have a place, one a step. ``encode_together``: rows whose pictures go through the encoder in one
+    call. ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
+    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting
+    to the device (``vlm_batch.generator.for_placement``).
     """
 
     max_rows: int = 8
@@ -29,6 +32,10 @@ class SchedulerConfig:
     idle_budget: int = 2048
     max_chunk: int = 2048
     encode_ahead: int = 2
+    encode_together: int | None = None
+    prefill_together: int | None = None
+    smallest_chunk: int | None = None
+    slack: int = 0
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
 
@@ -73,13 +80,15 @@ class Scheduler:
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
         """The chunks to prefill, oldest row first, within the step's budget.
 
-        A chunk may exceed the budget only to hold an atomic span whole.
+        A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt.
         """
         chunks: list[Chunk] = []
         for row in prefill:
             if budget <= 0:
                 break
-            end = chunk_end(row, min(budget, self.config.max_chunk))
+            rest = row.length - row.done
+            room = rest if rest <= budget + self.config.slack else budget
+            end = chunk_end(row, min(room, self.config.max_chunk))
             chunks.append(Chunk(row.request_id, row.done, end))
             budget -= end - row.done
         return tuple(chunks)
@@ -101,35 +110,67 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
     return end
 
 
+def together(plan: Sequence[Chunk], lengths: Mapping[str, int], most: int) -> list[list[Chunk]]:
+    """The plan in groups of at most ``most``: neighbours that are whole prompts of one length share a group.
+
+    ``lengths`` are the rows' prompts.
+    """
+    groups: list[list[Chunk]] = []
+    for chunk in plan:
+        first = groups[-1][0] if groups else None
+        is_alike = first is not None and (first.start, first.end) == (chunk.start, chunk.end) == (
+            0,
+            lengths[chunk.request_id],
+        )
+        if is_alike and first is not None and lengths[first.request_id] == chunk.end and len(groups[-1]) < most:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups
+
+
 class Pace:
     """How many prompt tokens a step can take beside decoding rows: from measured step times, smoothed.
 
-    A chunk has a price of its own (a forward's launches, the weights read once more), so it is never smaller than
-    ``SMALLEST_CHUNK``; the first ones, before anything is measured, are ``FIRST_CHUNK``.
+    A chunk has a price of its own (a forward's launches, the weights read or packed once more), so none is smaller than the
+    config's ``smallest_chunk``, and a step without one may come before it; the first ones, before anything is measured, are
+    ``FIRST_CHUNK``.
     """
 
-    SMALLEST_CHUNK = 64
+    SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
+    LONGEST_SAVING = 4  # steps
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
+        self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
-    def budget(self, is_decoding: bool) -> int:
-        """Prompt tokens for the next step."""
+    def budget(self, is_decoding: bool, pending: int) -> int:
+        """Prompt tokens for the next step, of ``pending`` that have places.
+
+        What fits between two tokens of a decoding row is saved up, for at most ``LONGEST_SAVING`` steps, until it holds the
+        smallest chunk or all that is pending.
+        """
         config = self._config
         if not is_decoding:
+            self._saved_steps = 0
             return config.idle_budget
         if config.prefill_budget is not None:
             return config.prefill_budget
         if not self._tokens_per_second:
             return min(self.FIRST_CHUNK, config.idle_budget)
-        fits = int((config.token_gap - self._decode_seconds) * self._tokens_per_second)
-        return min(max(fits, self.SMALLEST_CHUNK), config.idle_budget)
+        self._saved_steps += 1
+        fits = int(self._saved_steps * max(config.token_gap - self._decode_seconds, 0.0) * self._tokens_per_second)
+        enough = min(pending, config.smallest_chunk or self.SMALLEST_CHUNK)
+        if fits < enough and self._saved_steps < self.LONGEST_SAVING:
+            return 0
+        self._saved_steps = 0
+        return min(max(fits, enough), config.idle_budget)
 
     def record(self, seconds: float, tokens: int) -> None:
         """What a step took as a whole, and how many tokens of prompt it launched.

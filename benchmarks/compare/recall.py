@@ -56,6 +56,8 @@ class Contexts:
 class RecallingAdapter:
     """A family's adapter whose prefill recalls."""
 
+    shares_prefill = False
+
     def __init__(self, adapter: Any, contexts: Contexts) -> None:
         self._adapter = adapter
         self._contexts = contexts

@@ -72,7 +72,7 @@ def _captions(shape: Shape) -> Workload:
         "captions",
         f"(a) captioning: {len(asks)} pictures of {side * 14} x {side * 14}, one prompt, {scale.caption_tokens} tokens each",
         asks,
-        rows=min(32, scale.captions),
+        rows=scale.captions,  # as many as batch_generate takes at once
     )
 
 

@@ -323,9 +323,9 @@ def minicpmv_parts(zoo: nn.Module) -> dict[str, Any]:
 
 
 def minicpmv4_6(zoo: nn.Module) -> torch.nn.Module:
-    from tests.zoo.minicpmv4_6 import IMAGE
+    from tests.zoo.minicpmv4_6 import IMAGE, VIDEO
 
-    config = transformers.MiniCPMV4_6Config(**minicpmv_parts(zoo), image_token_id=IMAGE)
+    config = transformers.MiniCPMV4_6Config(**minicpmv_parts(zoo), image_token_id=IMAGE, video_token_id=VIDEO)
     return transformers.MiniCPMV4_6ForConditionalGeneration(config)
 
 
@@ -343,12 +343,21 @@ def packed(inputs: Inputs) -> dict[str, Any]:
     """All patches side by side, and the tokens' kinds where positions are made of them."""
     if "tgt_sizes" not in inputs:
         return {}
-    from tests.zoo.minicpmv4_6 import IMAGE
+    from tests.zoo import minicpmv4_6, minicpmv4_7
 
-    pixels = np.concatenate(inputs["pixel_values"][0], axis=-1)[None]
-    found = {"pixel_values": torch.tensor(pixels), "target_sizes": torch.tensor(inputs["tgt_sizes"][0])}
-    kinds = {"mm_token_type_ids": torch.tensor((inputs["input_ids"] == IMAGE).astype(np.int64))}
-    return {**found, "tgt_sizes": None, "image_bound": None, **({} if "image_bound" in inputs else kinds)}
+    image, video = minicpmv4_6.IMAGE, (minicpmv4_6 if "image_bound" in inputs else minicpmv4_7).VIDEO
+    ids = inputs["input_ids"][0]
+    begins = np.isin(ids, (image, video)) & (np.roll(ids, 1) != ids)
+    found: dict[str, Any] = {"pixel_values": None}
+    for marker, ending in ((image, ""), (video, "_videos")):
+        mine = np.flatnonzero(ids[begins] == marker)
+        if len(mine):
+            pixels = np.concatenate([inputs["pixel_values"][0][i] for i in mine], axis=-1)[None]
+            found[f"pixel_values{ending}"] = torch.tensor(pixels)
+            found[f"target_sizes{ending}"] = torch.tensor(inputs["tgt_sizes"][0][mine])
+    kinds = np.where(inputs["input_ids"] == video, 2, inputs["input_ids"] == image).astype(np.int64)
+    types = {} if "image_bound" in inputs else {"mm_token_type_ids": torch.tensor(kinds)}
+    return {**found, "tgt_sizes": None, "image_bound": None, **types}
 
 
 def aya_vision(zoo: nn.Module) -> torch.nn.Module:
@@ -752,7 +761,8 @@ def load(zoo: nn.Module, recipe: Recipe) -> torch.nn.Module:
 @torch.no_grad()
 def answer(model: torch.nn.Module, recipe: Recipe, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (T,) and log-probabilities (T, V) of transformers' own greedy generation."""
-    arrays = {name: torch.tensor(value) for name, value in inputs.items() if name != "cached_image_features"}
+    given = {name: value for name, value in inputs.items() if not isinstance(value, list)}  # lists are the recipe's
+    arrays = {name: torch.tensor(value) for name, value in given.items() if name != "cached_image_features"}
     arrays["input_ids"] = arrays["input_ids"].long()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

@@ -276,6 +276,7 @@ def as_patches(inputs: Inputs) -> dict[str, Any]:
     if "pixel_values_videos" in inputs:  # transformers has all videos' frames in a row
         for name in ("pixel_values_videos", "video_position_ids"):
             found[name] = torch.tensor(inputs[name].reshape(-1, *inputs[name].shape[-2:]))
+        found["num_frames_per_video"] = torch.tensor(inputs["num_frames_per_video"])
     return found
 
 

@@ -15,7 +15,7 @@ from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 from .qwen3_5 import HEAD, RULES, TEXT, rope
 
 PATCH = 4
-START, END, IMAGE = PLAIN, PLAIN + 1, PLAIN + 2
+START, END, IMAGE, VIDEO = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3
 GRIDS = ((4, 4), (4, 8), (8, 8))
 
 VISION: dict[str, Any] = {
@@ -66,6 +66,36 @@ def two_images(seed: int) -> Inputs:
     return request(seed, GRIDS[1], 2)
 
 
+def _with_frames(seed: int, slices: list[tuple[int, tuple[int, int], int]]) -> Inputs:
+    """(placeholder, grid, words behind it) each: frames and pictures of one width of patches side by side."""
+    parts, bounds, length = [words(seed, 3)], [], 3
+    for index, (marker, (high, wide), behind) in enumerate(slices):
+        tokens = high * wide // 16
+        bounds.append([length + 1, length + 1 + tokens])
+        parts += [[START, *[marker] * tokens, END], words(seed + 101 * (index + 1), behind)]
+        length += tokens + 2 + behind
+    return {
+        "input_ids": ids(*parts),
+        "pixel_values": [
+            [pixels(seed + 31 * i, 3, PATCH, grid[0] * grid[1] * PATCH) for i, (_, grid, _) in enumerate(slices)]
+        ],
+        "tgt_sizes": np.array([[grid for _, grid, _ in slices]], dtype=np.int32),
+        "image_bound": np.array([bounds], dtype=np.int32),
+    }
+
+
+def video(seed: int, size: int) -> Inputs:
+    """A video of 2, 3 or 5 frames."""
+    count = (2, 3, 5)[size]
+    return _with_frames(seed, [(VIDEO, GRIDS[1], 4 * (index == count - 1)) for index in range(count)])
+
+
+def picture_and_video(seed: int) -> Inputs:
+    """A picture, a video of three frames, and another picture."""
+    frames = [(VIDEO, GRIDS[1], 2 * (index == 2)) for index in range(3)]
+    return _with_frames(seed, [(IMAGE, GRIDS[2], 2), *frames, (IMAGE, GRIDS[0], 4)])
+
+
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """mlx-vlm's loop with the exact GELU in the merger after the tower."""
     with activated(model.merger.mlp, nn.GELU(), "act"):
@@ -81,4 +111,6 @@ FAMILY = TinyFamily(
     greedy=greedy,
     oracle_note="mlx-vlm's generate_step with a clean language model and the exact GELU in the merger after the tower, where "
     "mlx-vlm has its tanh form; transformers agrees (tests/references).",
+    video=video,
+    picture_and_video=picture_and_video,
 )

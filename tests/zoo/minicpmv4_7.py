@@ -63,6 +63,23 @@ def two_images(seed: int) -> Inputs:
     return request(seed, before.GRIDS[1], 2)
 
 
+def _placed(found: Inputs) -> Inputs:
+    """4.6's request, with this family's placeholder for videos; the places of the slices are found in the ids."""
+    del found["image_bound"]
+    tokens = found["input_ids"]
+    return {**found, "input_ids": np.where(tokens == before.VIDEO, VIDEO, tokens).astype(np.int32)}
+
+
+def video(seed: int, size: int) -> Inputs:
+    """A video of 2, 3 or 5 frames."""
+    return _placed(before.video(seed, size))
+
+
+def picture_and_video(seed: int) -> Inputs:
+    """A picture, a video of three frames, and another picture."""
+    return _placed(before.picture_and_video(seed))
+
+
 def sliced(seed: int) -> Inputs:
     """A thumbnail and two slices side by side, on one canvas."""
     grid = before.GRIDS[1]
@@ -83,6 +100,8 @@ FAMILY = TinyFamily(
     image=image,
     two_images=two_images,
     also={"sliced": sliced},
+    video=video,
+    picture_and_video=picture_and_video,
     greedy=before.greedy,
     oracle_note="As minicpmv4_6; transformers agrees (tests/references).",
 )

@@ -4,6 +4,7 @@ from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
+from vlm_batch.caches.shared import can_share, take_row
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.store import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.whole import WholeCache
@@ -23,5 +24,7 @@ __all__ = [
     "SlabCache",
     "WholeCache",
     "arrays_of",
+    "can_share",
     "make_layer_cache",
+    "take_row",
 ]

@@ -59,6 +59,9 @@ class Adapter:
     ignored_features: ClassVar[frozenset[str]] = frozenset()
     #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
     compiles: ClassVar[bool] = False
+    #: Whether whole prompts of one length may be prefilled as one array (R, L): true of families whose prefill takes no more
+    #: than embeddings and positions, and whose caches are plain keys and values.
+    shares_prefill: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
     #: Which frames of a video file the family's published processor takes; a checkpoint's own settings go first.
@@ -137,6 +140,7 @@ class Adapter:
         """
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
+        self.check_ids(ids)
         is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
         features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
@@ -154,6 +158,23 @@ class Adapter:
         )
         self.forget()
         return encoded
+
+    def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Processor outputs with their pictures' features beside them, made by one call of the encoder, where that is known to
+        be the same; elsewhere as they are."""
+        return list(requests)
+
+    def check_ids(self, ids: mx.array) -> None:
+        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
+        table = getattr(getattr(self.language, "model", None), "embed_tokens", None)
+        if not isinstance(table, (nn.Embedding, nn.QuantizedEmbedding)):
+            return  # made of several tables, or named otherwise
+        tokens = np.array(ids[0])
+        beyond = tokens[(tokens >= table.weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        if beyond.size:
+            raise InvalidPrompt(
+                f"token id {beyond[0]} is beyond the model's {table.weight.shape[0]}: does the tokenizer belong to this model?"
+            )
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
@@ -256,6 +277,16 @@ class Adapter:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
         return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+
+    def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array:
+        """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
+        ids = mx.concatenate([row.input_ids for row in rows])
+        embeds = mx.concatenate([row.inputs_embeds for row in rows])
+        return self.forward(ids, embeds, cache, self.positions_together(rows))
+
+    def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
+        """The positions of prompts of one length, for families that take them."""
+        return {}
 
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         """Called once the whole prompt is in the row's cache, before the row joins the batch."""
@@ -409,8 +440,28 @@ class GridAdapter(Adapter):
         needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
         if (given := self.count_image_tokens(ids, extra)) != needed:
             pictures = sum(len(grid) for grid in grids)
-            raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
+            unnamed = "" if self.image_token_ids() else ": config.json names no image_token_id"
+            raise InvalidPrompt(
+                f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}{unnamed}"
+            )
         return super().features(ids, extra)
+
+    def look_at_grids(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """``look`` for towers that take the patches of several pictures in a row, and models that take features for pixels."""
+        pictured = [inputs for inputs in requests if inputs.get("pixel_values") is not None]
+        is_plain = all("image_grid_thw" in inputs and "pixel_values_videos" not in inputs for inputs in pictured)
+        if len(pictured) < 2 or not is_plain:
+            return list(requests)
+        tower, merge = self.model.vision_tower, int(self.config.vision_config.spatial_merge_size)
+        pixels = mx.concatenate([inputs["pixel_values"] for inputs in pictured])
+        grids = [np.array(inputs["image_grid_thw"]) for inputs in pictured]
+        ends: list[int] = np.cumsum([grid.prod(axis=1).sum() // merge**2 for grid in grids]).tolist()
+        features = tower(pixels.astype(tower.patch_embed.proj.weight.dtype), mx.array(np.concatenate(grids)))
+        parts = iter(mx.split(features, ends[:-1]))
+        return [
+            {**inputs, "cached_image_features": next(parts)} if inputs.get("pixel_values") is not None else inputs
+            for inputs in requests
+        ]
 
     @property
     def merged(self) -> int:
@@ -531,6 +582,10 @@ class MRoPEAdapter(GridAdapter):
 
     def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
+        prompts: list[Any] = [row.position.prompt for row in rows]
+        return {"position_ids": mx.concatenate(prompts, axis=1)}
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from mlx_vlm.models.gemma4.processing_gemma4 import Gemma4VideoProcessor
+from mlx_vlm.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMVVideoProcessor
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import (
     Qwen3VLVideoProcessor,
     _resize_video_frames,
@@ -45,9 +46,12 @@ class FrameBoundedVideoProcessor(Qwen3VLVideoProcessor):
 
 
 def every_frame_kept(part: Any) -> Any:
-    """A copy of Gemma 4's video processor that thins nothing out: its frames are chosen already; any other part as it is."""
-    if not isinstance(part, Gemma4VideoProcessor):
-        return part
+    """A copy of Gemma 4's or MiniCPM-V's part that thins nothing out: its frames are chosen already; any other as it is."""
     patient = copy.copy(part)
-    patient.num_frames = sys.maxsize
+    if isinstance(part, Gemma4VideoProcessor):
+        patient.num_frames = sys.maxsize
+    elif isinstance(part, MiniCPMVVideoProcessor):
+        patient.max_num_frames = sys.maxsize
+    else:
+        return part
     return patient

@@ -103,7 +103,17 @@ class GraniteVision(LlavaNext):
     """LLaVA-NeXT with several layers of SigLIP side by side, and Granite text."""
 
 
-@register(ModelSpec(family="llava_onevision", model_types=("llava_onevision",), video=True))
+@register(
+    ModelSpec(
+        family="llava_onevision",
+        model_types=("llava_onevision",),
+        video=True,
+        notes=(
+            "several videos in one prompt must give equally many frames: mlx-vlm's processor stacks them, and refuses others "
+            "(processing_llava_onevision.py:79)",
+        ),
+    )
+)
 class LlavaOnevision(Adapter):
     """A video is its frames, each pooled to a quarter of its patches, and one newline."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,16 +12,32 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.models.base import Adapter
+from vlm_batch.models.frames import every_frame_kept
 from vlm_batch.models.qwen_vl import Qwen35
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Picture, PositionState
+from vlm_batch.types import Picture, PositionState, Video
+from vlm_batch.videos import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class EachSecond(Sampling):
+    """The frame of each second, or as many as may be, evenly, of each tenth (transformers: MiniCPMV4_6VideoProcessor)."""
+
+    def indices(self, total: int, fps: float, video: Video) -> np.ndarray:
+        if video.fps is not None or video.num_frames is not None:
+            return super().indices(total, fps, video)
+        seconds, most = total / fps, video.max_frames or self.max_frames
+        if seconds <= most:
+            return (np.arange(math.ceil(seconds)) * fps).astype(int)
+        tenths = np.minimum((np.round(np.arange(int(seconds / 0.1)) * 0.1, 1) * fps).astype(int), total - 1)
+        return tenths[np.linspace(0, len(tenths) - 1, most, dtype=int)] if len(tenths) > most else tenths
 
 
 @register(
     ModelSpec(
         family="minicpmv4_6",
         model_types=("minicpmv4_6",),
-        no_video="not verified: its slices of frames have not been compared with transformers",
+        video=True,
         notes=(
             "positions travel with the row: mlx-vlm keeps the last request's on the model (minicpmv4_6.py, "
             "_set_position_state)",
@@ -29,8 +47,9 @@ from vlm_batch.types import Picture, PositionState
     )
 )
 class MiniCPMV46(Qwen35):
-    """All tokens count, pictures' too. Videos are refused: they are not verified."""
+    """All tokens count, pictures' too. A video's frames come as pictures with other placeholders."""
 
+    video_sampling = EachSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
     input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})
     ignored_inputs = frozenset(
         {
@@ -42,6 +61,10 @@ class MiniCPMV46(Qwen35):
             "video_sizes",
         }
     )
+
+    @classmethod
+    def video_processor(cls, part: Any) -> Any:
+        return every_frame_kept(part)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -76,7 +99,7 @@ class MiniCPMV46(Qwen35):
     ModelSpec(
         family="minicpmv4_7",
         model_types=("minicpmv4_7",),
-        no_video="not verified: its slices of frames have not been compared with transformers",
+        video=True,
         notes=("positions and the merger's GELU: as minicpmv4_6",),
     )
 )

@@ -11,12 +11,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models import activations
 from mlx_vlm.models import base as upstream
 
 from vlm_batch.caches.quantized import QuantizedStates, TurboStates, attend_quantized
 from vlm_batch.caches.rows import RowsCache, RowStates, arrays_of, attend_rows
 from vlm_batch.digest import digest
 from vlm_batch.features import FeatureStore
+from vlm_batch.models import kernels
+
+#: mlx-vlm's, whatever its name is bound to later.
+SWIGLU = activations.swiglu
 
 
 def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
@@ -32,7 +37,7 @@ def _clone(node: Any, mends: Mapping[type, type], seen: dict[int, Any]) -> Any:
     if isinstance(node, nn.Module):
         if id(node) not in seen:
             cls: Any = mends.get(type(node), type(node))
-            seen[id(node)] = copy = cls.__new__(cls)
+            seen[id(node)] = copy = dict.__new__(cls)  # a class's own may ask for its config
             copy.__dict__.update(node.__dict__)
             for name, child in node.items():
                 dict.__setitem__(copy, name, _clone(child, mends, seen))
@@ -222,6 +227,8 @@ def hook_attention(module: nn.Module) -> None:
         namespace = vars(sys.modules[name])
         if namespace.get("scaled_dot_product_attention") is upstream.scaled_dot_product_attention:
             namespace["scaled_dot_product_attention"] = attention
+        if namespace.get("swiglu") is SWIGLU:
+            namespace["swiglu"] = kernels.swiglu
 
 
 def attention(
@@ -242,7 +249,14 @@ def attention(
         return attend_quantized(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, TurboStates):
         cache = keys.cache
+    elif sinks is None and is_plain(keys, cache):
+        return kernels.attend(queries, keys, values, scale, mask)
     return upstream.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def is_plain(keys: Any, cache: Any) -> bool:
+    """Whether attention is over whole arrays, and not over keys in few bits."""
+    return isinstance(keys, mx.array) and not hasattr(cache, "bits")
 
 
 def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:

@@ -12,6 +12,7 @@ import numpy as np
 from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
 from vlm_batch.models.frames import each_frame_bounded
 from vlm_batch.models.modules import seal_masks
+from vlm_batch.models.qwen_vision import window_runs
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, PositionState
 from vlm_batch.videos import Sampling
@@ -28,6 +29,8 @@ class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
     compiles = True
+    shares_prefill = True
+    look = MRoPEAdapter.look_at_grids
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:
@@ -53,6 +56,8 @@ class Qwen25VL(MRoPEAdapter):
 
     input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
     compiles = True
+    shares_prefill = True
+    look = MRoPEAdapter.look_at_grids
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:
@@ -76,7 +81,7 @@ class Qwen25VL(MRoPEAdapter):
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
-        return {VisionModel: distinct_windows(VisionModel)}
+        return {VisionModel: window_runs(VisionModel)}
 
 
 def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
@@ -144,7 +149,14 @@ class Qwen3VLMoe(Qwen3VL):
         return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107
 
 
-@register(ModelSpec(family="qwen3_5", model_types=("qwen3_5",), video=True))
+@register(
+    ModelSpec(
+        family="qwen3_5",
+        model_types=("qwen3_5", "indic_ocr"),
+        video=True,
+        notes=("the OCR stage of IndicOCR is this model; its layout stage and the pipeline of both are not served",),
+    )
+)
 class Qwen35(MRoPEAdapter):
     """M-RoPE; most layers keep a recurrent state and not keys and values."""
 

@@ -1,0 +1,136 @@
+"""Attention and activations by the way that is cheapest on a device: the same numbers at another price (docs/benchmarks.md).
+
+On a CPU, MLX 0.32 takes exponentials at 10 ns each and selects by a mask at 4 ns, beside 0.2 ns for a product and 3 for a
+power (of C's library). So causal attention goes block by block of queries, over no more keys than a block can see, with a
+mask that is added and powers of e. float32 only, as everything that is fast there.
+
+On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
+strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``): 66 ms each. Prompts are of all
+lengths, so a shape gets a plan here only when it keeps coming back; until then its attention is spelled out. And a single
+query with an array as mask has no kernel there; the queries of one group of heads, taken as several queries, have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models import activations as upstream
+
+#: Calls of a shape before it is given a plan: about 30 forwards of 36 layers, whose price is that of one plan.
+USES_BEFORE_PLAN = 1024
+#: The most scores (B, H, L, K) that are spelled out, in elements: a step's layers are launched before their memory comes back.
+MAX_SCORES = 2**22
+MAX_SHAPES = 8192
+
+#: Queries of a block on a CPU.
+BLOCK = 64
+E = math.e
+
+_uses: Counter[tuple[Any, ...]] = Counter()
+
+
+def takes_plans(queries: mx.array) -> bool:
+    """Whether MLX would run this attention through cuDNN."""
+    is_half = queries.dtype in (mx.float16, mx.bfloat16)
+    return is_half and queries.shape[-1] <= 128 and mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
+
+
+def takes_powers(array: mx.array) -> bool:
+    """Whether this is computed where powers are cheaper than exponentials."""
+    return array.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
+    """``mx.fast.scaled_dot_product_attention`` of (B, H, L, D) queries over (B, H_kv, K, D) keys, by the cheaper way."""
+    if takes_plans(queries):
+        if is_groupable(queries, keys, mask):
+            return attend_groups(queries, keys, values, scale, mask)
+        if queries.shape[2] > 1 and is_rare(queries, keys):
+            return attend_spelled_out(queries, keys, values, scale, mask)
+    elif queries.shape[2] > 1 and (mask is None or isinstance(mask, str)) and takes_powers(queries):
+        return attend_in_blocks(queries, keys, values, scale, is_causal=mask is not None)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def is_rare(queries: mx.array, keys: mx.array) -> bool:
+    """Whether a shape has come too seldom for a plan, and is small enough to do without; counts it."""
+    batch, heads, length, _ = queries.shape
+    if batch * heads * length * keys.shape[2] > MAX_SCORES:
+        return False
+    shape = (queries.shape, keys.shape)
+    if len(_uses) > MAX_SHAPES:
+        _uses.clear()
+    _uses[shape] += 1
+    return _uses[shape] <= USES_BEFORE_PLAN
+
+
+def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+    """Attention as products and a softmax in float32: (B, H, L, D_v). ``mask`` is None, "causal", or an array."""
+    batch, heads, length, width = queries.shape
+    kv_heads, columns = keys.shape[1], keys.shape[2]
+    grouped = (queries * scale).reshape(
+        batch, kv_heads, -1, width
+    )  # a group's heads one after another: (B, H_kv, G L, D)
+    scores = (grouped @ keys.swapaxes(-1, -2)).reshape(batch, heads, length, columns)
+    if isinstance(mask, str):
+        mask = mx.arange(columns)[None] <= mx.arange(columns - length, columns)[:, None]
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if mask.dtype == mx.bool_ else scores + mask
+    weights = mx.softmax(scores, axis=-1, precise=True).reshape(batch, kv_heads, -1, columns)
+    return (weights @ values).reshape(batch, heads, length, -1)
+
+
+def is_groupable(queries: mx.array, keys: mx.array, mask: Any) -> bool:
+    """Whether there is one query a row, with a mask that is the same for all heads, and several heads share their keys."""
+    is_masked = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
+    return is_masked and queries.shape[2] == 1 and queries.shape[1] > keys.shape[1]
+
+
+def attend_groups(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
+    """One query a row (B, H, 1, D) with a mask (B, 1, 1, K): the heads that share keys become queries of one head."""
+    batch, heads, _, width = queries.shape
+    kv_heads, columns = keys.shape[1], keys.shape[2]
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, width)
+    wide = mx.broadcast_to(mask, (batch, 1, heads // kv_heads, columns))
+    if mask.dtype == mx.bool_:
+        zero = mx.array(0, queries.dtype)
+        wide = mx.where(wide, zero, mx.array(mx.finfo(queries.dtype).min, queries.dtype))
+    attended = mx.fast.scaled_dot_product_attention(grouped, keys, values, scale=scale, mask=wide)
+    return attended.reshape(batch, heads, 1, -1)
+
+
+def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, is_causal: bool) -> mx.array:
+    """Attention of (B, H, L, D) queries, ``BLOCK`` at a time, over the keys that they can see: (B, H, L, D_v)."""
+    batch, heads, length, width = queries.shape
+    kv_heads, columns = keys.shape[1], keys.shape[2]
+    queries, outputs = queries * scale, []
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        seen = columns - length + stop if is_causal else columns
+        block = queries[:, :, start:stop].reshape(batch, kv_heads, -1, width)  # (B, H_kv, G l, D)
+        scores = block @ keys[:, :, :seen].swapaxes(-1, -2)
+        if is_causal:
+            scores = (scores.reshape(batch, heads, stop - start, seen) + _later(stop - start, seen)).reshape(
+                scores.shape
+            )
+        weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
+        attended = (weights @ values[:, :, :seen]) / weights.sum(axis=-1, keepdims=True)
+        outputs.append(attended.reshape(batch, heads, stop - start, -1))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+@lru_cache(maxsize=64)
+def _later(queries: int, keys: int) -> mx.array:
+    """What is added to the scores of the last ``queries`` of ``keys`` positions: (l, K), very low where a key comes later."""
+    is_later = np.arange(keys)[None] > np.arange(keys - queries, keys)[:, None]
+    return mx.array(np.where(is_later, np.finfo(np.float32).min / 2, 0.0).astype(np.float32))
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """``silu(gate) * x``."""
+    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else upstream.swiglu(gate, x)
