@@ -433,6 +433,18 @@ def test_an_unknown_model_type_names_the_known_families(tmp_path: Path) -> None:
         VLMBatcher(copied(tmp_path / "model", model_type="no_such_model"))
 
 
+@pytest.mark.parametrize(("lacking", "said"), [("hidden_size", "hidden_size"), ("vision_config", "vision_tower")])
+def test_an_incomplete_config_is_refused_by_name(tmp_path: Path, lacking: str, said: str) -> None:
+    folder = copied(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config[lacking]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        UnsupportedModel, match=rf"model: config.json does not describe a whole qwen2_vl model: .*{said}"
+    ):
+        VLMBatcher(folder)
+
+
 def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
     monkeypatch: pytest.MonkeyPatch, alone: Any
 ) -> None:
@@ -556,3 +568,32 @@ def test_what_is_kept_outlives_the_batcher(tmp_path: Path) -> None:
 def test_cache_options_out_of_range_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         VLMBatcher(CHECKPOINT, **options)
+
+
+def test_live_counters_and_times_say_where_a_request_was() -> None:
+    """Rows, tokens a second, KV and hits while it runs; queue, encode, prefill and decode times at its end."""
+    with VLMBatcher(CHECKPOINT, max_rows=2) as batcher:
+        first = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=12, ignore_eos=True)).result(
+            timeout=60
+        )
+        again = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=12, ignore_eos=True)).result(
+            timeout=60
+        )
+        running = [batcher.submit(SQUARE, DESCRIBE, params=LONG) for _ in range(3)]
+        while batcher.stats().decoding < 2:
+            time.sleep(0.005)
+        busy = batcher.stats()
+        for handle in running:
+            handle.cancel()
+    assert busy.queued + busy.waiting + busy.prefilling >= 1
+    assert busy.kv_bytes > 0
+    assert busy.tokens_per_second > 0
+    assert busy.cache_hits >= 1
+    assert busy.cached_tokens >= again.usage.cached_tokens > 0
+    for result in (first, again):
+        timings = result.timings
+        assert timings.queue >= 0
+        assert min(timings.prefill, timings.decode) > 0
+        parts = timings.queue + timings.encode + timings.prefill + timings.decode
+        assert parts == pytest.approx(timings.total, abs=1e-3)
+    assert first.timings.encode > 0

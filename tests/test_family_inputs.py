@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 
 from tests.harness import inputs_of, shared_adapter
+from tests.zoo import family
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.loading import adapt
 from vlm_batch.models.processing import as_mlx
 
 
@@ -32,3 +34,35 @@ def test_a_prompt_without_room_for_its_picture(name: str) -> None:
 def test_a_video_where_videos_are_not_verified(name: str) -> None:
     with pytest.raises(InvalidPrompt, match="pixel_values_videos"):
         shared_adapter(name).encode({"input_ids": mx.array([[1, 2]]), "pixel_values_videos": mx.zeros((1, 4))})
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "plamo2vl", "phi4_siglip"])
+def test_a_token_of_another_vocabulary(name: str) -> None:
+    """As a tokenizer that does not belong to the model makes them. MLX reads other memory for such an id."""
+    with pytest.raises(InvalidPrompt, match=r"token id 5000 is beyond the model's \d+: does the tokenizer belong"):
+        shared_adapter(name).encode({"input_ids": mx.array([[1, 2, 5000]])})
+
+
+@pytest.mark.parametrize(("name", "foreign"), [("qwen2_vl", "num_crops"), ("llava", "image_grid_thw")])
+def test_what_another_familys_processor_returns(name: str, foreign: str) -> None:
+    """A processor that does not belong to the model is told by what it returns."""
+    inputs = {**as_mlx(inputs_of(name, "image:1:1")), foreign: mx.ones((1, 3), dtype=mx.int32)}
+    with pytest.raises(InvalidPrompt, match=rf"{name} does not know the inputs \['{foreign}'\]; it takes"):
+        shared_adapter(name).encode(inputs)
+
+
+@pytest.mark.parametrize("name", ["inkling", "muse_spark", "glm5_next", "plamo2vl", "mistral_large3"])
+def test_pictures_and_placeholders_that_do_not_match(name: str) -> None:
+    inputs = as_mlx(inputs_of(name, "image:1:1"))
+    for token in shared_adapter(name).image_token_ids():
+        inputs["input_ids"] = mx.where(inputs["input_ids"] == token, 1, inputs["input_ids"])
+    with pytest.raises((InvalidPrompt, ValueError), match="token"):
+        shared_adapter(name).encode(inputs)
+
+
+def test_a_config_without_a_picture_token() -> None:
+    model = family("qwen2_vl").build()
+    for name in ("image_token_id", "video_token_id"):
+        setattr(model.config, name, None)
+    with pytest.raises(InvalidPrompt, match=r"need 6 placeholder tokens; the prompt has 0: config\.json names no"):
+        adapt(model).encode(as_mlx(inputs_of("qwen2_vl", "image:1:1")))

@@ -256,3 +256,53 @@ def test_a_forcing_processor_forces_its_own_row() -> None:
     results = finish(generator)
     assert results["seven"].token_ids == (7, 7, 7, 7)
     assert results["plain"].token_ids == right_tokens(TEXT, 4)
+
+
+# Together ---------------------------------------------------------------------------------------------------------------
+
+SAME = ("image:1:1", "image:2:1", "image:3:1")
+
+
+def together_and_apart(monkeypatch: pytest.MonkeyPatch, prefill: int, fails: bool = False) -> list[int]:
+    """Three prompts of one length through an engine; how many rows each shared prefill had."""
+    adapter, shared = shared_adapter(FAMILY), []
+    whole = adapter.prefill_together
+
+    def watched(rows: Sequence[Any], cache: list[Any]) -> mx.array:
+        shared.append(len(rows))
+        if fails:
+            raise RuntimeError("not together")
+        return whole(rows, cache)
+
+    monkeypatch.setattr(adapter, "prefill_together", watched)
+    check(FAMILY, run_family(FAMILY, [Ask(key) for key in SAME], config=SchedulerConfig(prefill_together=prefill)))
+    return shared
+
+
+def test_prompts_of_one_length_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert together_and_apart(monkeypatch, prefill=8) == [3]
+
+
+def test_prefilling_together_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert together_and_apart(monkeypatch, prefill=1) == []
+
+
+def test_what_fails_together_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert together_and_apart(monkeypatch, prefill=8, fails=True) == [3]
+
+
+def test_pictures_are_encoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, seen = shared_adapter(FAMILY), []
+    look = adapter.look
+
+    def counted(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        seen.append(len(requests))
+        return look(requests)
+
+    monkeypatch.setattr(adapter, "look", counted)
+    generator = engine(config=SchedulerConfig(encode_together=3))
+    for number, key in enumerate(SAME):
+        generator.insert(str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
+    results = finish(generator)
+    assert seen == [3]
+    assert [results[str(number)].token_ids for number in range(3)] == [right_tokens(key) for key in SAME]

@@ -31,13 +31,14 @@ from vlm_batch.caches.quantized import (
     quantize,
 )
 from vlm_batch.caches.saved import common_length, save_layer
+from vlm_batch.compiled import CompiledDecode
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.models.quantisation import check_quantisation
 from vlm_batch.reuse import Reuse
 from vlm_batch.scheduler import SchedulerConfig
-from vlm_batch.types import SamplingParams
+from vlm_batch.types import DecodeStep, SamplingParams
 
 IMAGE, TEXT, OTHER = "image:3:2", "text:5:26", "image:1:0"
 
@@ -174,6 +175,26 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
         assert worst <= ROUNDED[8], (name, worst)
         largest = max(largest, worst)
     record(name, "kv_8_bits_continued", placement, largest)
+
+
+def test_quantised_slabs_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: packed numbers, scales and biases go through one graph."""
+    graphs: list[DecodeStep] = []
+    right = CompiledDecode.__call__
+
+    def counted(self: CompiledDecode, step: DecodeStep) -> mx.array:
+        graphs.append(step)
+        return right(self, step)
+
+    monkeypatch.setattr(CompiledDecode, "__call__", counted)
+    asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
+    engine = generator("qwen2_vl", UNIFORM, placement=Placement.SLAB, compile_decode=True)
+    check(
+        "qwen2_vl",
+        run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine),
+        UNIFORM,
+    )
+    assert graphs
 
 
 @pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)

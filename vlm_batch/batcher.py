@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -60,8 +61,30 @@ class Stats:
     failed: int
     cancelled: int
     generated_tokens: int
+    tokens_per_second: float = 0.0  # generated, over the last five seconds of work
+    cached_tokens: int = 0  # prompt positions that were taken from earlier requests
+    cache_hits: int = 0  # requests that took some
     cache_bytes: int = 0  # kept for later requests
-    cached_tokens: int = 0  # of all prompts' positions, those that were not prefilled
+
+
+class Rate:
+    """How many things happen in a second, over the last ``SPAN`` seconds in which any did."""
+
+    SPAN = 5.0
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def count(self, now: float) -> None:
+        self._times.append(now)
+        while self._times[0] < now - self.SPAN:
+            self._times.popleft()
+
+    @property
+    def value(self) -> float:
+        """Zero until two have happened."""
+        times = tuple(self._times)
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
 @dataclass(frozen=True)
@@ -152,7 +175,8 @@ class VLMBatcher:
         self._processor_lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0}
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0, "hits": 0}
+        self._rate = Rate()
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
@@ -287,8 +311,10 @@ class VLMBatcher:
             failed=counts["failed"],
             cancelled=counts["cancelled"],
             generated_tokens=counts["generated"],
-            cache_bytes=generator.reuse.nbytes,
+            tokens_per_second=self._rate.value,
             cached_tokens=counts["cached"],
+            cache_hits=counts["hits"],
+            cache_bytes=generator.reuse.nbytes,
         )
 
     def close(self) -> None:
@@ -474,7 +500,9 @@ class VLMBatcher:
         job = self._jobs.get(event.request_id)
         if job is None:
             return
-        self._counts["generated"] += event.token is not None
+        if event.token is not None:
+            self._counts["generated"] += 1
+            self._rate.count(time.perf_counter())
         job.handle.push(event.text)
         if event.result is not None:
             self._finish(event.result)
@@ -489,6 +517,7 @@ class VLMBatcher:
         kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
         self._counts[kind] += 1
         self._counts["cached"] += result.usage.cached_tokens
+        self._counts["hits"] += result.usage.cached_tokens > 0
         job.handle.finish(replace(result, image_sizes=job.image_sizes, video_sizes=job.video_sizes))
 
     def _cancel(self, request_id: str) -> None:

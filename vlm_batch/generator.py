@@ -117,9 +117,9 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
-    ``compile_decode`` runs decode steps as compiled graphs where the family allows it (``vlm_batch.compiled`` says when it pays).
-    ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys and
-    values are quantised; by default they are not.
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it (``vlm_batch.compiled`` says when
+    that pays). ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv``
+    says how keys and values are quantised; by default they are not.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Recipes for Inkling, GLM-5-Next, Kimi K2.5, Muse Spark and Qwen3-Next, whose weights mlx-vlm joins: see record.py, which runs them."""
+"""Recipes for families whose weights mlx-vlm joins or keeps in another layout: see record.py, which runs them."""
 
 from __future__ import annotations
 
@@ -306,6 +306,62 @@ def qwen3_next(zoo: nn.Module) -> torch.nn.Module:
     return transformers.Qwen3NextForCausalLM(config)
 
 
+# MiniMax M3 -----------------------------------------------------------------------------------------------------------
+
+
+def minimax_m3_vl(zoo: nn.Module) -> torch.nn.Module:
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "head_dim", "rms_norm_eps", "num_experts_per_tok", "num_local_experts"]
+    names += ["dense_intermediate_size", "shared_intermediate_size", "routed_scaling_factor", "rotary_dim"]
+    names += ["swiglu_alpha", "swiglu_limit", "max_position_embeddings"]
+    sparse = ours.sparse_attention_config
+    text = same(ours, *names)
+    text["rope_parameters"] = {**rope(ours.rope_theta), "partial_rotary_factor": ours.partial_rotary_factor}
+    text["mlp_layer_types"] = ["sparse" if one else "dense" for one in ours.moe_layer_freq]
+    text["layer_types"] = ["minimax_m3_sparse" if one else "full_attention" for one in sparse["sparse_attention_freq"]]
+    text |= {"index_n_heads": sparse["sparse_num_index_heads"], "index_head_dim": sparse["sparse_index_dim"]}
+    text |= {"index_block_size": sparse["sparse_block_size"], "index_topk_blocks": sparse["sparse_topk_blocks"]}
+    text["index_local_blocks"] = sparse["sparse_local_block"]
+    seen = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "patch_size", "image_size"]
+    config = transformers.MiniMaxM3VLConfig(
+        text_config=text,
+        vision_config={**same(vision, *seen), "rope_parameters": rope(vision.rope_theta)},
+        **same(zoo.config, "image_token_index", "video_token_index", "projector_hidden_size"),
+        tie_word_embeddings=False,
+    )
+    return transformers.MiniMaxM3SparseForConditionalGeneration(config)
+
+
+def minimax_m3_vl_weights(weights: Weights) -> Weights:
+    found = {}
+    for path, value in weights.items():
+        if "patch_embedding" in path:
+            value = np.moveaxis(value, 1, -1)  # where the zoo's other convolutions have their channels
+        if ".switch_mlp." in path:  # the shared expert is the last one
+            found[path.replace("switch_mlp.", "shared_experts.")] = value[-1]
+            path, value = path.replace("switch_mlp.", "experts.").removesuffix(".weight"), value[:-1]
+        if re.search(r"layers\.\d\.mlp\.gate_proj", path) and "language" in path:
+            up = weights[path.replace("gate_proj", "up_proj")]
+            path, value = path.replace("gate_proj", "gate_up_proj"), np.concatenate([value, up])
+        if not (re.search(r"layers\.\d\.mlp\.up_proj", path) and "language" in path):
+            found[path] = value
+    return found
+
+
+MINIMAX_M3_VL = (
+    (r"^vision_tower\.vision_model\.embeddings\.patch_embedding", "model.vision_tower.embeddings.proj"),
+    (r"^vision_tower\.vision_model\.encoder\.", "model.vision_tower."),
+    (r"^vision_tower\.vision_model\.", "model.vision_tower."),
+    (r"^patch_merge_mlp\.linear", "model.multi_modal_projector.merge_linear"),
+    (r"^multi_modal_projector\.", "model.multi_modal_projector."),
+    (r"block_sparse_moe\.e_score", "mlp.gate.e_score"),
+    (r"block_sparse_moe\.", "mlp."),
+    (r"self_attn\.index_([qk])_", r"self_attn.indexer.\1_"),
+    *LANGUAGE,
+)
+
+
 #: What each family's ``Recipe`` is made of.
 NEWER: dict[str, dict[str, Any]] = {
     "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
@@ -316,6 +372,7 @@ NEWER: dict[str, dict[str, Any]] = {
         "rename": ((r"^language_model\.", ""),),
         "less_one": r"layernorm\.weight$|[qk]_norm\.weight$|model\.norm\.weight$",
     },
+    "minimax_m3_vl": {"build": minimax_m3_vl, "rename": MINIMAX_M3_VL, "regroup": minimax_m3_vl_weights},
     "muse_spark": {
         "build": muse_spark,
         "rename": ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),

@@ -94,5 +94,4 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step with a clean language model.",
-    no_reference="not recorded yet",
 )

@@ -140,6 +140,7 @@ class Adapter:
         """
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
+        self.check_ids(ids)
         is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
         features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
         embeds = features.pop("inputs_embeds")
@@ -162,6 +163,18 @@ class Adapter:
         """Processor outputs with their pictures' features beside them, made by one call of the encoder, where that is known to
         be the same; elsewhere as they are."""
         return list(requests)
+
+    def check_ids(self, ids: mx.array) -> None:
+        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
+        table = getattr(getattr(self.language, "model", None), "embed_tokens", None)
+        if not isinstance(table, (nn.Embedding, nn.QuantizedEmbedding)):
+            return  # made of several tables, or named otherwise
+        tokens = np.array(ids[0])
+        beyond = tokens[(tokens >= table.weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        if beyond.size:
+            raise InvalidPrompt(
+                f"token id {beyond[0]} is beyond the model's {table.weight.shape[0]}: does the tokenizer belong to this model?"
+            )
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
@@ -267,9 +280,8 @@ class Adapter:
 
     def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array:
         """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
-        ids, embeds = (
-            mx.concatenate(parts) for parts in zip(*((r.input_ids, r.inputs_embeds) for r in rows), strict=True)
-        )
+        ids = mx.concatenate([row.input_ids for row in rows])
+        embeds = mx.concatenate([row.inputs_embeds for row in rows])
         return self.forward(ids, embeds, cache, self.positions_together(rows))
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
@@ -428,7 +440,10 @@ class GridAdapter(Adapter):
         needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
         if (given := self.count_image_tokens(ids, extra)) != needed:
             pictures = sum(len(grid) for grid in grids)
-            raise InvalidPrompt(f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}")
+            unnamed = "" if self.image_token_ids() else ": config.json names no image_token_id"
+            raise InvalidPrompt(
+                f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}{unnamed}"
+            )
         return super().features(ids, extra)
 
     def look_at_grids(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -569,7 +584,8 @@ class MRoPEAdapter(GridAdapter):
         return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
-        return {"position_ids": mx.concatenate([row.position.prompt for row in rows], axis=1)}
+        prompts: list[Any] = [row.position.prompt for row in rows]
+        return {"position_ids": mx.concatenate(prompts, axis=1)}
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}

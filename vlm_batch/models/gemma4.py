@@ -31,8 +31,8 @@ MASK_NOTE = (
             MASK_NOTE,
             "a number of placeholders that does not fit the pictures is refused; mlx-vlm begins again with the first feature "
             "(gemma4/gemma4.py:18)",
-            "video frames are stamped with evenly spaced times (processing_gemma4.py:441); transformers stamps each with its own, "
-            "which is another whole second where a file's frame rate is no whole number and the two round apart",
+            "video frames are stamped with evenly spaced times (processing_gemma4.py:441); transformers stamps each with its "
+            "own, which is another whole second where a file's frame rate is no whole number and the two round apart",
         ),
     )
 )

@@ -21,13 +21,20 @@ from vlm_batch.registry import families, spec_for
 def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
     """A checkpoint's model and processor, through mlx-vlm's loader; a hub id is fetched first.
 
-    The model type is checked before any weight is read. On a CPU half-precision weights become float32: MLX has no
-    fast path for them there. Raises UnsupportedModel, FileNotFoundError, and what the loader raises for a damaged
-    checkpoint.
+    The model type is checked before any weight is read, and an incomplete config is refused. On a CPU half-precision
+    weights become float32: MLX has no fast path for them there. Raises UnsupportedModel, FileNotFoundError, and what the
+    loader raises for a damaged checkpoint.
     """
     path = find_checkpoint(path_or_id)
-    check_model_type(get_model_type(load_config(path)))
-    model, processor = load(str(path), trust_remote_code=trust_remote_code)
+    model_type = get_model_type(load_config(path))
+    check_model_type(model_type)
+    try:
+        model, processor = load(str(path), trust_remote_code=trust_remote_code)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
+        said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
+        raise UnsupportedModel(
+            f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
+        ) from error
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
@@ -66,7 +73,10 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     check_refused(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
-        return spec.adapter(model)
+        try:
+            return spec.adapter(model)
+        except AttributeError as error:
+            raise UnsupportedModel(f"this {model_type} model lacks what its adapter needs: {error}") from error
     if not SingleRow.can_run(model):
         raise UnsupportedModel(
             f"model type {model_type!r} is not known, and it is no decoder that could be run one row at a time; "

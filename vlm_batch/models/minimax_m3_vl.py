@@ -21,6 +21,8 @@ from vlm_batch.registry import ModelSpec, register
             "blocks are picked for each row over its own keys; mlx-vlm counts padding and restarts positions when a "
             "request arrives (minimax_m3_vl.py:262, language.py:1494 and :2081). A row of such a layer keeps its own "
             "cache, whose attention is one call a row",
+            "not mended: answers part from transformers' where a sparse layer first leaves out a block; mlx-vlm picks them by "
+            "the best score of all the indexer's heads, transformers for each head (tests/test_zoo.py, NOT_MENDED)",
         ),
     )
 )

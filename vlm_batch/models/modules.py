@@ -37,7 +37,7 @@ def _clone(node: Any, mends: Mapping[type, type], seen: dict[int, Any]) -> Any:
     if isinstance(node, nn.Module):
         if id(node) not in seen:
             cls: Any = mends.get(type(node), type(node))
-            seen[id(node)] = copy = cls.__new__(cls)
+            seen[id(node)] = copy = dict.__new__(cls)  # a class's own may ask for its config
             copy.__dict__.update(node.__dict__)
             for name, child in node.items():
                 dict.__setitem__(copy, name, _clone(child, mends, seen))

@@ -56,7 +56,7 @@ def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Seque
         parts = [
             part[start:stop].reshape(count, length, *part.shape[1:]).swapaxes(1, 2) for part in (queries, keys, values)
         ]
-        attended = kernels.attend(*parts, scale=scale)  # (count, H, length, D)
+        attended = kernels.attend(parts[0], parts[1], parts[2], scale)  # (count, H, length, D)
         outputs.append(attended.swapaxes(1, 2).reshape(count * length, -1))
         start = stop
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -79,7 +79,11 @@ def window_runs(tower_class: type[nn.Module]) -> type[nn.Module]:
             """Patches (N, values) of pictures with grids (P, 3) -> features (N / merge², D), picture by picture."""
             merge, unit = self.spatial_merge_size, self.spatial_merge_unit
             side = self.window_size // merge // self.patch_size
-            orders, windows, wholes, places, start = [], [], [], [], 0
+            orders: list[np.ndarray] = []
+            places: list[np.ndarray] = []
+            windows: list[Run] = []
+            wholes: list[Run] = []
+            start = 0
             for frames, high, wide in np.array(grid_thw).tolist():
                 order, runs = window_order(high // merge, wide // merge, side)
                 for _ in range(frames):

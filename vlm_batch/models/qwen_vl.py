@@ -149,7 +149,14 @@ class Qwen3VLMoe(Qwen3VL):
         return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107
 
 
-@register(ModelSpec(family="qwen3_5", model_types=("qwen3_5",), video=True))
+@register(
+    ModelSpec(
+        family="qwen3_5",
+        model_types=("qwen3_5", "indic_ocr"),
+        video=True,
+        notes=("the OCR stage of IndicOCR is this model; its layout stage and the pipeline of both are not served",),
+    )
+)
 class Qwen35(MRoPEAdapter):
     """M-RoPE; most layers keep a recurrent state and not keys and values."""
 
