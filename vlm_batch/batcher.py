@@ -62,8 +62,7 @@ class Stats:
     cancelled: int
     generated_tokens: int
     tokens_per_second: float = 0.0  # generated, over the last five seconds of work
-    cached_tokens: int = 0  # prompt positions that were taken from earlier requests
-    cache_hits: int = 0  # requests that took some
+    cache_hits: int = 0  # requests that took a beginning from earlier ones
     cache_bytes: int = 0  # kept for later requests
 
 
@@ -312,7 +311,6 @@ class VLMBatcher:
             cancelled=counts["cancelled"],
             generated_tokens=counts["generated"],
             tokens_per_second=self._rate.value,
-            cached_tokens=counts["cached"],
             cache_hits=counts["hits"],
             cache_bytes=generator.reuse.nbytes,
         )
