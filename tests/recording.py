@@ -1,4 +1,4 @@
-"""What the matrix leaves for the tables of docs/parity.md: one JSON line for each cell, where a file is named for it."""
+"""What the matrix leaves for docs/models.md: one JSON line for each cell, where a file is named for it."""
 
 from __future__ import annotations
 

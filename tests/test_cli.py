@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from vlm_batch import cli
+from vlm_batch import cli, console, families
 from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage, Video
 
 
@@ -231,9 +233,45 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("vlm-batch 0.")
 
 
-def test_families(capsys: pytest.CaptureFixture[str]) -> None:
+def test_families_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["families", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert "qwen2_vl" in {family["family"] for family in listed}
+    qwen = next(one for one in listed["families"] if one["family"] == "qwen2_vl")
+    assert qwen["verified"]["images_together"] <= 1e-4
+    assert qwen["mlx_vlm"]["qwen2_vl"]["pictures together"] == "right"
+    text_only = next(one for one in listed["families"] if one["family"] == "falcon_h1")
+    assert not text_only["images"]
+    assert "text" in text_only["unverified"]["two_images_in_a_row"]
+    assert "diffusion" in listed["refused"]["flux2"]
+    assert listed["one_at_a_time"]["llama"]
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_the_table_of_families_is_whole(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every family and what is known of it on one line, on a terminal of that width."""
+    monkeypatch.setattr(console, "open_console", lambda out: Console(file=out, width=columns, highlight=False))
     assert cli.main(["families"]) == 0
-    assert "qwen2_vl" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= columns
+    for spec in families():
+        line = next(line for line in shown.splitlines() if line.split()[:1] == [spec.family])
+        assert ("several" if spec.multi_image else "one" if spec.images else "none") in line
+        assert ("chunks" if spec.chunked_prefill else "whole") in line
+        assert re.search(r"\d+/\d+", line)
+
+
+def test_all_about_some_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["families", "jvlm", "glm4v"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "jina_vlm, jvlm" in shown
+    assert "bicubically" in shown
+    assert "qwen2_vl" not in shown
+
+
+@pytest.mark.parametrize(("name", "why"), [("sam3", "boxes"), ("llama", "text only"), ("nothing", "no family")])
+def test_a_family_that_is_not_batched_says_why(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["families", name]) == cli.USAGE
+    assert why in capsys.readouterr().err

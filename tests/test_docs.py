@@ -6,12 +6,16 @@ import ast
 import os
 import re
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests import parity_table
-from vlm_batch import cli, families
+from tests import models_page
+from tests.harness import TOLERANCE
+from tests.test_parity import SCENARIOS
+from tests.zoo import FAMILIES
+from vlm_batch import cli, facts, families
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -61,17 +65,45 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert "://" in link or (page.parent / link).exists(), link
 
 
-def test_the_readme_lists_the_families() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Families")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == {spec.family for spec in families()}
+def test_the_models_page_is_up_to_date() -> None:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert page == models_page.render(facts.all_facts(), facts.recorded()), "run python -m tests.models_page"
 
 
-def test_the_parity_table_is_up_to_date() -> None:
-    """The page shows what ``scripts/parity_table`` recorded last, with a cell for every family and scenario."""
-    records = parity_table.read(ROOT / "docs/parity.json")
-    page = (ROOT / "docs/parity.md").read_text(encoding="utf-8")
-    assert parity_table.insert(page, parity_table.render(records, families())) == page
-    assert parity_table.FAILED not in page
+def test_the_record_of_the_matrix_does_not_lag() -> None:
+    """Every tested model in every scenario of the matrix, with the mlx-vlm that is installed, within the tests' tolerance."""
+    record = facts.recorded()
+    assert record["mlx_vlm"] == version("mlx-vlm"), "run scripts/parity_table"
+    assert record["tolerance"] == TOLERANCE
+    known = {one.spec.family: one for one in facts.all_facts()}
+    open_gaps = {(spec.family, scenario) for spec in families() for scenario, _ in spec.known_gaps}
+    for name, tiny in FAMILIES.items():
+        cells = record["models"].get(name, {})
+        missing = {scenario for scenario in SCENARIOS if (tiny.registered, scenario) not in open_gaps} - cells.keys()
+        assert not missing, f"{name} has no record of {sorted(missing)}: run scripts/parity_table"
+        assert name in known[tiny.registered].models
+        spec = known[tiny.registered].spec
+        assert spec.images is not tiny.text_only
+        assert spec.video == any(
+            "video" in scenario for one in known[tiny.registered].models.values() for scenario in one
+        )
+    assert record["models"].keys() <= FAMILIES.keys()
+
+
+def test_what_mlx_vlm_did_is_of_models_and_scenarios_that_are_here() -> None:
+    there = facts.upstream()
+    assert there["models"].keys() <= FAMILIES.keys()
+    assert {ours for names in there["scenarios"].values() for ours in names} <= {*SCENARIOS, "image_text_image"}
+    assert all(cells.keys() <= there["scenarios"].keys() for cells in there["models"].values())
+    assert {cell for cells in there["models"].values() for cell in cells.values()} == {"right", "wrong", "NaN", "crash"}
+
+
+def test_the_readme_counts_what_mlx_vlm_gets_right() -> None:
+    models = facts.upstream()["models"].values()
+    clean = sum(set(cells.values()) == {"right"} for cells in models)
+    assert f"{clean} of {len(models)} families came" in " ".join(
+        (ROOT / "README.md").read_text(encoding="utf-8").split()
+    )
 
 
 def test_the_adapter_guide_names_hooks_that_exist() -> None:

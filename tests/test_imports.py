@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("reuse", "features"),
     ("models", "generator"),
     ("batcher",),
+    ("facts",),
     ("console",),
     ("bench",),
     ("cli",),

@@ -63,6 +63,7 @@ class Stats:
     generated_tokens: int
     tokens_per_second: float = 0.0  # generated, over the last five seconds of work
     cache_hits: int = 0  # requests that took a beginning from earlier ones
+    cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
     cached_tokens: int = 0  # of all prompts' positions, those that were not prefilled
 
@@ -313,6 +314,7 @@ class VLMBatcher:
             generated_tokens=counts["generated"],
             tokens_per_second=self._rate.value,
             cache_hits=counts["hits"],
+            cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
             cached_tokens=counts["cached"],
         )

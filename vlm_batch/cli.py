@@ -27,7 +27,7 @@ from vlm_batch.assets import (  # noqa: E402
     default_checkpoint,
     sample_images,
 )
-from vlm_batch.console import Job, Report, print_families  # noqa: E402
+from vlm_batch.console import Job, Report, print_families, print_family_details  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
 
@@ -130,24 +130,26 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch families``: what is registered."""
-    from vlm_batch.registry import families
+    """``vlm-batch families``: what is batched and verified, or all about some families."""
+    from vlm_batch import facts
 
+    known = facts.all_facts()
+    by_name = {name: one for one in known for name in (*one.spec.model_types, one.spec.family)}
+    for name in args.names:
+        if name not in by_name:
+            why = facts.REFUSED.get(name) or facts.ONE_AT_A_TIME.get(name) or "no family or model type has this name"
+            raise UsageError(f"{name}: {why}; vlm-batch families lists them all")
+    asked = {by_name[name].spec.family for name in args.names}
+    chosen = tuple(one for one in known if not asked or one.spec.family in asked)
     if args.json:
-        facts = [
-            {
-                "family": spec.family,
-                "model_types": spec.model_types,
-                "multi_image": spec.multi_image,
-                "chunked_prefill": spec.chunked_prefill,
-                "notes": spec.notes,
-                "known_gaps": dict(spec.known_gaps),
-            }
-            for spec in families()
-        ]
-        print(json.dumps(facts, indent=2))
+        listed: dict[str, object] = {"families": [one.as_json() for one in chosen]}
+        if not args.names:
+            listed |= {"refused": dict(facts.REFUSED), "one_at_a_time": dict(facts.ONE_AT_A_TIME)}
+        print(json.dumps(listed, indent=2))
+    elif args.names:
+        print_family_details(chosen, sys.stdout)
     else:
-        print_families(families(), sys.stdout)
+        print_families(chosen, facts.refused(), facts.one_at_a_time(), sys.stdout)
     return ANSWERED
 
 
@@ -358,8 +360,11 @@ def parser() -> argparse.ArgumentParser:
     )
 
     listing = commands.add_parser(
-        "families", help="list the model families", description="List the model families that are batched."
+        "families",
+        help="list the model families",
+        description="List the model families that are batched, and what of each is verified; or show all about some.",
     )
+    listing.add_argument("names", nargs="*", metavar="NAME", help="a family or a model type: all that is known of it")
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=list_families)
     return top

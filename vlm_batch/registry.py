@@ -25,6 +25,7 @@ class ModelSpec:
 
     family: str
     model_types: tuple[str, ...]
+    images: bool = True
     multi_image: bool = True
     video: bool = False
     no_video: str = "mlx-vlm has no processor that makes inputs of its videos"

@@ -20,7 +20,7 @@ from vlm_batch.registry import ModelSpec, register
         family="granite4_vision",
         model_types=("granite4_vision", "granite4-vision"),
         notes=(
-            "all pictures of a request are encoded; mlx-vlm encodes the first only (granite4_vision.py:166)",
+            "all pictures of a request are encoded; mlx-vlm encodes the first only (granite4_vision.py:164)",
             "SigLIP's GELU has its tanh form, as for llava (granite4_vision/vision.py:77)",
             "which layers take the features is the model's own, not the last request's (granite4_vision.py:279)",
         ),

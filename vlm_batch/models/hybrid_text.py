@@ -20,9 +20,9 @@ L2_EPS = 1e-6
     ModelSpec(
         family="qwen3_next",
         model_types=("qwen3_next",),
+        images=False,
         multi_image=False,
         notes=(
-            "text only",
             "the epsilon of queries' and keys' L2 norms is added to the sum of squares, as in transformers (l2norm); mlx-vlm "
             "adds it to their mean (qwen3_next/language.py:239), and to the sum in qwen3_5",
         ),
@@ -65,7 +65,7 @@ class Qwen3Next(Adapter):
         return {Qwen3NextGatedDeltaNet: DeltaNet}
 
 
-@register(ModelSpec(family="falcon_h1", model_types=("falcon_h1",), multi_image=False, notes=("text only",)))
+@register(ModelSpec(family="falcon_h1", model_types=("falcon_h1",), images=False, multi_image=False))
 class FalconH1(Adapter):
     """Mamba-2 and attention side by side in every layer, each with a cache of its own. Pictures are refused."""
 

@@ -17,7 +17,7 @@ from vlm_batch.registry import ModelSpec, register
         model_types=("multi_modality",),
         notes=(
             "each picture's features go to its own placeholders; mlx-vlm puts all pictures where the first one is and "
-            "drops the text between them (multi_modality.py:200-285), and resizes only one picture for the small tower",
+            "drops the text between them (multi_modality.py:265-285), and resizes only one picture for the small tower",
         ),
     )
 )

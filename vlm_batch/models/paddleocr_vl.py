@@ -16,7 +16,7 @@ from vlm_batch.registry import ModelSpec, register
             "positions travel with the row: mlx-vlm keeps the last request's on the model "
             "(paddleocr_vl/paddleocr_vl.py:67) and counts text positions from the second chunk on (language.py:424)",
             "the projector's norm has an epsilon of 1e-5, as in the published model and transformers; mlx-vlm takes 1e-6 "
-            "(paddleocr_vl/vision.py:170)",
+            "(paddleocr_vl/vision.py:149)",
         ),
     )
 )

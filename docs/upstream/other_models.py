@@ -1,0 +1,146 @@
+"""Causes that are one family's own."""
+
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+from tiny import (
+    CONFIGS,
+    alone,
+    attempt,
+    batched,
+    case,
+    config_of,
+    filled,
+    first_logprobs,
+    noise,
+    pictures,
+    prompt,
+    report,
+    text,
+    tiny,
+)
+
+
+@case("deepseek_vl_v2", at="models/deepseek_vl_v2/language.py:340 models/deepseek_vl_v2/language.py:361")
+def deepseek_vl_v2_experts():
+    """Experts are chosen without the correction bias (and two rows raise).
+
+    Right (DeepSeek's MoEGate, noaux_tc): by score and bias, each token's.
+    """
+    from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
+    from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
+
+    settings = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 4, "topk_group": 2}
+    gate = MoEGate(TextConfig(hidden_size=16, n_routed_experts=8, num_experts_per_tok=2, **settings))
+    gate.weight, gate.e_score_correction_bias = noise(1, 8, 16), noise(2, 8)
+    x = noise(3, 1, 6, 16)
+    choice = mx.sigmoid(x @ gate.weight.T) + gate.e_score_correction_bias
+    groups = choice.reshape(1, 6, 4, 2).sum(axis=-1)
+    allowed = mx.repeat(groups >= mx.sort(groups, axis=-1)[..., -2:-1], 2, axis=-1)
+    right = mx.argsort(mx.where(allowed, choice, -9), axis=-1)[..., -2:]
+    found = attempt(lambda: mx.sort(gate(x)[0].reshape(1, 6, 2), axis=-1))
+    return found, mx.sort(right, axis=-1)
+
+
+@case("ernie4_5_moe_vl", at="models/ernie4_5_moe_vl/ernie4_5_moe_vl.py:253")
+def ernie4_5_moe_vl_experts():
+    """In generate, a picture's tokens go to the text experts.
+
+    Token types are made in ``Model.__call__`` only. Right (transformers, and the publisher's training code): a
+    picture's tokens, its start and end included, to the picture experts.
+    """
+    request = pictures(1, (4, 4), length=48)
+    model = tiny("ernie4_5_moe_vl")
+    ids, grids = request["input_ids"], request["image_grid_thw"]
+    embeds = model.get_input_embeddings(ids, request["pixel_values"], image_grid_thw=grids).inputs_embeds
+    positions, _ = model.language_model.get_rope_index(ids, grids)
+    types = ((ids >= 128) & (ids <= 130)).astype(mx.int32)
+    hidden = model.language_model.model(ids, embeds, mask="causal", position_ids=positions, token_type_ids=types)
+    logits = model.language_model.lm_head(hidden[0, -1])
+    found = first_logprobs(tiny("ernie4_5_moe_vl"), request, prefill_step_size=None)
+    return found, logits - mx.logsumexp(logits)
+
+
+@case("granite4_vision", at="models/granite4_vision/language.py:174")
+def granite4_vision_in_a_batch():
+    """A slice by ``cache.offset``, which is an array in a batch: any request with a picture ends in an exception."""
+    request = {
+        "input_ids": prompt(2, [128] * 14),
+        "pixel_values": noise(3, 1, 3, 3, 16, 16),
+        "image_sizes": mx.array([[16, 32]]),
+    }
+    return attempt(lambda: batched(tiny("granite4_vision"), request)), [alone(tiny("granite4_vision"), request)]
+
+
+@case("florence2", at="generate/ar.py:1190")
+def florence2_in_a_batch():
+    """An encoder-decoder in BatchGenerator decodes without what its encoder saw.
+
+    (Its tower is left out: features are given.)
+    """
+
+    def build():
+        with mock.patch("mlx_vlm.models.florence2.florence2.VisionModel", return_value=nn.Module()):
+            return tiny("florence2")
+
+    request = {
+        "input_ids": mx.array([[128, 5, 6, 7, 8, 9]]),
+        "pixel_values": noise(1, 1, 3, 8, 8),
+        "cached_image_features": noise(2, 1, 5, 64),
+    }
+    return attempt(lambda: batched(build(), request)), [alone(build(), request)]
+
+
+@case("mistral_large3", at="models/deepseek_v3/language.py:519")
+def mistral_large3_ignores_pictures():
+    """The text model ignores the embeddings that it is given, and embeds the placeholders' ids.
+
+    Right: the answer does not depend on the ids below a picture's features.
+    """
+    language = tiny("mistral_large3").language_model
+    ids, embeds = text(10, 6)["input_ids"], noise(11, 1, 6, 64)
+    return language(ids, inputs_embeds=embeds).logits, language(ids[:, ::-1], inputs_embeds=embeds).logits
+
+
+@case("zaya1_vl", at="models/zaya1_vl/language.py:680")
+def zaya1_vl_text_and_picture():
+    """A picture beside a text in a batch: the mask is cut by ``int`` of the rows' offsets, which raises."""
+    right = [alone(tiny("zaya1_vl"), one, prefill_step_size=None) for one in (text(8, 9), pictures(9, (4, 4)))]
+    return attempt(lambda: batched(tiny("zaya1_vl"), text(8, 9), pictures(9, (4, 4)))), right
+
+
+@case("falcon_ocr", at="models/falcon_ocr/language.py:368")
+def falcon_ocr_after_a_picture():
+    """A text's positions are moved by what the picture before it took. Right: as on a fresh model."""
+    used = tiny("falcon_ocr")
+    used.language_model._rope_deltas = mx.array(
+        [[-4]]
+    )  # what get_input_embeddings returns for a picture, and the loop leaves
+    return alone(used, text(5, 9)), alone(tiny("falcon_ocr"), text(5, 9))
+
+
+@case("gemma3n", at="models/gemma3n/language.py:523")
+def gemma3n_padding():
+    """Zero embeddings, as padding has, are divided by their own magnitude: NaN, which reaches the other tokens."""
+    from mlx_vlm.models.gemma3n.language import LanguageModel
+
+    language = filled(LanguageModel(config_of("gemma3n").text_config))
+    embeds = mx.concatenate([mx.zeros((1, 1, 64)), noise(6, 1, 3, 64)], axis=1)
+    per_layer = noise(7, 1, 4, language.config.num_hidden_layers, language.config.hidden_size_per_layer_input)
+    logits = language(None, inputs_embeds=embeds, per_layer_inputs=per_layer).logits
+    return int(mx.isnan(logits[0, -1]).sum()), 0
+
+
+@case("qwen3_5", "qwen3_5_moe", at="models/qwen3_5/language.py:830 models/qwen3_5/language.py:952")
+def qwen3_5_quantised():
+    """With kv_bits, prompts of different lengths attend to their padding. Right: each in a batch of its own."""
+    settings = {"kv_bits": 8, "kv_group_size": 32, "num_tokens": 8}
+    config = {**CONFIGS["qwen3_5"]["text_config"], "head_dim": 32}
+    short, long = text(1, 9), text(2, 40)
+    right = [batched(tiny("qwen3_5", text_config=config), one, **settings)[0] for one in (short, long)]
+    return batched(tiny("qwen3_5", text_config=config), short, long, **settings), right
+
+
+if __name__ == "__main__":
+    report()

@@ -1,0 +1,34 @@
+"""Prompts of different lengths are padded on the left, and the padding reaches the rows' answers.
+
+``BatchGenerator`` pads the shorter prompts of a joint prefill with zeros. Where a model makes its own mask, or
+divides by a magnitude, the padding is attended to or becomes NaN. A request together with another has the answer that
+it has alone.
+"""
+
+from tiny import alone, batched, case, report, text, tiny, together_and_alone
+
+SHORT, LONG = text(1, 9), text(2, 26)
+
+
+@case("paligemma", at="models/paligemma/language.py:237")
+def paligemma_alone():
+    """The language model that the server hands to BatchGenerator lacks the model's policy not to cut prompts, and
+    is cut before its last token.
+    """
+    return batched(tiny("paligemma"), SHORT), [alone(tiny("paligemma"), SHORT)]
+
+
+@case("minimax_m3_vl", at="models/minimax_m3_vl/language.py:1494")
+def minimax_m3_vl():
+    """Where positions are given, the padding's mask replaces the causal one: short prompts see their own future."""
+    return together_and_alone("minimax_m3_vl", SHORT, LONG)
+
+
+@case("falcon_perception", at="models/falcon_perception/language.py:288")
+def falcon_perception():
+    """No mask is made in a batch: padding is attended to, and positions begin there."""
+    return together_and_alone("falcon_perception", SHORT, LONG)
+
+
+if __name__ == "__main__":
+    report()

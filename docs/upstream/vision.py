@@ -1,0 +1,153 @@
+"""What the vision side makes of a picture: positions, windows, pooling, packing."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+from tiny import attempt, case, config_of, noise, prompt, report, tiny
+
+
+@case("glm4v", at="models/glm4v/vision.py:126 models/kernels.py:428")
+def glm4v_positions():
+    """Learned positions are interpolated bilinearly with zeros outside.
+
+    Right (transformers: bicubic, border): a constant table stays constant.
+    """
+    from mlx_vlm.models.glm4v.vision import Glm4vVisionEmbeddings
+
+    embeddings = Glm4vVisionEmbeddings(config_of("glm4v").vision_config)
+    embeddings.position_embedding.weight = mx.ones_like(embeddings.position_embedding.weight)
+    rows, columns = (mx.array(axis.reshape(-1)) for axis in np.meshgrid(range(8), range(8), indexing="ij"))
+    found = embeddings(mx.zeros((64, embeddings.embed_dim)), [64], mx.array([[1, 8, 8]]), rows, columns)
+    return found[:, 0], mx.ones(64)
+
+
+@case("glm4v_moe", at="models/glm4v_moe/vision.py:126")
+def glm4v_moe_positions():
+    """As glm4v."""
+    from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
+
+    embeddings = Glm4vVisionEmbeddings(config_of("glm4v_moe").vision_config)
+    embeddings.position_embedding.weight = mx.ones_like(embeddings.position_embedding.weight)
+    rows, columns = (mx.array(axis.reshape(-1)) for axis in np.meshgrid(range(8), range(8), indexing="ij"))
+    found = embeddings(mx.zeros((64, embeddings.embed_dim)), [64], mx.array([[1, 8, 8]]), rows, columns)
+    return found[:, 0], mx.ones(64)
+
+
+@case("qwen2_5_vl", at="models/qwen2_5_vl/vision.py:335")
+def qwen2_5_vl_windows():
+    """Repeated window ends are looked for by comparing array scalars, by identity.
+
+    Windows of length zero stay (on CUDA they end the process).
+    """
+    tower = tiny("qwen2_5_vl").vision_tower
+    seen, attend = [], tower.blocks[0]
+
+    def recording(hidden, cu_seqlens, rotary_pos_emb):
+        seen.append(cu_seqlens)
+        return attend(hidden, cu_seqlens=mx.array([0, len(hidden)]), rotary_pos_emb=rotary_pos_emb)
+
+    tower.blocks = [recording] * len(tower.blocks)
+    tower(noise(1, 256, 96), mx.array([[1, 16, 16]]))
+    lengths = np.diff(np.array(min(seen, key=lambda ends: -len(ends))))
+    return int((lengths == 0).sum()), 0
+
+
+@case("idefics2", at="models/idefics2/vision.py:135")
+def idefics2_positions():
+    """A picture of 4 x 4 patches in a table of 4 x 4. Right (transformers): each patch its own position, in order."""
+    from mlx_vlm.models.idefics2.vision import VisionEmbeddings
+
+    embeddings = VisionEmbeddings(config_of("idefics2").vision_config)
+    side = embeddings.num_patches
+    embeddings.patch_embedding.weight = mx.zeros_like(embeddings.patch_embedding.weight)
+    embeddings.position_embedding.weight = mx.broadcast_to(
+        mx.arange(side**2, dtype=mx.float32)[:, None], (side**2, embeddings.embed_dim)
+    )
+    if "bias" in embeddings.patch_embedding:
+        embeddings.patch_embedding.bias = mx.zeros_like(embeddings.patch_embedding.bias)
+    pixels = mx.zeros((1, side * embeddings.patch_size, side * embeddings.patch_size, 3))
+    found = attempt(lambda: embeddings(pixels, mask=mx.ones((1, side, side), dtype=mx.bool_))[0, :, 0].tolist())
+    return found, list(range(side**2))
+
+
+@case("idefics2", at="models/idefics2/vision.py:196")
+def idefics2_padding():
+    """A picture beside a larger one, to whose size it is padded.
+
+    Its own patches attend to the padding. Right: as without padding.
+    """
+    tower = tiny("idefics2").vision_model
+    patch, side = tower.config.patch_size, tower.embeddings.num_patches
+    small = noise(2, 1, side * patch, side * patch, 3)
+    small[:, :, patch:] = 0
+    mask = mx.zeros((1, side, side), dtype=mx.bool_)
+    mask[:, :, :1] = True
+    padded = tower(small, mask)[0].reshape(side, side, -1)[:, :1].reshape(side, -1)
+    return padded, tower(small[:, :, :patch], mask[:, :, :1])[0].reshape(side, -1)
+
+
+@case("moondream2", "moondream3", at="models/moondream3/vision.py:135")
+def moondream_pooling():
+    """Crops of 3 x 4 features pooled to 3 x 3 over rounded windows.
+
+    Right (torch's adaptive average, which Moondream calls): overlapping ones.
+    """
+    tower = tiny("moondream3").vision
+    side, margin = tower.config.crop_size // tower.config.patch_size, tower.config.overlap_margin
+    crops = [noise(seed, side**2, 5) for seed in (3, 4)]
+    left, right = (np.array(crop).reshape(side, side, 5) for crop in crops)
+    grid = np.concatenate([left[:, : side - margin], right[:, margin:]], axis=1)
+    wide = grid.shape[1]
+    ends = [(math.floor(i * wide / side), math.ceil((i + 1) * wide / side)) for i in range(side)]
+    expected = np.stack([grid[:, start:end].mean(axis=1) for start, end in ends], axis=1)
+    return tower._reconstruct_local_features(crops, (1, 2)).reshape(expected.shape), expected
+
+
+def packed(name):
+    """The number of positions that a prompt with a picture of two tiles takes, and the prompt's own."""
+    ids = prompt(4, [128] * (16 + 4 * (8 + 1)))
+    tiles = noise(5, 1, 3, 3, 16, 16)
+    found = attempt(lambda: tiny(name).get_input_embeddings(ids, tiles, image_sizes=mx.array([[16, 32]])).inputs_embeds)
+    return (found if isinstance(found, str) else found.shape[1]), ids.shape[1]
+
+
+@case("llava_next", at="models/llava_next/llava_next.py:87 models/llava_next/llava_next.py:117")
+def llava_next_packing():
+    """A tile for each placeholder and a tile of newlines.
+
+    Right (transformers, pack_image_features): a feature for each placeholder, 16 and 4 rows of 8 and a newline.
+    """
+    return packed("llava_next")
+
+
+@case("granite_vision", at="models/granite_vision/granite_vision.py:104")
+def granite_vision_packing():
+    """As llava_next."""
+    return packed("granite_vision")
+
+
+@case("gemma4", at="models/gemma4/gemma4.py:21")
+def gemma4_scatter():
+    """More placeholders than features: the first feature again. Right: an error, as transformers raises."""
+    from mlx_vlm.models.gemma4.gemma4 import masked_scatter
+
+    found = attempt(lambda: masked_scatter(mx.zeros((3, 1)), mx.ones((3, 1), dtype=mx.bool_), mx.array([[7.0], [8.0]])))
+    return (found if isinstance(found, str) else found.flatten().tolist()), "an error"
+
+
+@case("gemma4", at="models/gemma4/language.py:514")
+def gemma4_two_way_in_full_layers():
+    """Where pictures attend both ways, mlx-vlm lets them in full layers, too.
+
+    Right (transformers): in sliding layers only; full ones are causal.
+    """
+    trunk = tiny("gemma4_experts").language_model.model
+    types = mx.array([[0, 0, 1, 1, 1, 0]])
+    masks = trunk._make_masks(mx.zeros((1, 6, 64)), [None] * len(trunk.layers), types)
+    full = next(mask for layer, mask in zip(trunk.layers, masks, strict=True) if layer.layer_type == "full_attention")
+    return full.reshape(6, 6).astype(mx.int32), mx.tril(mx.ones((6, 6))).astype(mx.int32)
+
+
+if __name__ == "__main__":
+    report()

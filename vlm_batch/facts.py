@@ -1,0 +1,170 @@
+"""What is known of each family: what it can do, what of it is verified, and what mlx-vlm's own batch makes of the same.
+
+The facts are the registry's, and two files that the package carries: ``data/parity.json``, the outcome of the parity matrix
+(written by ``scripts/parity_table``), and ``data/mlx_vlm.json``, what was measured of mlx-vlm's batch generator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
+from vlm_batch.registry import ModelSpec, families
+
+TWO_IMAGES = "two_images_in_a_row"
+#: What a scenario of this name shows a family to be able to do.
+PREFIX_REUSE, QUANTISED_KV = "prefix_hits", "kv_8_bits"
+NOT_RECORDED = "not recorded yet"
+TAKES = "it takes"
+
+#: Scenario -> the largest difference of log-probabilities, or why there is none.
+Cells = Mapping[str, float | str]
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """One family: ``models`` are its tested tiny models, by name, each with its cells; ``scenarios`` are all that there are."""
+
+    spec: ModelSpec
+    models: Mapping[str, Cells]
+    scenarios: tuple[str, ...]
+
+    def cell(self, *scenarios: str) -> float | str:
+        """The largest difference of some scenarios over the family's models; or why there is none."""
+        found = [self._cell(model, scenario) for model in self.models.values() for scenario in scenarios]
+        numbers = [one for one in found if isinstance(one, float)]
+        reasons = [one for one in found if isinstance(one, str)]
+        if NOT_RECORDED in reasons or not found:
+            return NOT_RECORDED
+        return max(numbers) if numbers else reasons[0]
+
+    def _cell(self, model: Cells, scenario: str) -> float | str:
+        if scenario in dict(self.spec.known_gaps):
+            return f"known gap: {dict(self.spec.known_gaps)[scenario]}"
+        if scenario == TWO_IMAGES and not self.spec.multi_image:
+            return f"{TAKES} one picture a request" if self.spec.images else f"{TAKES} text only"
+        if "video" in scenario and not self.spec.video:
+            return f"{TAKES} no video"
+        return model.get(scenario, NOT_RECORDED)
+
+    @property
+    def verified(self) -> dict[str, float]:
+        """The scenarios that are verified, each with its largest difference."""
+        cells = {scenario: self.cell(scenario) for scenario in self.scenarios}
+        return {scenario: cell for scenario, cell in cells.items() if isinstance(cell, float)}
+
+    @property
+    def unverified(self) -> dict[str, str]:
+        """The scenarios without a number, and why: a known gap, one that does not apply, one that is not recorded yet."""
+        cells = {scenario: self.cell(scenario) for scenario in self.scenarios}
+        return {scenario: cell for scenario, cell in cells.items() if isinstance(cell, str)}
+
+    @property
+    def explained(self) -> dict[str, str]:
+        """The scenarios without a number that say something of the family: what it does not take is said elsewhere."""
+        return {scenario: why for scenario, why in self.unverified.items() if not why.startswith(TAKES)}
+
+    @property
+    def largest(self) -> float | None:
+        """The largest difference of all verified scenarios, None if there are none.
+
+        Keys and values in few bits have a tolerance of their own and do not count.
+        """
+        return max((cell for name, cell in self.verified.items() if not name.startswith("kv_")), default=None)
+
+    @property
+    def pictures(self) -> str:
+        """How many pictures a request may have."""
+        return "none" if not self.spec.images else "several" if self.spec.multi_image else "one"
+
+    @property
+    def upstream(self) -> str:
+        """What mlx-vlm's batch generator did in the same scenarios, in words."""
+        found: str = upstream()["in_words"].get(self.spec.family, "not measured")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for a machine."""
+        spec = self.spec
+        return {
+            "family": spec.family,
+            "model_types": spec.model_types,
+            "images": spec.images,
+            "multi_image": spec.multi_image,
+            "video": spec.video,
+            "no_video": None if spec.video else spec.no_video,
+            "chunked_prefill": spec.chunked_prefill,
+            "prefix_reuse": _ability(self.cell(PREFIX_REUSE)),
+            "quantised_kv": _ability(self.cell(QUANTISED_KV)),
+            "verified": self.verified,
+            "unverified": self.unverified,
+            "notes": spec.notes,
+            "known_gaps": dict(spec.known_gaps),
+            "mlx_vlm": {
+                "in_words": self.upstream,
+                **{name: upstream()["models"][name] for name in self.models if name in upstream()["models"]},
+            },
+        }
+
+
+def _ability(cell: float | str) -> bool | str:
+    return True if isinstance(cell, float) else cell
+
+
+def all_facts() -> tuple[FamilyFacts, ...]:
+    """The facts about every family, by name."""
+    return facts_of(recorded(), families())
+
+
+def facts_of(record: Mapping[str, Any], specs: Sequence[ModelSpec]) -> tuple[FamilyFacts, ...]:
+    """The facts about some families, from a record in the form of ``data/parity.json``."""
+    models: Mapping[str, Cells] = record["models"]
+    scenarios = tuple(sorted({scenario for cells in models.values() for scenario in cells}))
+    return tuple(FamilyFacts(spec, _models(spec, models, specs), scenarios) for spec in specs)
+
+
+def _models(spec: ModelSpec, models: Mapping[str, Cells], specs: Sequence[ModelSpec]) -> dict[str, Cells]:
+    """The tested models of a family: its own name, or that with something behind it that is no other family's."""
+    others = {other.family for other in specs} - {spec.family}
+    own = {name for name in models if name.startswith(f"{spec.family}_") and name not in others}
+    return {name: models[name] for name in sorted(own | {spec.family} & models.keys())}
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    """``data/parity.json``: ``mlx_vlm`` (version), ``tolerance``, and ``models``: name -> scenario -> number or reason."""
+    return _data("parity.json")
+
+
+@cache
+def upstream() -> dict[str, Any]:
+    """``data/mlx_vlm.json``: ``scenarios`` (name -> the parity scenarios that it stands for), ``models``, ``in_words``."""
+    return _data("mlx_vlm.json")
+
+
+def _data(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((files("vlm_batch") / "data" / name).read_text(encoding="utf-8"))
+    return found
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Reason -> model types, both by name: of what is refused, or runs one row at a time."""
+    found: dict[str, list[str]] = {}
+    for model_type, why in sorted(reasons.items()):
+        found.setdefault(why, []).append(model_type)
+    return dict(sorted(found.items()))
+
+
+def refused() -> dict[str, list[str]]:
+    """Why model types of mlx-vlm are refused -> which."""
+    return by_reason(REFUSED)
+
+
+def one_at_a_time() -> dict[str, list[str]]:
+    """Why model types of mlx-vlm run one row at a time -> which."""
+    return by_reason(ONE_AT_A_TIME)
