@@ -65,7 +65,6 @@ class Stats:
     cache_hits: int = 0  # requests that took a beginning from earlier ones
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
-    cached_tokens: int = 0  # of all prompts' positions, those that were not prefilled
 
 
 class Rate:
@@ -316,7 +315,6 @@ class VLMBatcher:
             cache_hits=counts["hits"],
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
-            cached_tokens=counts["cached"],
         )
 
     def close(self) -> None:
