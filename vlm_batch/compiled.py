@@ -3,9 +3,9 @@
 A graph holds while the number of places and the columns that attention reads stay what they were: places are powers of
 two, columns are rounded up to 256. A shape is compiled only once it has come back ``USES_BEFORE_GRAPH`` times.
 
-Measured on an H200 for a 3B shape in bfloat16: 9.2 -> 7.1 ms at 1 row, 11.6 -> 9.0 at 8, 15.1 -> 11.3 at 32. But the first
-graph of a process builds its kernels, which held a step up for 25 seconds on an H100, some six thousand steps' gain: so it
-is for servers that are warmed up, and asked for. On a CPU it brings 4-6 % (docs/architecture.md).
+Measured on an H200 for a 3B shape in bfloat16: 9.2 -> 7.1 ms at 1 row, 11.6 -> 9.0 at 8, 15.1 -> 11.3 at 32. But on an
+H100 one early step of a process was held up for 25 seconds, some six thousand steps' gain; it probably is the first graph,
+whose kernels are built then. So graphs are for servers that are warmed up, and asked for. On a CPU it brings 4-6 % (docs/architecture.md).
 """
 
 from __future__ import annotations
