@@ -25,8 +25,8 @@ from vlm_batch.caches.saved import SavedRow, common_length, is_whole_kind, save_
 from vlm_batch.errors import InvalidCache
 from vlm_batch.types import PromptKey, Status
 
-#: A hit or a wait for a neighbour's prefill is worth its bookkeeping from this many tokens on.
-MIN_TOKENS = 8
+#: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
+MIN_TOKENS, ALWAYS_WORTH = 8, 64
 #: At least so many tokens lie between two points of a row that chunk ends leave (turn boundaries always do).
 POINT_STRIDE = 512
 
@@ -35,6 +35,14 @@ POINT_STRIDE = 512
 DEFAULT_CACHE_BYTES = 2**30
 #: Bytes of files that saved rows may take, where a directory is given for them.
 DEFAULT_DIRECTORY_BYTES = 8 * 2**30
+
+
+def worth(length: int) -> int:
+    """How many first positions a prompt must have in common with an earlier one to go on from there.
+
+    The few of a chat template save less than prompts of one length do that are prefilled as one array.
+    """
+    return max(MIN_TOKENS, min(ALWAYS_WORTH, length // 8))
 
 
 class Recogniser(Protocol):
@@ -95,12 +103,12 @@ class Reuse:
         if traces.key is None:
             return False
         coming = max((self._shared(traces, other) for other in others), default=0)
-        if coming < MIN_TOKENS:
+        if coming < worth(traces.key.length):
             return False
         if traces.known[0] != self.prefix.version:
             found = self.prefix.find(traces.key)
             traces.known = (self.prefix.version, 0 if found is None else found.length)
-        return coming >= traces.known[1] + MIN_TOKENS
+        return coming >= traces.known[1] + worth(traces.key.length)
 
     def _shared(self, traces: Traces, other: Row) -> int:
         """How many first positions a prompt has in common with another row's, and could go on from."""
@@ -240,7 +248,7 @@ class Reuse:
 
     def _found(self, key: PromptKey) -> Match | None:
         found = self.prefix.find(key) if self.prefix is not None else None
-        return None if found is None or found.common < MIN_TOKENS else found
+        return None if found is None or found.common < worth(key.length) else found
 
     def _continued(self, traces: Traces) -> Match:
         """Where the prompt can go on from its user's cache."""
