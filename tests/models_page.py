@@ -81,7 +81,7 @@ def as_text(record: Mapping[str, Any]) -> str:
         f"{json.dumps(name)}: {json.dumps(dict(sorted(cells.items())))}"
         for name, cells in sorted(record["models"].items())
     ]
-    head = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in record.items() if key != "models"]
+    head = [f"{json.dumps(key)}: {json.dumps(record[key])}," for key in sorted(record.keys() - {"models"})]
     return "\n".join(["{", *head, '"models": {', ",\n".join(models), "}", "}"]) + "\n"
 
 
@@ -188,6 +188,9 @@ def main(log: Path | None = None) -> None:
         if record["mlx_vlm"] == facts.recorded()["mlx_vlm"]:  # a run of some models leaves the others' records
             kept = {name: cells for name, cells in facts.recorded()["models"].items() if name in FAMILIES}
             record["models"] = {**kept, **record["models"]}
+        record["variants"] = {
+            name: FAMILIES[name].registered for name in sorted(record["models"]) if FAMILIES[name].registered != name
+        }
         RECORD.write_text(as_text(record), encoding="utf-8")
         facts.recorded.cache_clear()
     PAGE.write_text(render(facts.all_facts(), facts.recorded()), encoding="utf-8")

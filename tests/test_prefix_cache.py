@@ -135,7 +135,9 @@ def test_another_video_or_another_pace_is_never_a_hit(name: str) -> None:
     asks = asker(name)
     inputs = inputs_of(name, "video:3:2")
     asks.ask_inputs(inputs)
-    pixels = "pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"  # MiniCPM's frames are pictures
+    pixels = (
+        "pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"
+    )  # MiniCPM's frames are pictures
     changed = [{**inputs, pixels: brighter(inputs[pixels])}]
     if "second_per_grid_ts" in inputs:
         changed.append({**inputs, "second_per_grid_ts": inputs["second_per_grid_ts"] * 2})

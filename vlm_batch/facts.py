@@ -125,19 +125,15 @@ def facts_of(record: Mapping[str, Any], specs: Sequence[ModelSpec]) -> tuple[Fam
     """The facts about some families, from a record in the form of ``data/parity.json``."""
     models: Mapping[str, Cells] = record["models"]
     scenarios = tuple(sorted({scenario for cells in models.values() for scenario in cells}))
-    return tuple(FamilyFacts(spec, _models(spec, models, specs), scenarios) for spec in specs)
-
-
-def _models(spec: ModelSpec, models: Mapping[str, Cells], specs: Sequence[ModelSpec]) -> dict[str, Cells]:
-    """The tested models of a family: its own name, or that with something behind it that is no other family's."""
-    others = {other.family for other in specs} - {spec.family}
-    own = {name for name in models if name.startswith(f"{spec.family}_") and name not in others}
-    return {name: models[name] for name in sorted(own | {spec.family} & models.keys())}
+    family_of = {name: record["variants"].get(name, name) for name in models}
+    own = {spec.family: {name: models[name] for name in models if family_of[name] == spec.family} for spec in specs}
+    return tuple(FamilyFacts(spec, own[spec.family], scenarios) for spec in specs)
 
 
 @cache
 def recorded() -> dict[str, Any]:
-    """``data/parity.json``: ``mlx_vlm`` (version), ``tolerance``, and ``models``: name -> scenario -> number or reason."""
+    """``data/parity.json``: ``mlx_vlm`` (version), ``tolerance``, ``models``: name -> scenario -> number or reason, and
+    ``variants``: name -> family, of models that are not called by their family's name."""
     return _data("parity.json")
 
 
