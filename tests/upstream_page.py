@@ -42,8 +42,8 @@ NOT_SHOWN = {
     "phi4_siglip/language.py:66": "phi4_siglip calls MLX's attention directly, which fails for a quantised cache",
     "processing_gemma4.py:441": "gemma4 stamps a video's frames with evenly spaced times; transformers with each frame's own, "
     "another whole second where a file's frame rate is no whole number: read in both, and too rare to be worth a file here",
-    "processing_llava_onevision.py:79": "llava_onevision refuses several videos of unequally many frames in one prompt: a limit, "
-    "and nothing is answered wrongly",
+    "processing_llava_onevision.py:79": "llava_onevision refuses several videos of unequally many frames in one prompt: a "
+    "limit, and nothing is answered wrongly",
     "idefics2.py:66": "idefics2's resampler attends to padding as its tower does, which is shown",
     "inkling/language.py:476": "inkling scales long contexts by the batch's common length: read, and held against in the "
     "matrix; too little at this size to move a token of mlx-vlm's batch",

@@ -5,7 +5,8 @@ two, columns are rounded up to 256. A shape is compiled only once it has come ba
 
 Measured on an H200 for a 3B shape in bfloat16: 9.2 -> 7.1 ms at 1 row, 11.6 -> 9.0 at 8, 15.1 -> 11.3 at 32. But on an
 H100 one early step of a process was held up for 25 seconds, some six thousand steps' gain; it probably is the first graph,
-whose kernels are built then. So graphs are for servers that are warmed up, and asked for. On a CPU it brings 4-6 % (docs/architecture.md).
+whose kernels are built then. So graphs are for servers that are warmed up, and asked for. On a CPU they bring 4-6 %
+(docs/architecture.md).
 """
 
 from __future__ import annotations
