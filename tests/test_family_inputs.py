@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from tests.harness import inputs_of, shared_adapter
+from tests.harness import NUM_TOKENS, TOLERANCE, Ask, difference, inputs_of, run, shared_adapter
 from tests.zoo import family
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.loading import adapt
@@ -36,11 +36,32 @@ def test_a_video_where_videos_are_not_verified(name: str) -> None:
         shared_adapter(name).encode({"input_ids": mx.array([[1, 2]]), "pixel_values_videos": mx.zeros((1, 4))})
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "plamo2vl", "phi4_siglip"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "plamo2vl", "phi4_siglip", "qwen3_5_hadamard"])
 def test_a_token_of_another_vocabulary(name: str) -> None:
     """As a tokenizer that does not belong to the model makes them. MLX reads other memory for such an id."""
     with pytest.raises(InvalidPrompt, match=r"token id 5000 is beyond the model's \d+: does the tokenizer belong"):
         shared_adapter(name).encode({"input_ids": mx.array([[1, 2, 5000]])})
+
+
+def test_nemotron_parse_without_a_picture_and_with_two() -> None:
+    """One encoding is what its decoder reads."""
+    adapter, ids = shared_adapter("nemotron_parse"), mx.array([[1, 2, 3]])
+    with pytest.raises(InvalidPrompt, match="nemotron_parse reads a picture: a request needs one"):
+        adapter.encode({"input_ids": ids})
+    with pytest.raises(InvalidPrompt, match="takes one picture a request; given: 2"):
+        adapter.encode({"input_ids": ids, "pixel_values": mx.zeros((2, 3, 8, 16))})
+    with pytest.raises(InvalidPrompt, match="token id 5000 is beyond the model's 160"):
+        adapter.encode({"input_ids": mx.array([[1, 5000]]), "pixel_values": mx.zeros((1, 3, 8, 16))})
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_nemotron_parse_with_a_short_prompt(length: int) -> None:
+    """One token is replaced by the start token, two stay as they are, whatever they are."""
+    inputs = {**inputs_of("nemotron_parse", "image:1:1")}
+    inputs["input_ids"] = inputs["input_ids"][:, :length]
+    (answer,) = run(shared_adapter("nemotron_parse"), lambda key: inputs, [Ask("short")])
+    tiny = family("nemotron_parse")
+    assert difference(answer, tiny.greedy(tiny.build(), inputs, NUM_TOKENS)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "foreign"), [("qwen2_vl", "num_crops"), ("llava", "image_grid_thw")])

@@ -50,6 +50,7 @@ POSITIONED = [
     "qwen2_vl",
     "qwen3_5",
     "qwen3_5_indic_ocr",
+    "qwen3_5_hadamard",
     "qwen3_5_moe",
     "qwen3_omni_moe",
     "qwen3_vl",
@@ -57,8 +58,8 @@ POSITIONED = [
 ]
 #: Positioned families whose text counts all tokens, pictures' included.
 WITHOUT_DELTAS = ["hunyuan_vl", "minicpmo", "minicpmv4_6"]
-#: Families without positions at all: recurrent layers know the order.
-UNPOSITIONED = ["glm5_next", "kimi_k3", "nemotron_h_nano_omni"]
+#: Families without positions at all: recurrent layers know the order, or what each token has seen of the others.
+UNPOSITIONED = ["glm5_next", "kimi_k3", "nemotron_h_nano_omni", "nemotron_parse"]
 #: Families with recurrent layers.
 RECURRENT = [
     "falcon_h1",
@@ -72,6 +73,7 @@ RECURRENT = [
     "plamo2vl",
     "qwen3_5",
     "qwen3_5_indic_ocr",
+    "qwen3_5_hadamard",
     "qwen3_5_moe",
     "qwen3_next",
     "zaya1_vl",

@@ -102,7 +102,7 @@ def test_pixels_matter(tiny: TinyFamily, model: Any) -> None:
 
 def test_order_matters(tiny: TinyFamily, model: Any) -> None:
     request = tiny.text(1, 9)
-    turned = {"input_ids": request["input_ids"][:, [1, 0, *range(2, 9)]]}
+    turned = {**request, "input_ids": request["input_ids"][:, [1, 0, *range(2, 9)]]}
     assert farthest(tiny.greedy(model, request, 1).logprobs, tiny.greedy(model, turned, 1).logprobs) > SEEN
 
 

@@ -92,6 +92,13 @@ def florence2_in_a_batch():
     return attempt(lambda: batched(build(), request)), [alone(build(), request)]
 
 
+@case("nemotron_parse", at="generate/ar.py:1190")
+def nemotron_parse_in_a_batch():
+    """The same loss of an encoder's output, where the decoder cannot go on without it: any request ends in an exception."""
+    request = {"input_ids": mx.array([[5, 6, 7, 8, 9]]), "pixel_values": noise(1, 1, 3, 8, 16)}
+    return attempt(lambda: batched(tiny("nemotron_parse"), request)), [alone(tiny("nemotron_parse"), request)]
+
+
 @case("mistral_large3", at="models/deepseek_v3/language.py:519")
 def mistral_large3_ignores_pictures():
     """The text model ignores the embeddings that it is given, and embeds the placeholders' ids.

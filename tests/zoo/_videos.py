@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +13,41 @@ from ._oracle import generate_alone, generate_by_recomputing, nothing_remembered
 from ._qwen import IMAGE, MERGE, VIDEO
 from ._types import Inputs, Trace
 
+#: Marker, pixels and grids of pictures and of videos.
+KINDS = ((IMAGE, "pixel_values", "image_grid_thw"), (VIDEO, "pixel_values_videos", "video_grid_thw"))
 
-def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+
+def encode_apart(model: nn.Module, arrays: dict[str, mx.array]) -> dict[int, Any]:
+    """Marker -> what the tower makes of the pictures, and of the videos, in a call for each."""
+    return {
+        marker: model.vision_tower(arrays[pixels], arrays[grid]) for marker, pixels, grid in KINDS if pixels in arrays
+    }
+
+
+def encode_in_one_call(model: nn.Module, arrays: dict[str, mx.array]) -> dict[int, Any]:
+    """The same features, of towers without deepstack, in the bits that one call for the whole prompt gives them."""
+    blocks = []  # (place, marker, pixels, grid) of each time step
+    for marker, pixels, grid in KINDS:
+        places, row = np.flatnonzero(np.array(arrays["input_ids"][0]) == marker), 0
+        for t, high, wide in np.array(arrays[grid]).tolist() if grid in arrays else ():
+            for _ in range(t):
+                blocks.append(
+                    (places[row // MERGE**2], marker, arrays[pixels][row : row + high * wide], [1, high, wide])
+                )
+                row += high * wide
+    blocks.sort(key=lambda block: block[0])
+    _, markers, pixels_of, grids = zip(*blocks, strict=True)
+    features, _ = model.vision_tower(mx.concatenate(list(pixels_of)), mx.array(grids))
+    parts = mx.split(features, np.cumsum([len(pixels) // MERGE**2 for pixels in pixels_of])[:-1].tolist())
+    owned = [
+        (marker, [part for own, part in zip(markers, parts, strict=True) if own == marker]) for marker in set(markers)
+    ]
+    return {marker: mx.concatenate(own) for marker, own in owned}
+
+
+def greedy(
+    model: nn.Module, inputs: Inputs, num_tokens: int, encode: Callable[..., dict[int, Any]] = encode_apart
+) -> Trace:
     """mlx-vlm's own loop without a video; with one, the whole sequence at each step, with positions by the definition."""
     if "video_grid_thw" not in inputs:
         return generate_alone(model, inputs, num_tokens)
@@ -22,13 +55,7 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     language, ids = model.language_model, arrays["input_ids"]
     prompt = language.model.embed_tokens(ids)
     rows = []
-    for marker, pixels, grid in (
-        (IMAGE, "pixel_values", "image_grid_thw"),
-        (VIDEO, "pixel_values_videos", "video_grid_thw"),
-    ):
-        if pixels not in arrays:
-            continue
-        found = model.vision_tower(arrays[pixels], arrays[grid])
+    for marker, found in encode(model, arrays).items():
         features, deep = found if isinstance(found, tuple) else (found, None)
         prompt = put_pictures(prompt, ids, marker, features)
         places = np.flatnonzero(inputs["input_ids"][0] == marker)
@@ -39,8 +66,8 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     where = np.isin(inputs["input_ids"], (IMAGE, VIDEO))
 
     def logits(generated: list[int]) -> mx.array:
-        tail = language.model.embed_tokens(mx.array([generated], dtype=mx.int32))
-        hidden = mx.concatenate([prompt, tail], axis=1)
+        tail = [language.model.embed_tokens(mx.array([generated], dtype=mx.int32))] if generated else []
+        hidden = mx.concatenate([prompt, *tail], axis=1)
         after = asked.max() + 1 + np.arange(len(generated))
         given = np.concatenate([asked, np.broadcast_to(after, (3, len(generated)))], axis=1)
         more: dict[str, Any] = {"position_ids": mx.array(given[:, None])}

@@ -166,15 +166,20 @@ class Adapter:
 
     def check_ids(self, ids: mx.array) -> None:
         """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
-        table = getattr(getattr(self.language, "model", None), "embed_tokens", None)
-        if not isinstance(table, (nn.Embedding, nn.QuantizedEmbedding)):
-            return  # made of several tables, or named otherwise
+        weight = getattr(self.token_table, "weight", None)
+        if weight is None:
+            return
         tokens = np.array(ids[0])
-        beyond = tokens[(tokens >= table.weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        beyond = tokens[(tokens >= weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
         if beyond.size:
             raise InvalidPrompt(
-                f"token id {beyond[0]} is beyond the model's {table.weight.shape[0]}: does the tokenizer belong to this model?"
+                f"token id {beyond[0]} is beyond the model's {weight.shape[0]}: does the tokenizer belong to this model?"
             )
+
+    @property
+    def token_table(self) -> Any:
+        """The embedding of the decoder's tokens, or None where it is made of several or named otherwise."""
+        return getattr(getattr(self.language, "model", None), "embed_tokens", None)
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
@@ -268,6 +273,10 @@ class Adapter:
 
     # Prefill and decode
     # -------------------------------------------------------------------------------------------------
+
+    def probe(self, ids: mx.array) -> dict[str, Any]:
+        """The smallest request with the prompt ``ids`` (1, L), by which a model's abilities are tried."""
+        return {"input_ids": ids}
 
     def make_cache(self) -> list[Any]:
         """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""

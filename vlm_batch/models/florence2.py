@@ -16,7 +16,7 @@ from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 
 
-def _heads(projected: mx.array, count: int) -> mx.array:
+def heads(projected: mx.array, count: int) -> mx.array:
     """(B, L, H * D_head) -> (B, H, L, D_head)"""
     return projected.reshape(*projected.shape[:2], count, -1).swapaxes(1, 2)
 
@@ -40,6 +40,10 @@ class Florence2(Adapter):
     starts_afresh = "its encoder sees the whole prompt"
     #: One row is not padded, and the decoder begins with its start token here.
     ignored_features = frozenset({"attention_mask", "decoder_inputs_embeds"})
+
+    @property
+    def token_table(self) -> Any:
+        return self.language.model.shared
 
     def shorten(self) -> None:
         """The decoder runs one token at a time anyway."""
@@ -73,7 +77,7 @@ class Florence2(Adapter):
         states = model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale)  # (1, L, D)
         for layer, single in zip(model.decoder.layers, cache[len(cache) // 2 :], strict=True):
             over = layer.encoder_attn
-            single.hold(*(_heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
+            single.hold(*(heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
         first = mx.array([[self.config.text_config.decoder_start_token_id]])
         return self.answer(first, mx.zeros((1,), dtype=mx.int32), cache)
 
@@ -93,19 +97,19 @@ class Florence2(Adapter):
             module = layer.self_attn
             mask = create_attention_mask(hidden, own)
             fetched = own.update_and_fetch(
-                *(_heads(project(hidden), module.num_heads) for project in (module.k_proj, module.v_proj))
+                *(heads(project(hidden), module.num_heads) for project in (module.k_proj, module.v_proj))
             )
-            hidden = layer.self_attn_layer_norm(hidden + _attend(module, hidden, fetched, own, mask))
-            over = _attend(layer.encoder_attn, hidden, cross.state, cross, None)
+            hidden = layer.self_attn_layer_norm(hidden + attend(module, hidden, fetched, own, mask))
+            over = attend(layer.encoder_attn, hidden, cross.state, cross, None)
             hidden = layer.encoder_attn_layer_norm(hidden + over)
             widened = layer.fc2(layer.activation_fn(layer.fc1(hidden)))
             hidden = layer.final_layer_norm(hidden + widened)
         return self.language.lm_head(hidden)[:, -1]
 
 
-def _attend(module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any) -> mx.array:
-    """Attention of (B, 1, D) over fetched keys and values, projected."""
-    queries = _heads(module.q_proj(hidden), module.num_heads)
+def attend(module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any) -> mx.array:
+    """Attention of (B, L, D) over fetched keys and values, projected."""
+    queries = heads(module.q_proj(hidden), module.num_heads)
     keys, values = fetched
     output = attention(queries, keys, values, cache, module.scaling, mask)
     return module.out_proj(output.swapaxes(1, 2).flatten(-2))

@@ -11,7 +11,7 @@ from vlm_batch.caches.quantized import KVQuantisation
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models.base import Adapter
 
-#: Two tokens of plain text, prefilled one after the other.
+#: Two tokens of the smallest request, prefilled one after the other.
 PROBE = (1, 2)
 
 
@@ -49,6 +49,6 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
 
 
 def _run(adapter: Adapter, caches: list[Any]) -> None:
-    encoded = adapter.encode({"input_ids": mx.array([PROBE], dtype=mx.int32)})
+    encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)))
     logits = [adapter.prefill(encoded, caches, 0, 1), adapter.prefill(encoded, caches, 1, 2)]
     mx.eval(logits, [cache.state for cache in caches])

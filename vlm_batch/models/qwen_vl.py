@@ -152,9 +152,12 @@ class Qwen3VLMoe(Qwen3VL):
 @register(
     ModelSpec(
         family="qwen3_5",
-        model_types=("qwen3_5", "indic_ocr"),
+        model_types=("qwen3_5", "indic_ocr", "prism_hadamard_qwen35"),
         video=True,
-        notes=("the OCR stage of IndicOCR is this model; its layout stage and the pipeline of both are not served",),
+        notes=(
+            "the OCR stage of IndicOCR is this model; its layout stage and the pipeline of both are not served",
+            "Hadamard packs (prism_hadamard_qwen35) are this model with 2-bit weights and rotated activations",
+        ),
     )
 )
 class Qwen35(MRoPEAdapter):

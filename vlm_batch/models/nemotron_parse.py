@@ -1,0 +1,110 @@
+"""Nemotron-Parse: every layer of a causal decoder reads the encoding of a picture; a row brings its keys and values of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.base import create_attention_mask
+from mlx_vlm.models.cache import KVCache
+
+from vlm_batch.caches.cross import CrossCache
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.florence2 import attend, heads
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep, Encoded
+
+
+@register(
+    ModelSpec(
+        family="nemotron_parse",
+        model_types=("nemotron_parse",),
+        multi_image=False,
+        notes=(
+            "reads one picture a request; a text without a picture is refused, since the decoder has nothing to read",
+            "the prompt begins the answer, without the start and end tokens that the tokenizer puts around it, as in mlx-vlm",
+            "rows decode together: each keeps the keys and values that the decoder made of its picture; "
+            "mlx-vlm's batch has no encoder output after the first token, and ends in an exception (generate/ar.py:1190)",
+        ),
+    )
+)
+class NemotronParse(Adapter):
+    """The first half of a row's caches is the decoder's own attention, the second its attention over the picture.
+
+    The decoder has no positions: the order of its tokens is what each of them has seen.
+    """
+
+    starts_afresh = "its decoder has the whole picture before it from the first token on"
+    input_keys = Adapter.input_keys | {"encoder_outputs"}
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"encoder_outputs": None}
+
+    @property
+    def token_table(self) -> Any:
+        return self.language.model.shared
+
+    def shorten(self) -> None:
+        """``answer`` gives the last position's logits only."""
+
+    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
+        """The ids (1, L) that the decoder begins with (nemotron_parse/language.py, NemotronParseLanguageModel)."""
+        text, tokens = self.config.text_config, np.array(ids[0]).tolist()
+        if len(tokens) == 1:
+            return mx.array([[text.decoder_start_token_id]], dtype=mx.int32)
+        if len(tokens) > 2:
+            tokens = tokens[:-1] if tokens[-1] == text.eos_token_id else tokens
+            tokens = tokens[1:] if tokens[0] == text.bos_token_id else tokens
+        return mx.array([tokens], dtype=mx.int32)
+
+    def probe(self, ids: mx.array) -> dict[str, Any]:
+        width = self.config.text_config.d_model
+        return {"input_ids": ids, "encoder_outputs": mx.zeros((1, 1, width))}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings (1, L, D) of the prompt, and the picture's encoding (1, T, D). Raises InvalidPrompt."""
+        states = extra.get("encoder_outputs")
+        if states is None:
+            pixels = extra.get("pixel_values")
+            if pixels is None:
+                raise InvalidPrompt("nemotron_parse reads a picture: a request needs one")
+            if len(pixels) != 1:
+                raise InvalidPrompt(f"nemotron_parse takes one picture a request; given: {len(pixels)}")
+            states = self.model.vision_tower(pixels)
+        model = self.language.model
+        return {"inputs_embeds": model.shared(ids) * model.decoder.embed_scale, "encoder_outputs": states}
+
+    def make_cache(self) -> list[Any]:
+        layers = self.language.model.decoder.layers
+        return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
+
+    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+        """The picture's keys and values with the first chunk, and the decoder over each."""
+        decoder = self.language.model.decoder
+        if start == 0:
+            states = encoded.prefill["encoder_outputs"]
+            for layer, single in zip(decoder.layers, cache[len(cache) // 2 :], strict=True):
+                over = layer.encoder_attn
+                single.hold(*(heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
+        return self.answer(encoded.inputs_embeds[:, start:end], cache)
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        model = self.language.model
+        return self.answer(model.shared(step.tokens) * model.decoder.embed_scale, step.caches)
+
+    def answer(self, embeds: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The decoder over embeddings (B, L, D); logits (B, V) of the last. Norms stand before each part."""
+        decoder, half = self.language.model.decoder, len(caches) // 2
+        hidden = decoder.layernorm_embedding(embeds)
+        for layer, own, cross in zip(decoder.layers, caches[:half], caches[half:], strict=True):
+            module, normed = layer.self_attn, layer.self_attn_layer_norm(hidden)
+            mask = create_attention_mask(normed, own)
+            fetched = own.update_and_fetch(
+                *(heads(project(normed), module.num_heads) for project in (module.k_proj, module.v_proj))
+            )
+            hidden = hidden + attend(module, normed, fetched, own, mask)
+            normed = layer.encoder_attn_layer_norm(hidden)
+            hidden = hidden + attend(layer.encoder_attn, normed, cross.state, cross, None)
+            hidden = hidden + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden))))
+        return self.language.lm_head(decoder.layer_norm(hidden[:, -1]))
