@@ -117,7 +117,7 @@ def render() -> str:
         parts.append("")
     parts += ["## Known, and not shown", ""]
     parts += [f"- {why} (`{place}`)." for place, why in NOT_SHOWN.items()]
-    return "\n".join(parts).replace("``", "`") + "\n"
+    return re.sub(r"(?<!`)``(?!`)", "`", "\n".join(parts)) + "\n"
 
 
 def places_of_notes(notes: tuple[str, ...]) -> list[str]:
