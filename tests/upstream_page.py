@@ -35,8 +35,6 @@ NOT_SHOWN = {
     "sees its own future: the published model is not run on such prompts",
     "granite4_vision.py:279": "granite4_vision keeps on the model which layers take features; all requests of one model "
     "agree on it",
-    "moondream3/image_crops.py:13": "moondream's grid and cuts differ from the published processor's for pictures of more "
-    "than one crop: read in both, not run side by side",
     "cohere_compass/language.py:129": "cohere_compass projects row by row: slow, not wrong",
     "moondream3/language.py:116": "moondream3 reads offsets back at every step: slow, not wrong",
     "phi4_siglip/language.py:66": "phi4_siglip calls MLX's attention directly, which fails for a quantised cache",
@@ -117,7 +115,7 @@ def render() -> str:
         parts.append("")
     parts += ["## Known, and not shown", ""]
     parts += [f"- {why} (`{place}`)." for place, why in NOT_SHOWN.items()]
-    return "\n".join(parts).replace("``", "`") + "\n"
+    return re.sub(r"(?<!`)``(?!`)", "`", "\n".join(parts)) + "\n"
 
 
 def places_of_notes(notes: tuple[str, ...]) -> list[str]:

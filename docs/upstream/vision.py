@@ -149,5 +149,13 @@ def gemma4_two_way_in_full_layers():
     return full.reshape(6, 6).astype(mx.int32), mx.tril(mx.ones((6, 6))).astype(mx.int32)
 
 
+@case("moondream2", "moondream3", at="models/moondream3/image_crops.py:13")
+def moondream_crops():
+    """A picture of 640 x 480 is cut into one crop. Right (moondream/torch/image_crops.py, `select_tiling`): 2 x 4."""
+    from mlx_vlm.models.moondream3.image_crops import select_crop_grid
+
+    return select_crop_grid(640, 480, 378, 12, 4), (2, 4)
+
+
 if __name__ == "__main__":
     report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -83,6 +84,17 @@ class Adapter:
     def mends(cls) -> Mapping[type, type]:
         """Module classes of mlx-vlm whose single-row result is wrong or that cannot hold rows apart -> what replaces them."""
         return {}
+
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        """The caller's processor, or a copy of it that does what the published one does, where mlx-vlm's does not."""
+        part = getattr(processor, "video_processor", None)
+        right = cls.video_processor(part)
+        if right is part:
+            return processor
+        processor = copy.copy(processor)
+        processor.video_processor = right
+        return processor
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter, bidirectional_mask
+from vlm_batch.models.crops import with_published_crops
 from vlm_batch.models.modules import attention, fused_attention
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, Picture
@@ -24,8 +25,8 @@ _POOLING = (
     "rounded windows (moondream3/vision.py:114)"
 )
 _CROPS = (
-    "which crops there are is mlx-vlm's processor's choice: its grid and its cuts differ from Moondream's own for "
-    "pictures of more than one crop (moondream3/image_crops.py:13 against moondream/torch/image_crops.py)"
+    "pictures are cut as in Moondream's own code (moondream/torch/image_crops.py); mlx-vlm chooses another grid and other "
+    "cuts for pictures of more than one crop (moondream3/image_crops.py:13)"
 )
 
 
@@ -76,6 +77,10 @@ class _Moondream(Adapter):
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
     #: Made again for the chunk that holds the prefix, as bools (upstream's float32 does not fit bfloat16 attention).
     ignored_features = frozenset({"attention_mask_4d"})
+
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        return with_published_crops(processor)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for one picture; it replaces the ids after BOS, whatever they are (moondream3.py:70)."""

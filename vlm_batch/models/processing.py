@@ -30,7 +30,7 @@ class Processing:
     """One model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
 
     def __init__(self, processor: Any, config: Any, adapter: type[Adapter] = Adapter) -> None:
-        self.processor = _mended(processor, adapter)
+        self.processor = adapter.processor(processor)
         self.config = config
         self.sampling = _sampling(processor, adapter.video_sampling)
         self.tokenizer = getattr(processor, "tokenizer", processor)
@@ -131,17 +131,6 @@ class Processing:
         if not clips or frames is None:
             return {}
         return {"second_per_grid_ts": np.array([frames / clip.sampled_fps for clip in clips], dtype=np.float32)}
-
-
-def _mended(processor: Any, adapter: type[Adapter]) -> Any:
-    """The caller's processor, or a copy of it with the video part that the family needs."""
-    part = getattr(processor, "video_processor", None)
-    right = adapter.video_processor(part)
-    if right is part:
-        return processor
-    processor = copy.copy(processor)
-    processor.video_processor = right
-    return processor
 
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:
