@@ -157,7 +157,7 @@ def print_families(
         "off by": lambda one: "-" if one.largest is None else f"{one.largest:.0e}",
     }
     shown = {name: show for name, show in columns.items() if any(show(one) != UNKNOWN for one in known)}
-    table = Table(*(Column(name, no_wrap=True) for name in shown), box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(*(Column(name, no_wrap=True) for name in shown), box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for one in known:
         table.add_row(*(Text(show(one)) for show in shown.values()))
     console.print(table)
