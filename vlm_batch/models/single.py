@@ -56,4 +56,9 @@ class SingleRow(Adapter):
         return self.forward(encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill)
 
     def decode(self, step: DecodeStep) -> mx.array:
-        return self.forward(step.tokens, None, [layer.places[0] for layer in step.caches], {})
+        """The row's own caches, of whatever kind, and what the step has made of them back in the batch of one."""
+        own = [layer.take(0) for layer in step.caches]
+        logits = self.forward(step.tokens, None, own, {})
+        for layer, cache in zip(step.caches, own, strict=True):
+            layer.put(0, cache)
+        return logits
