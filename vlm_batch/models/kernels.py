@@ -6,7 +6,8 @@ mask that is added and powers of e. float32 only, as everything that is fast the
 
 On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``): 66 ms each. Prompts are of all
-lengths, so a shape gets a plan here only when it keeps coming back; until then its attention is spelled out. And a single
+lengths, so a shape gets a plan here only when it keeps coming back; until then its attention is spelled out. So which of
+the two a prompt meets depends on what the process has seen, and its last bits in half precision with it. And a single
 query with an array as mask has no kernel there; the queries of one group of heads, taken as several queries, have.
 """
 

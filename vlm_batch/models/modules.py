@@ -217,11 +217,12 @@ def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
 
 
 def hook_attention(module: nn.Module) -> None:
-    """Let the attention of a model's files understand ``RowStates``; anything else goes to mlx-vlm's function as
-    before.
+    """Let the attention of a model's files understand ``RowStates`` and quantised rows, and take the cheaper kernels.
 
     About 155 families call a module-level ``scaled_dot_product_attention``; rebinding that one name is what lets
-    attention run a row at a time on unmodified model code.
+    attention run a row at a time on unmodified model code. The name is the whole process's: once an adapter is made,
+    mlx-vlm's own calls of that family take ``kernels.attend`` and ``kernels.swiglu``, too, the same numbers up to
+    rounding. An oracle in such a process shares them, so ``tests/test_kernels.py`` holds the kernels to MLX's own.
     """
     for name in {type(child).__module__ for _, child in module.named_modules()}:
         namespace = vars(sys.modules[name])
