@@ -15,13 +15,14 @@ from mlx_vlm.models.cache import make_prompt_cache
 from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.features import FeatureStore
+from vlm_batch.models.attention import HOOKS
+from vlm_batch.models.hooks import put_hooks, runs_model
 from vlm_batch.models.modules import (
     LastPosition,
     RememberingGridTower,
     RememberingTower,
     clone_modules,
     evaluate_arrays,
-    hook_attention,
     split_patches,
 )
 from vlm_batch.registry import ModelSpec
@@ -33,6 +34,9 @@ VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "vi
 #: Values of each weight that go into a model's fingerprint.
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+#: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.models.hooks``).
+RUNS_MODEL = frozenset({"encode", "look", "prefill", "prefill_together", "decode"})
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
 #: most families do not count a video's seconds.
@@ -72,12 +76,17 @@ class Adapter:
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
     starts_afresh: ClassVar[str | None] = None
 
+    def __init_subclass__(cls) -> None:
+        """A family's own version of a call that runs the model is one, too."""
+        for name in RUNS_MODEL & vars(cls).keys():
+            setattr(cls, name, runs_model(vars(cls)[name]))
+
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.mends())
         self.language: Any = self.model.language_model
-        hook_attention(self.language)
+        put_hooks(self.language, HOOKS)
         self.shorten()
 
     @classmethod
@@ -144,6 +153,7 @@ class Adapter:
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
+    @runs_model
     def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
 
@@ -171,6 +181,7 @@ class Adapter:
         self.forget()
         return encoded
 
+    @runs_model
     def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Processor outputs with their pictures' features beside them, made by one call of the encoder, where that is known to
         be the same; elsewhere as they are."""
@@ -294,11 +305,13 @@ class Adapter:
         """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""
         return make_prompt_cache(self.language)
 
+    @runs_model
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
         return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
 
+    @runs_model
     def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array:
         """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
         ids = mx.concatenate([row.input_ids for row in rows])
@@ -324,6 +337,7 @@ class Adapter:
         """The positions of a chunk, for families that take them; the others count what is in the cache."""
         return {}
 
+    @runs_model
     def decode(self, step: DecodeStep) -> mx.array:
         """One token for every place of the batch: logits (B, V)."""
         return self.forward(step.tokens, None, step.caches, self.decode_extras(step))

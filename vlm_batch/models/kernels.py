@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models import activations as upstream
+from mlx_vlm.models import activations
 
 #: Calls of a shape before it is given a plan: about 30 forwards of 36 layers, whose price is that of one plan.
 USES_BEFORE_PLAN = 1024
@@ -31,6 +31,9 @@ MAX_SHAPES = 8192
 #: Queries of a block on a CPU.
 BLOCK = 64
 E = math.e
+
+#: mlx-vlm's, whatever its name is bound to later.
+SWIGLU = activations.swiglu
 
 _uses: Counter[tuple[Any, ...]] = Counter()
 
@@ -134,4 +137,4 @@ def _later(queries: int, keys: int) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``."""
-    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else upstream.swiglu(gate, x)
+    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else SWIGLU(gate, x)

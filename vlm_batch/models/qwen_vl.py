@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.models.attention import seal_masks
 from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
 from vlm_batch.models.frames import each_frame_bounded
-from vlm_batch.models.modules import seal_masks
 from vlm_batch.models.qwen_vision import window_runs
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, PositionState
