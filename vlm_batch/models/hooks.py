@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -60,10 +60,14 @@ def hook(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Hook:
     return Hook(theirs, either)
 
 
-def put_hooks(module: nn.Module, hooks: Mapping[str, Hook]) -> None:
-    """Hook names in every file that a class of a module tree comes from, where they are mlx-vlm's functions."""
-    classes = {base for _, child in module.named_modules() for base in type(child).__mro__}
-    for file in {cls.__module__ for cls in classes}:
+def files_of(module: nn.Module) -> set[str]:
+    """The dotted names of the files that the classes of a module tree come from, those that they inherit from included."""
+    return {base.__module__ for _, child in module.named_modules() for base in type(child).__mro__}
+
+
+def put_hooks(files: Iterable[str], hooks: Mapping[str, Hook]) -> None:
+    """Hook names in imported files, wherever they are mlx-vlm's functions."""
+    for file in files:
         namespace = vars(sys.modules[file])
         for name, hooked in hooks.items():
             if namespace.get(name) is hooked.theirs:

@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.hooks import Hook, hook, put_hooks
+from vlm_batch.models.hooks import Hook, files_of, hook, put_hooks
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -33,7 +33,7 @@ class MuseSpark(Adapter):
 
     def __init__(self, model: nn.Module) -> None:
         if not mx.metal.is_available():
-            put_hooks(model.language_model, without_metal())
+            put_hooks(files_of(model.language_model), without_metal())
         super().__init__(model)
 
     @classmethod

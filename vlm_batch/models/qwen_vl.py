@@ -10,8 +10,9 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.models.attention import seal_masks
-from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
 from vlm_batch.models.frames import each_frame_bounded
+from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.models.prompts import cut
 from vlm_batch.models.qwen_vision import window_runs
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, PositionState
