@@ -21,7 +21,8 @@ from vlm_batch.caches.directory import RowFiles
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prefix import Match, PrefixCache, match, thin
 from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import SavedRow, common_length, is_whole_kind, save_constant, save_point, save_row
+from vlm_batch.caches.saved import SavedRow, common_length, save_constant, save_point, save_row
+from vlm_batch.caches.states import is_whole_kind
 from vlm_batch.errors import InvalidCache
 from vlm_batch.types import PromptKey, Status
 
