@@ -1,4 +1,4 @@
-"""What the three Qwen families share: the prompt around a picture, and patches as their processors lay them out."""
+"""What Qwen's families and those like them share: the prompt around a picture, and patches as their processors lay them out."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def request(seed: int, grids: Sequence[Grid], start: int = VISION_START, end: in
         "pixel_values": np.concatenate([pixels(seed + 31 * i, h * w, PATCH_LENGTH) for i, (h, w) in enumerate(grids)]),
         "image_grid_thw": np.array([[1, h, w] for h, w in grids], dtype=np.int32),
     }
+
+
+GRIDS = ((4, 4), (4, 6), (6, 8))
+
+
+def image(seed: int, size: int) -> Inputs:
+    """One picture of 4, 6 or 12 placeholders."""
+    return request(seed, [GRIDS[size]])
+
+
+def two_images(seed: int) -> Inputs:
+    """Two pictures of different grids."""
+    return request(seed, [GRIDS[1], GRIDS[0]])
 
 
 Steps = tuple[int, int, int]

@@ -52,17 +52,10 @@ class Qwen2VL(MRoPEAdapter):
         ),
     )
 )
-class Qwen25VL(MRoPEAdapter):
+class Qwen25VL(Qwen2VL):
     """M-RoPE whose time axis goes by seconds; windowed attention in the vision tower."""
 
     input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
-    compiles = True
-    shares_prefill = True
-    look = MRoPEAdapter.look_at_grids
-
-    @classmethod
-    def video_processor(cls, part: Any) -> Any:
-        return each_frame_bounded(part)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})
