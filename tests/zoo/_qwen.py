@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,17 +35,30 @@ def request(seed: int, grids: Sequence[Grid], start: int = VISION_START, end: in
     }
 
 
+def still_request(seed: int, grids: Sequence[Grid]) -> Inputs:
+    """The same, where a patch is one moment."""
+    flat = [pixels(seed + 31 * i, high * wide, 3 * PATCH**2) for i, (high, wide) in enumerate(grids)]
+    return {**request(seed, grids), "pixel_values": np.concatenate(flat)}
+
+
 GRIDS = ((4, 4), (4, 6), (6, 8))
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return request(seed, [GRIDS[size]])
+def asks(
+    make: Callable[[int, Sequence[Grid]], Inputs],
+) -> tuple[Callable[[int, int], Inputs], Callable[[int], Inputs]]:
+    """A family's requests with one picture, of 4, 6 or 12 placeholders, and with two of different grids."""
+
+    def image(seed: int, size: int) -> Inputs:
+        return make(seed, [GRIDS[size]])
+
+    def two_images(seed: int) -> Inputs:
+        return make(seed, [GRIDS[1], GRIDS[0]])
+
+    return image, two_images
 
 
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+image, two_images = asks(request)
 
 
 Steps = tuple[int, int, int]
