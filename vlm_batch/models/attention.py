@@ -126,8 +126,8 @@ def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries
 def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:
     """The same attention, which hands its mask on unread.
 
-    For classes that cut a mask to the longest row's length, which they read back from the device for every layer: a
-    slab's mask is as wide as the slab's keys already.
+    For classes that cut a mask to the longest row's length, some of which read that back from the device for every layer: a
+    slab's mask is as wide as the slab's keys already, and stays one array for all layers (``kernels.added``).
     """
 
     class SealedAttention(attention_class):  # type: ignore[misc,valid-type]

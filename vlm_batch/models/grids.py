@@ -6,13 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.modules import RememberingGridTower, split_patches
 from vlm_batch.models.prompts import cut
+from vlm_batch.models.rotary import hook_rotary
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState
+
+#: Patches that go through a tower in one call: 16 pictures of 448 pixels a side, or one of 1,792.
+MAX_PATCHES = 2**14
+
+
+def _num_patches(inputs: Mapping[str, Any]) -> int:
+    """Patches of a request's pictures."""
+    grids = inputs.get("image_grid_thw")
+    return 0 if grids is None else int(np.array(grids).prod(axis=1).sum())
 
 
 class GridAdapter(Adapter):
@@ -34,8 +45,13 @@ class GridAdapter(Adapter):
         return super().features(ids, extra)
 
     def look_at_grids(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """``look`` for towers that take the patches of several pictures in a row, and models that take features for pixels."""
-        pictured = [inputs for inputs in requests if inputs.get("pixel_values") is not None]
+        """``look`` for towers that take the patches of several pictures in a row, and models that take features for pixels.
+
+        As many of the first requests as have ``MAX_PATCHES`` together; the others are left as they are.
+        """
+        counts = np.cumsum([_num_patches(inputs) for inputs in requests])
+        near = list(requests[: max(1, int(np.searchsorted(counts, MAX_PATCHES, side="right")))])
+        pictured = [inputs for inputs in near if inputs.get("pixel_values") is not None]
         is_plain = all("image_grid_thw" in inputs and "pixel_values_videos" not in inputs for inputs in pictured)
         if len(pictured) < 2 or not is_plain:
             return list(requests)
@@ -45,10 +61,11 @@ class GridAdapter(Adapter):
         ends: list[int] = np.cumsum([grid.prod(axis=1).sum() // merge**2 for grid in grids]).tolist()
         features = tower(pixels.astype(tower.patch_embed.proj.weight.dtype), mx.array(np.concatenate(grids)))
         parts = iter(mx.split(features, ends[:-1]))
-        return [
+        looked = [
             {**inputs, "cached_image_features": next(parts)} if inputs.get("pixel_values") is not None else inputs
-            for inputs in requests
+            for inputs in near
         ]
+        return [*looked, *requests[len(near) :]]
 
     @property
     def merged(self) -> int:
@@ -88,6 +105,14 @@ class MRoPEAdapter(GridAdapter):
     """
 
     input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._decoding = hook_rotary(self.language)
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        with self._decoding.at(step.positions):
+            return super().decode(step)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """A video goes through the model as one picture for each of its time steps, which is what the towers make of it.

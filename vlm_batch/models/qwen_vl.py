@@ -34,6 +34,12 @@ class Qwen2VL(MRoPEAdapter):
     look = MRoPEAdapter.look_at_grids
 
     @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen2_vl.language import Attention
+
+        return {Attention: seal_masks(Attention)}
+
+    @classmethod
     def video_processor(cls, part: Any) -> Any:
         return each_frame_bounded(part)
 
@@ -73,9 +79,10 @@ class Qwen25VL(Qwen2VL):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen2_5_vl.language import Attention
         from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
-        return {VisionModel: window_runs(VisionModel)}
+        return {VisionModel: window_runs(VisionModel), Attention: seal_masks(Attention)}
 
 
 def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
@@ -100,6 +107,12 @@ class Qwen3VL(MRoPEAdapter):
     compiles = True
     video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl.language import Attention
+
+        return {Attention: seal_masks(Attention)}
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """A chunk takes the deepstack rows of its own picture positions (mlx-vlm's batch takes the whole prompt's)."""
