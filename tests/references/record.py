@@ -29,6 +29,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.references.documents import DOCUMENTS
 from tests.references.newer import NEWER
 from tests.references.towers import TOWERS
 from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
@@ -707,7 +708,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-RECIPES |= {name: Recipe(**facts) for name, facts in {**TOWERS, **NEWER}.items()}
+RECIPES |= {name: Recipe(**facts) for name, facts in {**TOWERS, **NEWER, **DOCUMENTS}.items()}
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -767,6 +768,7 @@ def answer(model: torch.nn.Module, recipe: Recipe, inputs: Inputs) -> tuple[np.n
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     arrays |= {"attention_mask": torch.ones_like(arrays["input_ids"]), **recipe.inputs(inputs)}
+    before = 1 if model.config.is_encoder_decoder else arrays["input_ids"].shape[1]
     output = model.generate(
         **{name: value for name, value in arrays.items() if value is not None},
         max_new_tokens=STEPS,
@@ -775,7 +777,7 @@ def answer(model: torch.nn.Module, recipe: Recipe, inputs: Inputs) -> tuple[np.n
         return_dict_in_generate=True,
     )
     logits = torch.cat(output.logits).double() * recipe.logit_scale
-    tokens = output.sequences[0, arrays["input_ids"].shape[1] :]
+    tokens = output.sequences[0, before:]
     return tokens.numpy().astype(np.int32), torch.log_softmax(logits, dim=-1).float().numpy()
 
 

@@ -311,6 +311,50 @@ def internvl(zoo: nn.Module) -> torch.nn.Module:
     return transformers.InternVLForConditionalGeneration(config)
 
 
+def internvl_chat(zoo: nn.Module) -> torch.nn.Module:
+    """The original format holds the same model under other names."""
+    config = transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", "tie_word_embeddings": False, **text_of(zoo)},
+        vision_config=vision_of(zoo, attention_bias=True, use_mask_token=False),
+        image_token_id=zoo.config.image_token_index,
+        downsample_ratio=zoo.config.downsample_ratio,
+        tie_word_embeddings=False,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def internvl_chat_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries, keys and values under their own names."""
+    found = {}
+    for path, value in weights.items():
+        parts = zip("qkv", np.split(value, 3), strict=True) if ".qkv." in path else ()
+        found |= {path.replace(".qkv.", f".{name}_proj."): part for name, part in parts} or {path: value}
+    return found
+
+
+def unnamed(inputs: Inputs) -> dict[str, Any]:
+    """transformers knows the id of pictures from its configuration."""
+    return {"image_token_index": None, **without_batch(inputs)}
+
+
+INTERNVL_CHAT = (
+    (r"^vision_model\.embeddings\.class_embedding$", "vision_model.embeddings.cls_token"),
+    (r"^vision_model\.embeddings\.position_embedding$", "vision_model.embeddings.position_embeddings"),
+    (r"^vision_model\.embeddings\.patch_embedding\.", "vision_model.embeddings.patch_embeddings.projection."),
+    (r"^vision_model\.encoder\.layers\.", "vision_model.encoder.layer."),
+    (r"\.attn\.proj\.", ".attention.projection_layer."),
+    (r"\.attn\.", ".attention."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"\.ls([12])$", r".lambda_\1"),
+    (r"^vision_model\.", "model.vision_tower."),
+    (r"^mlp1\.0\.", "model.multi_modal_projector.layer_norm."),
+    (r"^mlp1\.1\.", "model.multi_modal_projector.linear_1."),
+    (r"^mlp1\.3\.", "model.multi_modal_projector.linear_2."),
+    *LANGUAGE,
+)
+
+
 def gemma3(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     same = ("head_dim", "query_pre_attn_scalar", "sliding_window")
@@ -383,6 +427,12 @@ TOWERS: dict[str, dict[str, Any]] = {
     "idefics3": {"build": idefics3, "rename": IDEFICS},
     "smolvlm": {"build": idefics3, "rename": IDEFICS},
     "internvl": {"build": internvl, "rename": RENAME, "inputs": without_batch},
+    "internvl_chat": {
+        "build": internvl_chat,
+        "rename": INTERNVL_CHAT,
+        "regroup": internvl_chat_weights,
+        "inputs": unnamed,
+    },
     "llava_next": {"build": llava_next, "rename": RENAME},
     "llava_onevision": {"build": llava_onevision, "rename": RENAME},
 }
