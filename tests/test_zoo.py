@@ -272,15 +272,16 @@ def test_every_family_has_a_reference_or_a_reason() -> None:
     assert not recorded & NO_REFERENCE.keys()
 
 
-def test_agrees_with_transformers(
-    tiny: TinyFamily, model: Any, traces: dict[str, Trace], request: pytest.FixtureRequest
-) -> None:
+def test_agrees_with_transformers(tiny: TinyFamily, traces: dict[str, Trace], request: pytest.FixtureRequest) -> None:
     if tiny.name in NO_REFERENCE:
         pytest.skip(NO_REFERENCE[tiny.name])
     if tiny.name in NOT_MENDED:
         request.applymarker(pytest.mark.xfail(reason=NOT_MENDED[tiny.name], strict=True))
     with np.load(REFERENCES / f"{tiny.name}.npz") as recorded:
-        assert recorded["weights"] == weights_hash(model), "the weights have changed: run tests/references/record.py"
+        # Of a fresh model: Florence-2's shows its table of words under more names once it has run.
+        assert recorded["weights"] == weights_hash(tiny.build()), (
+            "the weights have changed: run tests/references/record.py"
+        )
         for name, inputs in requests_of(tiny).items():
             assert recorded[f"{name}/inputs"] == inputs_hash(inputs), f"{name} has changed: run record.py"
             assert traces[name].tokens == recorded[f"{name}/tokens"].tolist(), name
