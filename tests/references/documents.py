@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import transformers
 
-from tests.references.newer import LANGUAGE, Weights, rope, same
-from tests.zoo import Inputs
+from tests.references.newer import LANGUAGE, Weights, rope, same, split
+from tests.zoo import Inputs, _deepseek as deepseek_zoo
 from tests.zoo import florence2 as florence2_zoo
 from tests.zoo._pictures import expanded
 
@@ -120,6 +120,123 @@ GOT = (
 )
 
 
+# DeepSeek-OCR, DeepSeek-OCR-2, Unlimited-OCR --------------------------------------------------------------------------
+
+UNLIMITED = 1000
+"""A window that no answer reaches: DeepSeek-OCR is Unlimited-OCR without one."""
+
+
+def deepseek_text(zoo: nn.Module) -> dict[str, Any]:
+    ours = zoo.config.text_config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"]
+    names += ["num_attention_heads", "num_key_value_heads", "n_shared_experts", "n_routed_experts", "topk_method"]
+    names += ["num_experts_per_tok", "max_position_embeddings", "rms_norm_eps"]
+    dense = ours.first_k_dense_replace
+    kinds = ["dense"] * dense + ["sparse"] * (ours.num_hidden_layers - dense)
+    return {**same(ours, *names), "mlp_layer_types": kinds, "rope_parameters": rope(ours.rope_theta)}
+
+
+def small_sam(zoo: nn.Module) -> dict[str, Any]:
+    tower = zoo.sam_model
+    return {
+        "hidden_size": 32,
+        "num_hidden_layers": len(tower.blocks),
+        "num_attention_heads": 2,
+        "mlp_dim": 128,
+        "image_size": deepseek_zoo.VIEW,
+        "patch_size": deepseek_zoo.PATCH,
+        "window_size": tower.blocks[0].window_size,
+        "global_attn_indexes": [1],
+        "output_channels": tower.net_2.weight.shape[-1],
+        "downsample_channels": [len(tower.net_2.weight), len(tower.net_3.weight)],
+    }
+
+
+def deepseekocr(zoo: nn.Module) -> torch.nn.Module:
+    vision = zoo.config.vision_config
+    sizes = same(vision, "hidden_size", "intermediate_size", "num_attention_heads", "patch_size")
+    window = getattr(zoo.config.text_config, "sliding_window", UNLIMITED)
+    config = transformers.UnlimitedOcrConfig(
+        text_config={**deepseek_text(zoo), "sliding_window": window},
+        vision_config={
+            "sam_config": small_sam(zoo),
+            "encoder_config": {**sizes, "num_hidden_layers": vision.layers, "image_size": 224},
+        },
+        image_token_id=zoo.config.image_token_index,
+        tie_word_embeddings=False,
+    )
+    return transformers.UnlimitedOcrForConditionalGeneration(config)
+
+
+class StandIn(torch.nn.Module):
+    """As in the zoo, where SAM is the real one and what stands behind it is a projection."""
+
+    def __init__(self, sam_encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.sam_encoder, self.project = sam_encoder, torch.nn.Linear(32, 32)
+
+    def forward(self, pixel_values: torch.Tensor, **more: Any) -> Any:
+        features = self.sam_encoder(pixel_values).last_hidden_state.flatten(2).transpose(1, 2)
+        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=self.project(features))
+
+
+def deepseekocr_2(zoo: nn.Module) -> torch.nn.Module:
+    encoder = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.DeepseekOcr2Config(
+        text_config=deepseek_text(zoo),
+        vision_config={"sam_config": small_sam(zoo), "encoder_config": encoder},
+        image_token_id=zoo.config.image_token_index,
+        tie_word_embeddings=False,
+    )
+    model = transformers.DeepseekOcr2ForConditionalGeneration(config)
+    model.model.vision_tower = StandIn(model.model.vision_tower.sam_encoder)
+    return model
+
+
+def deepseekocr_weights(weights: Weights) -> Weights:
+    weights = {path: as_convolution(value) if path.endswith("pos_embed") else value for path, value in weights.items()}
+    for path in [path for path in weights if ".qkv_proj." in path]:
+        split(weights, path, "qkv_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
+    return weights
+
+
+def deepseekocr_inputs(inputs: Inputs) -> dict[str, Any]:
+    """Whole views, then the crops of all pictures, and each picture's columns and rows."""
+    if "pixel_values" not in inputs:
+        return {}
+    crops, views = inputs["pixel_values"]
+    grids = inputs["images_spatial_crop"].tolist()
+    numbers = [wide * high if wide * high > 1 else 0 for wide, high in grids]
+    found = {"pixel_values": torch.tensor(views), "num_local_patches": numbers, "patches_grid": grids}
+    local = {"pixel_values_local": torch.tensor(crops)} if sum(numbers) else {}
+    return {**found, **local, "images_seq_mask": None, "images_spatial_crop": None}
+
+
+def deepseekocr_2_inputs(inputs: Inputs) -> dict[str, Any]:
+    """Crops stand one after another, without rows."""
+    return {name: value for name, value in deepseekocr_inputs(inputs).items() if name != "patches_grid"}
+
+
+DEEPSEEKOCR = (
+    (r"^sam_model\.patch_embed\.proj\.", "sam_model.patch_embed.projection."),
+    (r"^sam_model\.blocks\.(\d+)\.norm", r"sam_model.layers.\1.layer_norm"),
+    (r"^sam_model\.blocks\.", "sam_model.layers."),
+    (r"^sam_model\.neck\.0\.", "sam_model.neck.conv1."),
+    (r"^sam_model\.neck\.1\.", "sam_model.neck.layer_norm1."),
+    (r"^sam_model\.neck\.2\.", "sam_model.neck.conv2."),
+    (r"^sam_model\.neck\.3\.", "sam_model.neck.layer_norm2."),
+    (r"^sam_model\.net_2\.", "sam_model.proj.conv1."),
+    (r"^sam_model\.net_3\.", "sam_model.proj.conv2."),
+    (r"^sam_model\.", "model.vision_tower.sam_encoder."),
+    (r"^vision_model\.project\.", "model.vision_tower.project."),
+    (r"^vision_model\.transformer\.", "vision_model.encoder."),
+    (r"^vision_model\.", "model.vision_tower.vision_encoder."),
+    (r"^projector\.layers\.", "model.multi_modal_projector."),
+    (r"^(image_newline|view_separator)$", r"model.\1"),
+    *LANGUAGE,
+)
+
+
 #: What each family's ``Recipe`` is made of.
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "florence2": {
@@ -127,6 +244,22 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "rename": FLORENCE2,
         "regroup": florence2_weights,
         "inputs": florence2_inputs,
+    },
+    **dict.fromkeys(
+        ("deepseekocr", "unlimited_ocr"),
+        {
+            "build": deepseekocr,
+            "rename": DEEPSEEKOCR,
+            "regroup": deepseekocr_weights,
+            "inputs": deepseekocr_inputs,
+            "unused": r"embeddings\.patch_embedding",  # SAM's features take their place
+        },
+    ),
+    "deepseekocr_2": {
+        "build": deepseekocr_2,
+        "rename": DEEPSEEKOCR,
+        "regroup": deepseekocr_weights,
+        "inputs": deepseekocr_2_inputs,
     },
     "got": {"build": got, "rename": GOT, "regroup": got_weights, "inputs": got_inputs},
 }
