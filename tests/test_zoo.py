@@ -256,12 +256,6 @@ NO_REFERENCE = {
     "falcon_ocr": "transformers has no such class; test_falcon_ocr_recomputed_agrees stands in",
     **{name: tiny.no_reference for name, tiny in FAMILIES.items() if tiny.no_reference},
 }
-#: Recorded, and not what mlx-vlm answers: expected to fail until an adapter mends it.
-NOT_MENDED = {
-    "minimax_m3_vl": "answers part where a sparse layer first leaves a block out: mlx-vlm picks blocks by the best score of "
-    "all the indexer's heads (minimax_m3_vl/language.py:1191), transformers for each head (modeling_minimax_m3_vl.py, "
-    "MiniMaxM3VLIndexer)",
-}
 REFERENCE_TOLERANCE = 1e-4
 """Float32 on both sides; recorded differences are below 5e-5 (gemma3n) and 4e-5 (the others)."""
 
@@ -272,11 +266,9 @@ def test_every_family_has_a_reference_or_a_reason() -> None:
     assert not recorded & NO_REFERENCE.keys()
 
 
-def test_agrees_with_transformers(tiny: TinyFamily, traces: dict[str, Trace], request: pytest.FixtureRequest) -> None:
+def test_agrees_with_transformers(tiny: TinyFamily, traces: dict[str, Trace]) -> None:
     if tiny.name in NO_REFERENCE:
         pytest.skip(NO_REFERENCE[tiny.name])
-    if tiny.name in NOT_MENDED:
-        request.applymarker(pytest.mark.xfail(reason=NOT_MENDED[tiny.name], strict=True))
     with np.load(REFERENCES / f"{tiny.name}.npz") as recorded:
         # Of a fresh model: Florence-2's shows its table of words under more names once it has run.
         assert recorded["weights"] == weights_hash(tiny.build()), (

@@ -53,6 +53,46 @@ def qwen2_5_vl_windows():
     return int((lengths == 0).sum()), 0
 
 
+@case("deepseekocr", "unlimited_ocr", at="models/base.py:570 models/deepseekocr/vision.py:132")
+def deepseekocr_clip_positions():
+    """For crops of 640 pixels CLIP's table of 16 x 16 positions is resized to 10 x 10 along the wrong axes, and scrambled.
+
+    Right (deepencoder.py, `get_abs_pos`, bicubic): a table whose n-th feature is n everywhere stays that.
+    """
+    from mlx_vlm.models.deepseekocr.config import VisionConfig
+    from mlx_vlm.models.deepseekocr.vision import VisionEmbeddings
+
+    embeddings = VisionEmbeddings(VisionConfig(model_type="vision", hidden_size=64))
+    table = mx.broadcast_to(mx.arange(64, dtype=mx.float32), (1, 1 + 16 * 16, 64))
+    return embeddings._get_abs_pos(table, 1 + 10 * 10)[0, 1:], mx.broadcast_to(table[0, :1], (100, 64))
+
+
+@case("deepseekocr", "deepseekocr_2", "unlimited_ocr", at="models/deepseekocr/sam.py:431")
+def deepseekocr_sam_positions():
+    """Such crops have 79 relative positions of SAM's 127, which are read from the first on in steps of 127 / 79.
+
+    Right (torch, mode linear): half a step later, so that no distance stays no distance.
+    """
+    from mlx_vlm.models.deepseekocr.sam import get_rel_pos
+
+    distances = mx.broadcast_to(mx.arange(-63, 64, dtype=mx.float32)[:, None], (127, 4))
+    return get_rel_pos(40, 40, distances)[7, 7], mx.zeros(4)
+
+
+@case("deepseekocr", "unlimited_ocr", at="models/deepseekocr/vision.py:56 models/deepseekocr/config.py:60")
+def deepseekocr_clip_activation():
+    """CLIP's layers have the exact GELU, and an epsilon of 1e-6.
+
+    Right (deepencoder.py, `quick_gelu`): the sigmoid's, and 1e-5.
+    """
+    from mlx_vlm.models.deepseekocr.config import VisionConfig
+    from mlx_vlm.models.deepseekocr.vision import EncoderLayer
+
+    layer = EncoderLayer(VisionConfig(model_type="vision"))
+    x = mx.array([-2.0, -1.0, 1.0, 2.0])
+    return [*layer.mlp.activation_fn(x).tolist(), layer.layer_norm1.eps], [*(x * mx.sigmoid(1.702 * x)).tolist(), 1e-5]
+
+
 @case("idefics2", at="models/idefics2/vision.py:135")
 def idefics2_positions():
     """A picture of 4 x 4 patches in a table of 4 x 4. Right (transformers): each patch its own position, in order."""

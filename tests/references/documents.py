@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from tests.references.newer import LANGUAGE, Weights, rope, same, split
-from tests.zoo import Inputs, _deepseek as deepseek_zoo
+from tests.zoo import Inputs
+from tests.zoo import _deepseek as deepseek_zoo
 from tests.zoo import florence2 as florence2_zoo
 from tests.zoo._pictures import expanded
 
@@ -46,7 +47,10 @@ def florence2_weights(weights: Weights) -> Weights:
 def florence2_inputs(inputs: Inputs) -> dict[str, Any]:
     """A placeholder for every feature."""
     count = [florence2_zoo.NUM_FEATURES] if "pixel_values" in inputs else []
-    return {"input_ids": torch.tensor(expanded(inputs["input_ids"], florence2_zoo.IMAGE, count)), "attention_mask": None}
+    return {
+        "input_ids": torch.tensor(expanded(inputs["input_ids"], florence2_zoo.IMAGE, count)),
+        "attention_mask": None,
+    }
 
 
 FLORENCE2 = (
@@ -237,6 +241,14 @@ DEEPSEEKOCR = (
 )
 
 
+WITH_CLIP: dict[str, Any] = {
+    "build": deepseekocr,
+    "rename": DEEPSEEKOCR,
+    "regroup": deepseekocr_weights,
+    "inputs": deepseekocr_inputs,
+    "unused": r"embeddings\.patch_embedding",  # SAM's features take their place
+}
+
 #: What each family's ``Recipe`` is made of.
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "florence2": {
@@ -245,16 +257,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "regroup": florence2_weights,
         "inputs": florence2_inputs,
     },
-    **dict.fromkeys(
-        ("deepseekocr", "unlimited_ocr"),
-        {
-            "build": deepseekocr,
-            "rename": DEEPSEEKOCR,
-            "regroup": deepseekocr_weights,
-            "inputs": deepseekocr_inputs,
-            "unused": r"embeddings\.patch_embedding",  # SAM's features take their place
-        },
-    ),
+    "deepseekocr": WITH_CLIP,
+    "unlimited_ocr": WITH_CLIP,
     "deepseekocr_2": {
         "build": deepseekocr_2,
         "rename": DEEPSEEKOCR,

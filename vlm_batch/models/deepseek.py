@@ -85,7 +85,7 @@ _CLIP = (
 
 def resize_linear(table: mx.array, length: int) -> mx.array:
     """A table (L, D) for another length, as ``F.interpolate(mode="linear")`` does without aligned corners."""
-    places = ((mx.arange(length) + 0.5) * (len(table) / length) - 0.5).clip(0, len(table) - 1)
+    places = mx.clip((mx.arange(length) + 0.5) * (len(table) / length) - 0.5, 0, len(table) - 1)
     before = mx.floor(places).astype(mx.int32)
     share = (places - before)[:, None]
     return (table[before] * (1 - share) + table[mx.minimum(before + 1, len(table) - 1)] * share).astype(table.dtype)
@@ -166,17 +166,13 @@ class _ClipOCR(_OCR):
 
 
 @register(
-    ModelSpec(
-        family="deepseekocr", model_types=("deepseekocr",), multi_image=False, notes=(_SAM_POSITIONS, *_CLIP)
-    )
+    ModelSpec(family="deepseekocr", model_types=("deepseekocr",), multi_image=False, notes=(_SAM_POSITIONS, *_CLIP))
 )
 class DeepseekOCR(_ClipOCR):
     """One picture a request: mlx-vlm looks for the second one's placeholders in a second row (deepseekocr.py:295)."""
 
 
-@register(
-    ModelSpec(family="deepseekocr_2", model_types=("deepseekocr_2",), multi_image=False, notes=(_SAM_POSITIONS,))
-)
+@register(ModelSpec(family="deepseekocr_2", model_types=("deepseekocr_2",), multi_image=False, notes=(_SAM_POSITIONS,)))
 class DeepseekOCR2(_OCR):
     """One picture a request: mlx-vlm fills the first picture's crops only (deepseekocr_2.py:95)."""
 
