@@ -4,7 +4,7 @@ import math
 
 import mlx.core as mx
 import numpy as np
-from tiny import attempt, case, config_of, noise, prompt, report, tiny
+from tiny import attempt, case, config_of, filled, noise, prompt, report, tiny
 
 
 @case("glm4v", at="models/glm4v/vision.py:126 models/kernels.py:428")
@@ -91,6 +91,32 @@ def deepseekocr_clip_activation():
     layer = EncoderLayer(VisionConfig(model_type="vision"))
     x = mx.array([-2.0, -1.0, 1.0, 2.0])
     return [*layer.mlp.activation_fn(x).tolist(), layer.layer_norm1.eps], [*(x * mx.sigmoid(1.702 * x)).tolist(), 1e-5]
+
+
+@case("phi4_siglip", at="models/phi4_siglip/vision.py:87")
+def phi4_siglip_positions():
+    """SigLIP 2's table of 3 x 3 positions for a picture of 2 x 2 patches is resized bicubically.
+
+    Right (transformers, Siglip2VisionEmbeddings): bilinearly with antialiasing, so that a corner has 9/16 of its own.
+    """
+    from mlx_vlm.models.phi4_siglip.vision import VisionEmbeddings
+
+    corner = mx.zeros((3, 3, 1)).at[0, 0].add(1)
+    found = VisionEmbeddings.resize_positional_embeddings(corner, mx.array([[2, 2]]), 4)
+    return found[0, :, 0], mx.array([9 / 16, 0, 0, 0])
+
+
+@case("phi4_siglip", at="models/phi4_siglip/vision.py:133")
+def phi4_siglip_padding():
+    """A picture of 4 patches in an array of 9: they attend to the padding. Right: as without padding."""
+    from mlx_vlm.models.phi4_siglip.config import VisionConfig
+    from mlx_vlm.models.phi4_siglip.vision import VisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = filled(VisionModel(VisionConfig(**sizes, patch_size=4, num_patches=4)))
+    patches, shape = noise(5, 1, 4, 48), mx.array([[2, 2]])
+    padded = tower(mx.pad(patches, [(0, 0), (0, 5), (0, 0)]), spatial_shapes=shape, output_hidden_states=True)
+    return padded[2][0, :4], tower(patches, spatial_shapes=shape, output_hidden_states=True)[2][0]
 
 
 @case("idefics2", at="models/idefics2/vision.py:135")

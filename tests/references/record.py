@@ -812,7 +812,8 @@ def changed(path: Path, stored: dict[str, Any]) -> str:
         names = sorted(
             name
             for name in stored
-            if not name.endswith(("/logprobs", "transformers")) and recorded[name].tolist() != np.asarray(stored[name]).tolist()
+            if not name.endswith(("/logprobs", "transformers"))
+            and recorded[name].tolist() != np.asarray(stored[name]).tolist()
         )
         names += [n for n in stored if n.endswith("/logprobs") and np.abs(recorded[n] - stored[n]).max() > ROUNDING]
     return f"other {', '.join(names)}" if names else ""

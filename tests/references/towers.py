@@ -10,9 +10,12 @@ import torch
 import transformers
 
 from tests.zoo import Inputs
+from tests.zoo._pictures import expanded
 from tests.zoo.gemma3 import IMAGE as GEMMA3_IMAGE
 from tests.zoo.gemma4 import PATCH as GEMMA4_PATCH
 from tests.zoo.llava_onevision import PINPOINTS
+from tests.zoo.phi4_siglip import NO_TOKEN
+from tests.zoo.phi4_siglip import VOCABULARY as PHI4_VOCABULARY
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -355,6 +358,64 @@ INTERNVL_CHAT = (
 )
 
 
+class Naflex(torch.nn.Module):
+    """SigLIP 2 in LLaVA: pictures of any shape, whose real patches stand side by side afterwards."""
+
+    patch_size = 1
+    """LLaVA divides sizes by it; they are in patches here."""
+
+    def __init__(self, tower: torch.nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **more: Any) -> Any:
+        is_real = torch.arange(pixel_values.shape[1]) < image_sizes.prod(dim=-1, keepdim=True)
+        output = self.tower(pixel_values, is_real.long(), image_sizes, output_hidden_states=True)
+        output.hidden_states = [state[is_real][None] for state in output.hidden_states]
+        return output
+
+
+def phi4_siglip(zoo: nn.Module) -> torch.nn.Module:
+    """The published class (remote code, modeling_phi4_visionr.py) is LLaVA's with Phi-3 and SigLIP 2."""
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+    config = transformers.LlavaConfig(
+        text_config={**text_of(zoo), "model_type": "phi3", "rms_norm_eps": ours.rms_norm_eps, "pad_token_id": 0},
+        vision_config={
+            **{name: getattr(vision, name) for name in names},
+            "model_type": "siglip2_vision_model",
+            "num_patches": vision.num_patches,
+            "vision_use_head": False,
+        },
+        image_token_index=zoo.config.text_config.vocab_size - 1,
+        vision_feature_layer=zoo.config.mm_vision_select_layer,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.model.vision_tower = Naflex(model.model.vision_tower)
+    return model
+
+
+def phi4_siglip_inputs(inputs: Inputs) -> dict[str, Any]:
+    """A placeholder for every patch, and a picture's rows and columns where LLaVA has its size."""
+    counts = inputs["spatial_shapes"].prod(axis=1).tolist() if "spatial_shapes" in inputs else []
+    ids = expanded(inputs["input_ids"], NO_TOKEN, counts)
+    ids = torch.tensor(np.where(ids == NO_TOKEN, PHI4_VOCABULARY - 1, ids))
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if counts:
+        sizes = torch.tensor(inputs["spatial_shapes"]).long()
+        found |= {"image_sizes": sizes, "spatial_shapes": None, "pixel_attention_mask": None}
+    return found
+
+
+PHI4_SIGLIP = (
+    (r"^vision_tower\.vision_tower\.vision_model\.", "model.vision_tower.tower."),
+    (r"^mm_projector\.", "model.multi_modal_projector."),
+    *LANGUAGE,
+)
+
+
 def gemma3(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     same = ("head_dim", "query_pre_attn_scalar", "sliding_window")
@@ -433,6 +494,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "regroup": internvl_chat_weights,
         "inputs": unnamed,
     },
+    "phi4_siglip": {"build": phi4_siglip, "rename": PHI4_SIGLIP, "inputs": phi4_siglip_inputs},
     "llava_next": {"build": llava_next, "rename": RENAME},
     "llava_onevision": {"build": llava_onevision, "rename": RENAME},
 }
