@@ -93,6 +93,34 @@ def deepseekocr_clip_activation():
     return [*layer.mlp.activation_fn(x).tolist(), layer.layer_norm1.eps], [*(x * mx.sigmoid(1.702 * x)).tolist(), 1e-5]
 
 
+@case("multi_modality", at="models/multi_modality/vision.py:166 models/multi_modality/config.py:53")
+def multi_modality_activation():
+    """SigLIP's layers have the tanh form of GELU, and an epsilon of 1e-5.
+
+    Right (deepseek_vl/models/siglip_vit.py): the exact one, and 1e-6.
+    """
+    from mlx_vlm.models.multi_modality.config import VisionConfig
+    from mlx_vlm.models.multi_modality.vision import EncoderLayer
+
+    layer = EncoderLayer(VisionConfig(model_type="vision", cls="CLIPVisionTower", params={}))
+    x = mx.array([-2.0, -1.0, 1.0, 2.0])
+    right = x * (1 + mx.erf(x / math.sqrt(2))) / 2
+    return [*layer.mlp.activation_fn(x).tolist(), layer.norm1.eps], [*right.tolist(), 1e-6]
+
+
+@case("hunyuan_vl", at="models/hunyuan_vl/vision.py:163")
+def hunyuan_vl_positions():
+    """A table of 4 positions for a side of 6 patches: the first comes from beyond the table's end.
+
+    Right (vLLM and the published code, `F.interpolate`): no position is before the first.
+    """
+    from mlx_vlm.models.hunyuan_vl.vision import PatchEmbed
+
+    embed = PatchEmbed(config_of("hunyuan_vl").vision_config)
+    table = mx.broadcast_to(mx.arange(4, dtype=mx.float32)[None, :, None, None], (1, 4, 4, 1))
+    return embed._interpolate_pos_embed(table, 6, 4)[0, 0, 0], mx.zeros(1)
+
+
 @case("phi4_siglip", at="models/phi4_siglip/vision.py:87")
 def phi4_siglip_positions():
     """SigLIP 2's table of 3 x 3 positions for a picture of 2 x 2 patches is resized bicubically.

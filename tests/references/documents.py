@@ -13,6 +13,7 @@ from tests.references.newer import LANGUAGE, Weights, rope, same, split
 from tests.zoo import Inputs
 from tests.zoo import _deepseek as deepseek_zoo
 from tests.zoo import florence2 as florence2_zoo
+from tests.zoo import hunyuan_vl as hunyuan_zoo
 from tests.zoo._pictures import expanded
 
 # Florence-2 -----------------------------------------------------------------------------------------------------------
@@ -241,6 +242,70 @@ DEEPSEEKOCR = (
 )
 
 
+# HunyuanOCR -----------------------------------------------------------------------------------------------------------
+
+
+def hunyuan_vl(zoo: nn.Module) -> torch.nn.Module:
+    """With two functions as in the published code and vLLM (hunyuan_vision.py). Both halves of a rotary pair are turned by
+    one axis: transformers repeats a head's sections as numbers, not as a list (modeling_hunyuan_vl.py:165). And vision
+    positions are resized by a tenth of a patch more: transformers gives the size instead (modeling_hunyuan_vl.py:214)."""
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    sections = ours.rope_scaling["xdrope_section"]
+    config = transformers.HunYuanVLConfig(
+        text_config={
+            **same(ours, *names, "intermediate_size", "rms_norm_eps"),
+            "rope_parameters": {**rope(ours.rope_theta), "mrope_section": sections},
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        vision_config=same(
+            vision,
+            *["hidden_size", "out_hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
+            *["patch_size", "max_image_size"],
+        ),
+        image_token_id=zoo.config.image_token_id,
+        tie_word_embeddings=False,
+    )
+
+    def by_one_axis(freqs: torch.Tensor) -> torch.Tensor:
+        """(axes, B, L, D / 2) -> (B, L, D)"""
+        parts = enumerate(torch.cat([freqs, freqs], dim=-1).split(sections * 2, dim=-1))
+        return torch.cat([part[index % len(sections)] for index, part in parts], dim=-1)
+
+    def a_tenth_more(embeddings: torch.Tensor, height: Any, width: Any) -> torch.Tensor:
+        """(1, height * width, D)"""
+        embed = model.model.vision_tower.embeddings
+        side, table = embed.position_edge, embed.position_embedding.weight[1:]
+        grid = table.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+        factors = (float(height + 0.1) / side, float(width + 0.1) / side)
+        resized = torch.nn.functional.interpolate(grid, scale_factor=factors, mode="bilinear", align_corners=False)
+        return resized.flatten(2).transpose(1, 2)
+
+    model = transformers.HunYuanVLForConditionalGeneration(config)
+    model.model.vision_tower.embeddings.interpolate_pos_encoding = a_tenth_more
+    model.model.language_model.rotary_emb.recomposition_frequencies = by_one_axis
+    return model
+
+
+def hunyuan_vl_inputs(inputs: Inputs) -> dict[str, Any]:
+    kinds = torch.tensor((inputs["input_ids"] == hunyuan_zoo.IMAGE).astype(np.int64))
+    return {"mm_token_type_ids": kinds}
+
+
+HUNYUAN_VL = (
+    (r"^(vision_tower\.layers\.\d+)\.input_layernorm\.", r"\1.layer_norm1."),
+    (r"^(vision_tower\.layers\.\d+)\.post_attention_layernorm\.", r"\1.layer_norm2."),
+    (r"\.dense_h_to_4h\.", ".fc1."),
+    (r"\.dense_4h_to_h\.", ".fc2."),
+    (r"\.perceive\.proj\.0\.", ".patch_merger.proj_conv."),
+    (r"\.perceive\.proj\.2\.", ".patch_merger.proj_out."),
+    (r"\.perceive\.", ".patch_merger."),
+    (r"^vision_tower\.", "model.vision_tower."),
+    *LANGUAGE,
+)
+
+
 WITH_CLIP: dict[str, Any] = {
     "build": deepseekocr,
     "rename": DEEPSEEKOCR,
@@ -265,5 +330,6 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "regroup": deepseekocr_weights,
         "inputs": deepseekocr_2_inputs,
     },
+    "hunyuan_vl": {"build": hunyuan_vl, "rename": HUNYUAN_VL, "inputs": hunyuan_vl_inputs},
     "got": {"build": got, "rename": GOT, "regroup": got_weights, "inputs": got_inputs},
 }

@@ -283,11 +283,18 @@ KIMI_K25 = (
     (r"mlp\.fc0\.", "mlp.fc1."),
     (r"attn\.wo\.", "attn.proj."),
     (r"pos_emb\.weight$", "pos_emb.position_embeddings"),
-    (r"^mm_projector\.proj\.0\.", "model.mm_projector.in_proj."),
-    (r"^mm_projector\.proj\.2\.", "model.mm_projector.out_proj."),
+    (r"^mm_projector\.(proj\.0|linear_1)\.", "model.mm_projector.in_proj."),
+    (r"^mm_projector\.(proj\.2|linear_2)\.", "model.mm_projector.out_proj."),
     (r"^mm_projector\.", "model.mm_projector."),
     *LANGUAGE,
 )
+
+
+def kimi_vl_weights(weights: Weights) -> Weights:
+    """Kimi-VL's projector has other names, and its keys and values are made of the latent by one projection."""
+    return kimi_k25_weights(
+        {path.replace("multi_modal_projector.", "mm_projector."): value for path, value in weights.items()}
+    )
 
 
 # Qwen3-Next -----------------------------------------------------------------------------------------------------------
@@ -492,6 +499,8 @@ NEMOTRON_H_NANO_OMNI = (
 NEWER: dict[str, dict[str, Any]] = {
     "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
     "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
+    # The same model but for videos, which Kimi-VL has not: transformers has K2.5 alone.
+    "kimi_vl": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_vl_weights, "inputs": kimi_k25_inputs},
     "inkling": {"build": inkling, "rename": INKLING, "regroup": inkling_weights},
     "qwen3_next": {
         "build": qwen3_next,

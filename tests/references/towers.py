@@ -10,10 +10,13 @@ import torch
 import transformers
 
 from tests.zoo import Inputs
+from tests.zoo._cached import IMAGE as CACHED_IMAGE
 from tests.zoo._pictures import expanded
 from tests.zoo.gemma3 import IMAGE as GEMMA3_IMAGE
 from tests.zoo.gemma4 import PATCH as GEMMA4_PATCH
 from tests.zoo.llava_onevision import PINPOINTS
+from tests.zoo.multi_modality import IMAGE as MULTI_IMAGE
+from tests.zoo.multi_modality import TOKENS as MULTI_TOKENS
 from tests.zoo.phi4_siglip import NO_TOKEN
 from tests.zoo.phi4_siglip import VOCABULARY as PHI4_VOCABULARY
 
@@ -358,6 +361,73 @@ INTERNVL_CHAT = (
 )
 
 
+def llava_bunny(zoo: nn.Module) -> torch.nn.Module:
+    """Bunny's class (remote code) is LLaVA's; its features are given."""
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "qwen2", **text_of(zoo)},
+        vision_config=vision_of(zoo, model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=zoo.config.image_token_index,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def given_features(inputs: Inputs) -> dict[str, Any]:
+    """A placeholder for every feature, and features in the pictures' place."""
+    pictures = inputs.get("cached_image_features", np.zeros((0, 0, 0)))
+    ids = torch.tensor(expanded(inputs["input_ids"], CACHED_IMAGE, [len(picture) for picture in pictures]))
+    found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": None}
+    if len(pictures):
+        features = [torch.tensor(picture) for picture in pictures]
+        output = transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=features)
+        found |= {"mm_encoder_outputs": {"image": output}, "cached_image_features": None}
+    return found
+
+
+def multi_modality(zoo: nn.Module) -> torch.nn.Module:
+    """DeepSeek-VL; Janus is the same where it reads pictures."""
+    config = transformers.DeepseekVLConfig(
+        text_config={"model_type": "llama", **text_of(zoo)},
+        vision_config=vision_of(
+            zoo, model_type="siglip_vision_model", vision_use_head=False, hidden_act="gelu", layer_norm_eps=1e-6
+        ),
+        image_token_id=zoo.config.image_token_index,
+        tie_word_embeddings=False,
+    )
+    return transformers.DeepseekVLForConditionalGeneration(config)
+
+
+def multi_modality_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A table of positions without an axis in front, and queries, keys and values under their own names."""
+    weights = internvl_chat_weights(weights)
+    return {path: value[0] if path.endswith("pos_embed") else value for path, value in weights.items()}
+
+
+def multi_modality_inputs(inputs: Inputs) -> dict[str, Any]:
+    """A placeholder for every feature, where mlx-vlm's processor leaves one for each picture."""
+    number = len(inputs.get("pixel_values", ()))
+    ids = inputs["input_ids"]
+    if number and (ids == MULTI_IMAGE).sum() == number:
+        ids = expanded(ids, MULTI_IMAGE, [MULTI_TOKENS] * number)
+    return {"input_ids": torch.tensor(ids).long(), "attention_mask": torch.ones(ids.shape, dtype=torch.long)}
+
+
+MULTI_MODALITY = (
+    (r"^vision_model\.vision_tower\.patch_embed\.proj\.", "model.vision_model.embeddings.patch_embedding."),
+    (r"^vision_model\.vision_tower\.pos_embed$", "model.vision_model.embeddings.position_embedding.weight"),
+    (r"^vision_model\.vision_tower\.blocks\.", "model.vision_model.encoder.layers."),
+    (r"^vision_model\.vision_tower\.norm\.", "model.vision_model.post_layernorm."),
+    (r"\.norm([12])\.", r".layer_norm\1."),
+    (r"\.attn\.proj\.", ".self_attn.out_proj."),
+    (r"\.attn\.", ".self_attn."),
+    (r"^aligner\.layers\.0\.", "model.aligner.linear1."),
+    (r"^aligner\.layers\.2\.", "model.aligner.linear2."),
+    *LANGUAGE,
+)
+
+
 class Naflex(torch.nn.Module):
     """SigLIP 2 in LLaVA: pictures of any shape, whose real patches stand side by side afterwards."""
 
@@ -493,6 +563,24 @@ TOWERS: dict[str, dict[str, Any]] = {
         "rename": INTERNVL_CHAT,
         "regroup": internvl_chat_weights,
         "inputs": unnamed,
+    },
+    "llava_bunny": {
+        "build": llava_bunny,
+        "rename": (
+            (r"^vision_tower\.vision_tower\.vision_model\.", "model.vision_tower."),
+            (r"^mm_projector\.", "model.multi_modal_projector."),
+            (r"^language_model\.model\.lm_head\.", "lm_head."),
+            *LANGUAGE,
+        ),
+        "inputs": given_features,
+        "unused": r"vision_model\.head\.",
+    },
+    "multi_modality": {
+        "build": multi_modality,
+        "rename": MULTI_MODALITY,
+        "regroup": multi_modality_weights,
+        "inputs": multi_modality_inputs,
+        "unused": r"attn_pool",
     },
     "phi4_siglip": {"build": phi4_siglip, "rename": PHI4_SIGLIP, "inputs": phi4_siglip_inputs},
     "llava_next": {"build": llava_next, "rename": RENAME},
