@@ -231,9 +231,11 @@ class BatchGenerator:
             self._launched.decode = self._launch(rows)
         self._await(before)
         encoding = self._admit(is_decoding=bool(rows))
-        budget = self._pace.budget(is_decoding=bool(rows), pending=self._num_pending())
         stops = (self.kv.start,) if self.kv is not None and self.kv.start else ()
-        plan = self.scheduler.plan([_prefill_row(row, stops) for row in self._prefilling.values()], budget)
+        prefilling = [_prefill_row(row, stops, begin) for row in self._prefilling.values()]
+        longest = max((row.waited for row in prefilling), default=0.0)
+        budget = self._pace.budget(is_decoding=bool(rows), pending=self._num_pending(), waited=longest)
+        plan = self.scheduler.plan(prefilling, budget)
         joined = [row for group in self._together(plan) for row in self._prefill(group)]
         if joined:
             self._launched.joined = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
@@ -582,10 +584,13 @@ def _add_text(row: Row, token: int, is_stop: bool, is_end: bool) -> tuple[str, s
     return (text + row.stop_strings.finish(), None) if is_end and matched is None else (text, matched)
 
 
-def _prefill_row(row: Row, stops: tuple[int, ...]) -> PrefillRow:
+def _prefill_row(row: Row, stops: tuple[int, ...], now: float) -> PrefillRow:
     assert row.encoded is not None
     stops = stops if row.traces is None else (*stops, *row.traces.stops)
-    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops)
+    waited = max(0.0, now - row.submitted)
+    return PrefillRow(
+        row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops, row.priority, waited
+    )
 
 
 def _encoded(row: Row) -> Encoded:
