@@ -58,7 +58,7 @@ def test_what_is_left_of_a_prompt_counts() -> None:
 
 
 def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> None:
-    """One of 30 tokens comes each second, as fast as they are prefilled; the long prompt's turn comes before a minute is over."""
+    """One of 30 tokens comes each second, as fast as they are prefilled; the long one's turn comes within a minute."""
     scheduler = Scheduler(SchedulerConfig(ageing_seconds=1000.0))
     long, waiting = PrefillRow("long", 300, 0), []
     for second in range(60):
@@ -169,6 +169,13 @@ def test_prompts_of_one_length_go_together() -> None:
     lengths = {"a": 50, "b": 50, "c": 50, "d": 40, "e": 40, "f": 60}
     groups = [[chunk.request_id for chunk in group] for group in together(plan, lengths, 2)]
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
+    plan = [Chunk(name, 0, 40) for name in "abcde"]
+    lengths = dict.fromkeys("abcde", 40)
+    assert [len(group) for group in together(plan, lengths, 8, 100)] == [2, 2, 1]
+    assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:
