@@ -114,7 +114,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
     **dict.fromkeys(_TEXT_DECODERS.split(), _TEXT_ONLY),
     **dict.fromkeys(
         (
-            "deepseek_v4",
             "deepseek_v41",
             "qwen4_exp",
         ),
