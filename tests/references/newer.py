@@ -368,13 +368,21 @@ MINIMAX_M3_VL = (
 def deepseek_v4_text(zoo: nn.Module) -> torch.nn.Module:
     """Its third layer's pools are as small as the zoo's."""
     ours = zoo.config
-    names = ["vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    ]
     names += ["q_lora_rank", "num_experts_per_tok", "n_routed_experts", "routed_scaling_factor", "rope_theta"]
     names += ["compress_rope_theta", "hc_mult", "swiglu_limit", "sliding_window", "o_groups", "o_lora_rank"]
     names += ["index_n_heads", "index_head_dim", "index_topk", "rms_norm_eps", "compress_ratios", "num_hash_layers"]
     names += ["qk_rope_head_dim", "max_position_embeddings"]
-    heavy = zoo.language_model.layers[2].attn.compress_ratio
-    config = transformers.DeepseekV4Config(**same(ours, *names), compress_rate_hca=heavy, tie_word_embeddings=False)
+    rates = {"compressed_sparse_attention": 4}
+    rates["heavily_compressed_attention"] = zoo.language_model.layers[2].attn.compress_ratio
+    config = transformers.DeepseekV4Config(**same(ours, *names), compress_rates=rates, tie_word_embeddings=False)
     return transformers.DeepseekV4ForCausalLM(config)
 
 

@@ -19,7 +19,7 @@ from ._types import VOCABULARY, Inputs, TinyFamily, Trace
 
 PATCH, RATIO = 4, 2
 EXPERTS, ACTIVE = 4, 2
-GRIDS = ((3, 3), (4, 8), (6, 5))  # of patches; two by two make a token, and an odd row or column is filled up
+GRIDS = ((2, 1), (4, 8), (6, 5))  # of patches; two by two make a token, and an odd row or column is filled up
 HEAVY = 8
 
 
@@ -49,7 +49,7 @@ def settings(**more: object) -> ModelConfig:
         max_position_embeddings=1024,
         num_hash_layers=1,
         swiglu_limit=2.0,
-        sliding_window=6,
+        sliding_window=16,
         index_n_heads=16,  # of fewer, some pools have no score at all, and which of them are taken is chance
         index_head_dim=16,
         index_topk=3,
@@ -118,7 +118,7 @@ def request(seed: int, grids: Sequence[tuple[int, int]]) -> Inputs:
 
 
 def image(seed: int, size: int) -> Inputs:
-    """One picture of 2 x 2, 2 x 4 or 3 x 3 tokens, and what goes with them."""
+    """One picture of 1, 2 x 4 or 3 x 3 tokens, of which the last is longer than the window, and what goes with them."""
     return request(seed, [GRIDS[size]])
 
 
@@ -151,7 +151,7 @@ FAMILY = TinyFamily(
     image=image,
     two_images=two_images,
     greedy=greedy,
-    window=6,
+    window=16,
     wrong_alone=("text", "image_1"),
     oracle_note="mlx-vlm's whole-prompt prefill of prompt and answer, for each token anew.",
     no_reference="transformers has the text model only: deepseek_v4_text is compared with it, which is this one without "

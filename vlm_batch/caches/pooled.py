@@ -28,7 +28,7 @@ class PoolCache:
 
         Where windows overlap and there is one before the first of them, N + 1 windows with that one in front.
         """
-        parts = (value, gate)
+        parts: tuple[mx.array, ...] = (value, gate)
         if self.rest:
             parts = tuple(mx.concatenate([old, new], axis=1) for old, new in zip(self.rest, parts, strict=True))
         full = parts[0].shape[1] // self.ratio * self.ratio

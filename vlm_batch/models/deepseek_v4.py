@@ -113,7 +113,7 @@ class DeepseekV4(Adapter):
         class Attention(upstream.LocalAttention):
             """Projections for all rows at once, and a row at a time what it sees."""
 
-            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **_: Any) -> mx.array:
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **unread: Any) -> mx.array:
                 """(B, L, D) -> (B, L, D)"""
                 batch, length, _ = x.shape
                 offset = cache.offset
@@ -297,7 +297,9 @@ class DeepseekV4(Adapter):
         ends = np.cumsum(grids.prod(axis=1)).tolist()
         starts = np.array(extra["image_offsets"]).tolist()
         return tuple(
-            Picture(start, start + last - first, {"pixels": extra["pixel_values"][end - grid.prod() : end], "grid": grid})
+            Picture(
+                start, start + last - first, {"pixels": extra["pixel_values"][end - grid.prod() : end], "grid": grid}
+            )
             for start, end, grid, (first, last) in zip(starts, ends, grids, self.parts(extra), strict=True)
         )
 
