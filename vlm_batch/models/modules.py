@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models import base as upstream
+from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
 
 from vlm_batch.caches.quantized import QuantizedStates, TurboStates, attend_quantized
 from vlm_batch.caches.rows import RowsCache, RowStates, arrays_of, attend_rows
@@ -20,6 +21,8 @@ from vlm_batch.digest import digest
 from vlm_batch.features import FeatureStore
 from vlm_batch.models import kernels
 
+#: Modules that read the rows they are asked for from the checkpoint's files.
+OFFLOADED = (OffloadedEngramEmbedding,)
 #: mlx-vlm's, whatever its name is bound to later.
 SWIGLU = activations.swiglu
 
@@ -190,18 +193,30 @@ def join_rows(trees: Sequence[Any]) -> Any:
 
 
 def evaluate_arrays(module: nn.Module) -> None:
-    """Evaluate every array that a module tree holds, parameter or not.
+    """Evaluate every array that a module tree holds, parameter or not; tables that stay in files stay there.
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
     mx.eval(list(_arrays(module, set())))
 
 
+def leave_on_disk(module: nn.Module) -> None:
+    """Take from a module tree the tables that are read from the checkpoint's files row by row.
+
+    mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
+    """
+    for _, child in module.named_modules():
+        if isinstance(child, OFFLOADED):
+            for name in ("weight", "scales", "biases"):
+                child.pop(name, None)
+            child.__dict__.pop("_source_embedding", None)
+
+
 def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
     if isinstance(node, mx.array):
         yield node
         return
-    if id(node) in seen or isinstance(node, (str, bytes, int, float, type)):
+    if id(node) in seen or isinstance(node, (str, bytes, int, float, type, *OFFLOADED)):
         return
     seen.add(id(node))
     if isinstance(node, nn.Module):
