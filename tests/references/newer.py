@@ -418,6 +418,7 @@ NEWER: dict[str, dict[str, Any]] = {
     "deepseek_v4_text": {"build": deepseek_v4_text, "rename": DEEPSEEK_V4, "regroup": deepseek_v4_weights},
     "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
     "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
+    "kimi_k25_groups": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
     "inkling": {"build": inkling, "rename": INKLING, "regroup": inkling_weights},
     "qwen3_next": {
         "build": qwen3_next,
