@@ -28,7 +28,7 @@ def choices(random: np.random.RandomState, shape: Shape) -> np.ndarray:
     return np.stack([random.permutation(EXPERTS)[: shape[1]] for _ in range(shape[0])])
 
 
-def settings(**more: object) -> ModelConfig:
+def settings(ratios: Sequence[int] = (0, 4, 128, 4), **more: object) -> ModelConfig:
     """Four layers of 64: a window, chosen pools of four, pools of many, chosen pools again."""
     return ModelConfig(
         vocab_size=VOCABULARY,
@@ -45,7 +45,7 @@ def settings(**more: object) -> ModelConfig:
         o_lora_rank=16,
         rope_theta=100.0,
         compress_rope_theta=400.0,
-        compress_ratios=[0, 4, 128, 4],
+        compress_ratios=list(ratios),
         max_position_embeddings=1024,
         num_hash_layers=1,
         swiglu_limit=2.0,
@@ -59,10 +59,12 @@ def settings(**more: object) -> ModelConfig:
 
 
 def made(config: ModelConfig, seed: int) -> nn.Module:
-    """A model whose third layer pools 8 tokens in place of 128, which no tiny prompt fills."""
+    """A model whose layers with pools of 128 tokens pool 8, since no tiny prompt fills more."""
     model = upstream.Model(config)
-    heavy = model.language_model.layers[2].attn
-    heavy.compress_ratio, heavy.compressor = HEAVY, language.Compressor(config, HEAVY, config.head_dim)
+    for layer in model.language_model.layers:
+        if layer.attn.compress_ratio == 128:
+            layer.attn.compress_ratio = HEAVY
+            layer.attn.compressor = language.Compressor(config, HEAVY, config.head_dim)
     head = "language_model.lm_head.weight"
     heads: Fill = per_expert(1.3)
     rules = [
@@ -81,18 +83,21 @@ def made(config: ModelConfig, seed: int) -> nn.Module:
     return model
 
 
+#: Two vision blocks of 32.
+VISION = {
+    "vision_n_layers": 2,
+    "vision_dim": 32,
+    "vision_n_heads": 2,
+    "vision_inter_dim": 64,
+    "vision_patch_size": PATCH,
+    "vision_downsample_ratio": RATIO,
+    "vision_max_n_token": 64,
+}
+
+
 def build() -> nn.Module:
-    """The text model, and two vision blocks of 32."""
-    config = settings(
-        vision_n_layers=2,
-        vision_dim=32,
-        vision_n_heads=2,
-        vision_inter_dim=64,
-        vision_patch_size=PATCH,
-        vision_downsample_ratio=RATIO,
-        vision_max_n_token=64,
-    )
-    return made(config, seed=12)
+    """The text model, with a tower."""
+    return made(settings(**VISION), seed=12)
 
 
 def request(seed: int, grids: Sequence[tuple[int, int]]) -> Inputs:

@@ -30,9 +30,9 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
         notes=(
             "a pool of four tokens is made of them and the four before, as in transformers and DeepSeek's own code; mlx-vlm "
             "forgets the four before at every chunk, at every decoded token and in prompts of up to eight tokens "
-            "(deepseek_v4/language.py:387)",
+            "(deepseek_v4/language.py:403 and :857)",
             "every pool is scored by the indexer, as in transformers; from 1,024 pools on (4,096 tokens) mlx-vlm chooses among "
-            "means of blocks and never takes the last, incomplete block's (deepseek_v4/language.py:718 and :733)",
+            "means of blocks and never takes the last, incomplete block's (deepseek_v4/language.py:685 and :745)",
             "attention runs a row at a time over the row's own window and pools; projections and experts run for all rows "
             "at once",
             "not mended: DeepSeek's own code rounds keys and pools to 8 and 4 bits as in training; mlx-vlm does not, nor does "

@@ -53,7 +53,7 @@ class Rows:
             "attention, whose state all layers of a row share, runs a row at a time; its large projections, the experts "
             "and the n-grams' tables run for all rows at once",
             "a checkpoint without the map of its n-grams' tokens is refused; mlx-vlm leaves its tables out of the answer "
-            "and says nothing (deepseek_v41/language.py:1283)",
+            "and says nothing (deepseek_v41/language.py:1282)",
             "activations are rounded to 8 and 4 bits as in training, also alone: a sum in another order can turn a code, "
             "and a log-probability then moves by about 0.01",
         ),
