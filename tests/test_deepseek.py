@@ -94,7 +94,8 @@ def test_a_pictures_tokens_have_experts_of_their_own(layer: int) -> None:
 @pytest.mark.parametrize(("ratio", "overlaps"), [(4, True), (8, False)])
 def test_windows_are_those_of_the_whole(ratio: int, overlaps: bool, chunks: list[int]) -> None:
     """However tokens come in, their windows come out once, each with the one before where they overlap."""
-    cache, tokens, seen = PoolCache(ratio, overlaps=overlaps), mx.arange(25, dtype=mx.float32)[None, :, None], []
+    cache, tokens = PoolCache(ratio, overlaps=overlaps), mx.arange(25, dtype=mx.float32)[None, :, None]
+    seen: list[list[int]] = []
     for start, end in itertools.pairwise(np.cumsum([0, *chunks]).tolist()):
         windows, gates = cache.fill(tokens[:, start:end], -tokens[:, start:end])
         np.testing.assert_array_equal(np.array(gates), -np.array(windows))
@@ -174,8 +175,9 @@ def test_tables_stay_in_their_files(v41: Path) -> None:
     adapter = DeepseekV41(model)
     tables = [layer.engram.embed for layer in adapter.language.layers if layer.engram is not None]
     assert [type(table) for table in tables] == [OffloadedEngramEmbedding] * 2
-    assert not any(".engram.embed." in path for path, _ in tree_flatten(adapter.model.parameters()))
-    assert not any(".engram.embed." in path for path, _ in tree_flatten(model.parameters()))
+    for tree in (adapter.model, model):
+        paths: Any = tree_flatten(tree.parameters())
+        assert not any(".engram.embed." in path for path, _ in paths)
     weights: Any = mx.load(str(v41 / "model.safetensors"))
     right = weights["language_model.layers.1.engram.embed.weight"]
     np.testing.assert_array_equal(np.array(tables[0](mx.array([[5, 600]]))), np.array(right[mx.array([[5, 600]])]))

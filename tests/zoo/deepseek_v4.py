@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ def choices(random: np.random.RandomState, shape: Shape) -> np.ndarray:
     return np.stack([random.permutation(EXPERTS)[: shape[1]] for _ in range(shape[0])])
 
 
-def settings(ratios: Sequence[int] = (0, 4, 128, 4), **more: object) -> ModelConfig:
+def settings(ratios: Sequence[int] = (0, 4, 128, 4), **more: Any) -> ModelConfig:
     """Four layers of 64: a window, chosen pools of four, pools of many, chosen pools again."""
     return ModelConfig(
         vocab_size=VOCABULARY,
@@ -54,7 +55,7 @@ def settings(ratios: Sequence[int] = (0, 4, 128, 4), **more: object) -> ModelCon
         index_head_dim=16,
         index_topk=3,
         hc_mult=2,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
@@ -84,7 +85,7 @@ def made(config: ModelConfig, seed: int) -> nn.Module:
 
 
 #: Two vision blocks of 32.
-VISION = {
+VISION: dict[str, Any] = {
     "vision_n_layers": 2,
     "vision_dim": 32,
     "vision_n_heads": 2,

@@ -54,8 +54,9 @@ class Rows:
             "and the n-grams' tables run for all rows at once",
             "a checkpoint without the map of its n-grams' tokens is refused; mlx-vlm leaves its tables out of the answer "
             "and says nothing (deepseek_v41/language.py:1282)",
-            "activations are rounded to 8 and 4 bits as in training, also alone: a sum in another order can turn a code, "
-            "and a log-probability then moves by about 0.01",
+            "activations are rounded to 8 and 4 bits as in training: a sum in another order can turn a code, and the answer with "
+            "it. The matrix compares the model without these roundings",
+            "kept rows stay in memory: files do not know the one cache",
         ),
     )
 )
