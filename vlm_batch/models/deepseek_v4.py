@@ -12,8 +12,8 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.caches import PoolCache, RowsCache, WholeCache
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture
 

@@ -11,8 +11,9 @@ import mlx.nn as nn
 from vlm_batch.caches import RowsCache
 from vlm_batch.digest import digest
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
-from vlm_batch.models.base import SAMPLES, Adapter, spans_of
+from vlm_batch.models.base import SAMPLES, Adapter
 from vlm_batch.models.modules import OFFLOADED, LastPosition, evaluate_arrays, leave_on_disk
+from vlm_batch.models.prompts import spans_of
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture
 
@@ -54,8 +55,8 @@ class Rows:
             "and the n-grams' tables run for all rows at once",
             "a checkpoint without the map of its n-grams' tokens is refused; mlx-vlm leaves its tables out of the answer "
             "and says nothing (deepseek_v41/language.py:1282)",
-            "activations are rounded to 8 and 4 bits as in training: a sum in another order can turn a code, and the answer with "
-            "it. The matrix compares the model without these roundings",
+            "activations are rounded to 8 and 4 bits as in training: a sum in another order can turn a code, and the answer "
+            "with it. The matrix compares the model without these roundings",
             "kept rows stay in memory: files do not know the one cache",
         ),
     )
