@@ -14,9 +14,9 @@ from . import _qwen
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._deepseek import heads
 from ._oracle import generate_alone
+from ._qwen import image, two_images
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
-GRIDS = ((4, 4), (4, 6), (6, 8))
 BLOCK, TOP = 4, 2
 
 
@@ -79,16 +79,6 @@ def build() -> nn.Module:
     ]
     enliven(model, seed=41, rules=rules, quiet=head)
     return model
-
-
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
 
 
 def _picked(indexer: Any, queries: mx.array, keys: mx.array, start: int, mask: Any, positions: mx.array) -> np.ndarray:

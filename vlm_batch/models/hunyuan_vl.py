@@ -11,8 +11,9 @@ import numpy as np
 from mlx_vlm.models.rope_utils import rotate_half
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter, cut
-from vlm_batch.models.modules import attention
+from vlm_batch.models.attention import attention
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import cut
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 

@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.multi_modality.vision import FastGELUActivation, SigLipVisionModel
 
-from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.attention import attention
+from vlm_batch.models.base import Adapter
 from vlm_batch.models.llava import use_tanh_gelu
-from vlm_batch.models.modules import LastPosition, attention
+from vlm_batch.models.modules import LastPosition
+from vlm_batch.models.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 #: What LLaVA's own code writes where a picture belongs.
