@@ -93,10 +93,10 @@ class MiniMaxM3VL(Adapter):
                 here = mx.broadcast_to(mx.arange(length - new, length), (len(queries), new))
                 groups, outputs = index_queries.shape[1], []
                 for group in range(groups):
-                    ours, theirs = (share(part.shape[1], group, groups) for part in (queries, keys))
-                    blocks = self.indexer.select_blocks(index_queries[:, group : group + 1], index_keys, 0, None, here)
-                    mine = (queries[:, ours], keys[:, theirs], values[:, theirs])
-                    outputs.append(self._over_blocks(single, *mine, blocks, here))
+                    q, k, v, index = (
+                        part[:, share(part.shape[1], group, groups)] for part in (queries, keys, values, index_queries)
+                    )
+                    outputs.append(self._over_blocks(single, q, k, v, index, index_keys, here))
                 return mx.concatenate(outputs, axis=1)
 
             def _over_blocks(
@@ -105,15 +105,17 @@ class MiniMaxM3VL(Adapter):
                 queries: mx.array,
                 keys: mx.array,
                 values: mx.array,
-                blocks: mx.array,
+                index_queries: mx.array,
+                index_keys: mx.array,
                 here: mx.array,
             ) -> mx.array:
-                """The attention heads of one head of the index, over the blocks (B, L, picked) that are its choice."""
+                """The attention heads of one head of the index, by upstream's choice for that head alone."""
+                blocks = self.indexer.select_blocks(index_queries, index_keys, 0, None, here)  # (B, L, picked)
                 for attend in (self._sparse_prefill_attention, self._sparse_decode_attention):  # where those are faster
                     output = attend(queries, keys, values, blocks, None, here)
                     if output is not None:
                         return output
-                mask = self.indexer.build_block_mask(blocks, None, keys.shape[2], queries.dtype, here)
+                mask = self.indexer.build_block_mask(blocks, None, index_keys.shape[2], queries.dtype, here)
                 return attention(queries, keys, values, single, self.scale, mask)
 
         def share(heads: int, group: int, groups: int) -> slice:
