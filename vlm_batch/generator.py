@@ -49,6 +49,8 @@ ROWS_CHUNK = 256
 #: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
 SLAB_CHUNK = 1024
 TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (4, 32)}  # rows encoded and prompts prefilled together
+#: Of a step, beside decoding rows: half of the gap between tokens by default. A GPU's launches do not say how long it encodes.
+ENCODE_SECONDS = {Placement.ROWS: 0.05, Placement.SLAB: 0.0}
 
 
 def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerConfig:
@@ -58,6 +60,7 @@ def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerCon
         config,
         encode_together=encode if config.encode_together is None else config.encode_together,
         prefill_together=prefill if config.prefill_together is None else config.prefill_together,
+        encode_seconds=ENCODE_SECONDS[placement] if config.encode_seconds is None else config.encode_seconds,
     )
     is_timed = config.prefill_budget is None
     if placement is Placement.SLAB:
@@ -251,7 +254,10 @@ class BatchGenerator:
             self._read(launched.joined)
 
     def _admit(self, is_decoding: bool) -> float:
-        """Give free places to waiting rows, and encode a few rows ahead: one a step beside decoding rows, else more.
+        """Give free places to waiting rows, and encode a few rows ahead.
+
+        Beside decoding rows for the config's ``encode_seconds``, so that the scheduler has rows to choose from; else as many
+        as fill a step.
 
         Returns the seconds that encoding took.
         """
@@ -273,7 +279,7 @@ class BatchGenerator:
             has_place = index < num_free
             if row.encoded is None:
                 if num_encoded >= num_looked:
-                    if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
+                    if num_encoded and (not has_place or self._has_encoded_enough(is_decoding, now)):
                         break
                     num_looked = num_encoded + self._look([other for other in near[index:] if other.encoded is None])
                 if self.reuse.waits_for(row, others):
@@ -301,9 +307,12 @@ class BatchGenerator:
             row.inputs = inputs
         return 1 if all(new is old for new, old in zip(looked, given, strict=True)) else len(rows)
 
-    def _has_prefill_work(self) -> bool:
-        """Whether the prompts that have places fill a step."""
-        return self._num_pending() >= self.scheduler.config.idle_budget
+    def _has_encoded_enough(self, is_decoding: bool, begin: float) -> bool:
+        """Whether a step that began to encode at ``begin`` goes on with what else it has to do."""
+        config = self.scheduler.config
+        if is_decoding:
+            return time.perf_counter() - begin >= (config.encode_seconds or 0.0)
+        return self._num_pending() >= config.idle_budget
 
     def _num_pending(self) -> int:
         """Prompt tokens that have places and are not prefilled."""

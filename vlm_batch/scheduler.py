@@ -24,7 +24,8 @@ class SchedulerConfig:
     two tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long
     (``Pace``). ``idle_budget``: prompt tokens a step when nothing
     decodes. ``max_chunk``: prompt tokens in one forward. ``encode_ahead``: rows whose pictures are encoded before
-    they have a place, one a step. ``encode_together``: rows whose pictures go through the encoder in one
+    they have a place, one a step. ``encode_seconds``: how long beside decoding rows further rows are encoded that have
+    a place (at least one a step is). ``encode_together``: rows whose pictures go through the encoder in one
     call. ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting
     to the device (``vlm_batch.generator.for_placement``).
@@ -35,6 +36,7 @@ class SchedulerConfig:
     idle_budget: int = 2048
     max_chunk: int = 2048
     encode_ahead: int = 2
+    encode_seconds: float | None = None
     encode_together: int | None = None
     prefill_together: int | None = None
     smallest_chunk: int | None = None
