@@ -48,7 +48,11 @@ ROWS_CHUNK = 256
 #: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 1,024, and four small pictures as long as one;
 #: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
 SLAB_CHUNK = 1024
-TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (4, 32)}  # rows encoded and prompts prefilled together
+SLAB_LONGEST = 2048
+SLAB_BUDGET = 8192
+TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (16, 32)}  # rows encoded and prompts prefilled together
+#: Beside decoding rows one encoder call takes a quarter as many: 48 ms of a gap for 4 pictures of 1,024 patches, 147 for 16.
+BESIDE_DECODE = 4
 #: Of a step, beside decoding rows: half of the gap between tokens by default. A GPU's launches do not say how long it encodes.
 ENCODE_SECONDS = {Placement.ROWS: 0.05, Placement.SLAB: 0.0}
 
@@ -65,11 +69,17 @@ def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerCon
     is_timed = config.prefill_budget is None
     if placement is Placement.SLAB:
         slack = SLAB_CHUNK // 2 if is_timed else 0
-        return replace(config, smallest_chunk=config.smallest_chunk or SLAB_CHUNK, slack=config.slack or slack)
+        return replace(
+            config,
+            max_chunk=config.max_chunk or SLAB_LONGEST,
+            idle_budget=config.idle_budget or SLAB_BUDGET,
+            smallest_chunk=config.smallest_chunk or SLAB_CHUNK,
+            slack=config.slack or slack,
+        )
     return replace(
         config,
-        max_chunk=min(config.max_chunk, ROWS_CHUNK),
-        idle_budget=min(config.idle_budget, ROWS_CHUNK),
+        max_chunk=config.max_chunk or ROWS_CHUNK,
+        idle_budget=config.idle_budget or ROWS_CHUNK,
         smallest_chunk=config.smallest_chunk or ROWS_CHUNK,
     )
 
@@ -109,7 +119,7 @@ class _Launched:
     """What a step launched, in the order in which the device does it; the next step reads it."""
 
     decode: _Flight | None = None
-    chunks: list[tuple[Row, list[mx.array]]] = field(default_factory=list)  # a row and what to wait for
+    chunks: dict[Row, list[mx.array]] = field(default_factory=dict)  # what to wait for: what a row's last chunk left
     joined: _Flight | None = None  # first tokens of the rows whose prompts ended
 
 
@@ -246,7 +256,7 @@ class BatchGenerator:
         self.reuse.settle_ended()
         if launched.decode is not None:
             self._read(launched.decode)
-        for row, arrays in launched.chunks:
+        for row, arrays in launched.chunks.items():
             if row.status is not Status.FINISHED:
                 self._guard(row, mx.eval, arrays)
                 self.reuse.settle(row)
@@ -278,12 +288,14 @@ class BatchGenerator:
             request_id = row.request_id
             has_place = index < num_free
             if row.encoded is None:
+                if self.reuse.waits_for(row, others):
+                    continue  # a row that was encoded just now has its beginning
                 if num_encoded >= num_looked:
                     if num_encoded and (not has_place or self._has_encoded_enough(is_decoding, now)):
                         break
-                    num_looked = num_encoded + self._look([other for other in near[index:] if other.encoded is None])
-                if self.reuse.waits_for(row, others):
-                    continue  # a row that was encoded just now has its beginning
+                    num_looked = num_encoded + self._look(
+                        [other for other in near[index:] if other.encoded is None], others, is_decoding
+                    )
                 self._guard(row, self._encode, row)
                 others.append(row)
                 num_encoded += 1
@@ -293,26 +305,31 @@ class BatchGenerator:
                 self._prefilling[request_id] = self._waiting.pop(request_id)
         return time.perf_counter() - now
 
-    def _look(self, rows: Sequence[Row]) -> int:
+    def _look(self, rows: Sequence[Row], others: Sequence[Row], is_decoding: bool) -> int:
         """Encode the pictures of the first rows in one call, where that can be done; how many rows."""
-        rows = rows[: self.scheduler.config.encode_together]
-        if len(rows) < 2 or self.reuse.prefix is not None:  # with one, pictures may not have to be encoded at all
+        most = self.scheduler.config.encode_together or 1
+        together: list[Row] = []
+        for row in rows[: -(-most // BESIDE_DECODE) if is_decoding else most]:
+            if not self.reuse.is_new(row) or self.reuse.waits_for(row, [*others, *together]):
+                break  # its pictures may not have to be encoded at all
+            together.append(row)
+        if len(together) < 2:
             return 1
-        given = [row.inputs or {} for row in rows]
+        given = [row.inputs or {} for row in together]
         try:
             looked = self.adapter.look(given)
         except Exception:
             return 1  # each of them is encoded alone and told its own error
-        for row, inputs in zip(rows, looked, strict=True):
+        for row, inputs in zip(together, looked, strict=True):
             row.inputs = inputs
-        return 1 if all(new is old for new, old in zip(looked, given, strict=True)) else len(rows)
+        return max((index for index in range(len(together)) if looked[index] is not given[index]), default=0) + 1
 
     def _has_encoded_enough(self, is_decoding: bool, begin: float) -> bool:
         """Whether a step that began to encode at ``begin`` goes on with what else it has to do."""
         config = self.scheduler.config
         if is_decoding:
             return time.perf_counter() - begin >= (config.encode_seconds or 0.0)
-        return self._num_pending() >= config.idle_budget
+        return self._num_pending() >= self._pace.idle_budget
 
     def _num_pending(self) -> int:
         """Prompt tokens that have places and are not prefilled."""
@@ -351,7 +368,8 @@ class BatchGenerator:
         return together(plan, {row.request_id: row.prompt_length for row in self._prefilling.values()}, most)
 
     def _prefill(self, group: Sequence[Chunk]) -> list[Row]:
-        """Run a group of chunks; the rows whose prompts it ended."""
+        """Run a group of chunks; the rows whose prompts it ended. A row that failed in an earlier chunk has no further one."""
+        group = [chunk for chunk in group if chunk.request_id in self._prefilling]
         rows = [self._prefilling[chunk.request_id] for chunk in group]
         if len(rows) > 1 and self._run_together(rows):
             return [row for row in rows if row.status is Status.DECODE]
@@ -389,7 +407,7 @@ class BatchGenerator:
             self.adapter.finish_prefill(_encoded(row), row.cache)
         arrays = arrays_of([cache.state for cache in row.cache]) + ([logits] if done else []) + kept
         mx.async_eval(arrays)
-        self._launched.chunks.append((row, arrays))
+        self._launched.chunks[row] = arrays
         if done:
             row.next_token = logits
             row.encoded = None  # embeddings and features are let go of here
@@ -582,9 +600,7 @@ def _prefill_row(row: Row, stops: tuple[int, ...], now: float) -> PrefillRow:
     assert row.encoded is not None
     stops = stops if row.traces is None else (*stops, *row.traces.stops)
     waited = max(0.0, now - row.submitted)
-    return PrefillRow(
-        row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops, row.priority, waited
-    )
+    return PrefillRow(row.request_id, row.prompt_length, row.prefilled, row.encoded.atomic, stops, row.priority, waited)
 
 
 def _encoded(row: Row) -> Encoded:

@@ -11,7 +11,7 @@ ones and long ones do not wait for ever (highest response ratio next). Ageing li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_batch.types import Chunk
 
@@ -20,21 +20,21 @@ from vlm_batch.types import Chunk
 class SchedulerConfig:
     """Limits of a step.
 
-    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between
-    two tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long
-    (``Pace``). ``idle_budget``: prompt tokens a step when nothing
-    decodes. ``max_chunk``: prompt tokens in one forward. ``encode_ahead``: rows whose pictures are encoded before
-    they have a place, one a step. ``encode_seconds``: how long beside decoding rows further rows are encoded that have
-    a place (at least one a step is). ``encode_together``: rows whose pictures go through the encoder in one
-    call. ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
-    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting
-    to the device (``vlm_batch.generator.for_placement``).
+    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
+    tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long (``Pace``).
+    ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
+    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_seconds``: how
+    long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
+    ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
+    ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
+    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a
+    setting to the device (``vlm_batch.generator.for_placement``).
     """
 
     max_rows: int = 8
     prefill_budget: int | None = None
-    idle_budget: int = 2048
-    max_chunk: int = 2048
+    idle_budget: int | None = None
+    max_chunk: int | None = None
     encode_ahead: int = 2
     encode_seconds: float | None = None
     encode_together: int | None = None
@@ -92,13 +92,15 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         for row in sorted(prefill, key=self._prefill_urgency):
-            if budget <= 0:
-                break
-            rest = row.length - row.done
-            room = rest if rest <= budget + self.config.slack else budget
-            end = chunk_end(row, min(room, self.config.max_chunk))
-            chunks.append(Chunk(row.request_id, row.done, end))
-            budget -= end - row.done
+            while budget > 0:
+                rest = row.length - row.done
+                room = rest if rest <= budget + self.config.slack else budget
+                end = chunk_end(row, min(room, self.config.max_chunk or room))
+                chunks.append(Chunk(row.request_id, row.done, end))  # an empty one for a prompt that was found whole
+                budget -= end - row.done
+                row = replace(row, done=end)
+                if end == row.length:
+                    break
         return tuple(chunks)
 
     def urgency(self, priority: int, waited: float) -> tuple[float, float]:
@@ -158,12 +160,14 @@ class Pace:
     LONGEST_STRETCH = 2
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
+    IDLE_BUDGET = 2048  # where the config leaves it open
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self.idle_budget = config.idle_budget or self.IDLE_BUDGET
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
         self._saved_steps = 0
@@ -178,11 +182,11 @@ class Pace:
         config = self._config
         if not is_decoding:
             self._saved_steps = 0
-            return config.idle_budget
+            return self.idle_budget
         if config.prefill_budget is not None:
             return config.prefill_budget
         if not self._tokens_per_second:
-            return min(self.FIRST_CHUNK, config.idle_budget)
+            return min(self.FIRST_CHUNK, self.idle_budget)
         self._saved_steps += 1
         gap = min(max(config.token_gap, waited / self.PATIENCE), self.LONGEST_STRETCH * config.token_gap)
         fits = int(self._saved_steps * max(gap - self._decode_seconds, 0.0) * self._tokens_per_second)
@@ -190,7 +194,7 @@ class Pace:
         if fits < enough and self._saved_steps < self.LONGEST_SAVING:
             return 0
         self._saved_steps = 0
-        return min(max(fits, enough), config.idle_budget)
+        return min(max(fits, enough), self.idle_budget)
 
     def record(self, seconds: float, tokens: int) -> None:
         """What a step took as a whole, and how many tokens of prompt it launched.

@@ -15,13 +15,14 @@ query with an array as mask has no kernel there; the queries of one group of hea
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models import activations as upstream
+from mlx_vlm.models import activations
 
 #: Calls of a shape before it is given a plan: about 30 forwards of 36 layers, whose price is that of one plan.
 USES_BEFORE_PLAN = 1024
@@ -36,13 +37,22 @@ BLOCK = 64
 MANY_KEYS = 512
 E = math.e
 
+#: mlx-vlm's, whatever its name is bound to later.
+SWIGLU = activations.swiglu
+
 _uses: Counter[tuple[Any, ...]] = Counter()
+_last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
 
 
 def takes_plans(queries: mx.array) -> bool:
     """Whether MLX would run this attention through cuDNN."""
     is_half = queries.dtype in (mx.float16, mx.bfloat16)
-    return is_half and queries.shape[-1] <= 128 and mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
+    return is_half and queries.shape[-1] <= 128 and counts_launches()
+
+
+def counts_launches() -> bool:
+    """Whether a small operation costs its launch, and not its work: MLX's CUDA back end."""
+    return mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
 def takes_powers(array: mx.array) -> bool:
@@ -107,12 +117,22 @@ def attend_groups(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
     batch, heads, _, width = queries.shape
     kv_heads, columns = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, width)
-    wide = mx.broadcast_to(mask, (batch, 1, heads // kv_heads, columns))
-    if mask.dtype == mx.bool_:
-        zero = mx.array(0, queries.dtype)
-        wide = mx.where(wide, zero, mx.array(mx.finfo(queries.dtype).min, queries.dtype))
+    wide = mx.broadcast_to(added(mask, queries.dtype), (batch, 1, heads // kv_heads, columns))
     attended = mx.fast.scaled_dot_product_attention(grouped, keys, values, scale=scale, mask=wide)
     return attended.reshape(batch, heads, 1, -1)
+
+
+def added(mask: mx.array, dtype: mx.Dtype) -> mx.array:
+    """A mask as what is added to scores; made once for the layers of a step, which share their mask."""
+    global _last_added
+    if mask.dtype != mx.bool_:
+        return mask
+    last = _last_added
+    if last is not None and last[0]() is mask and last[1].dtype == dtype:
+        return last[1]
+    made = mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
+    _last_added = (weakref.ref(mask), made)
+    return made
 
 
 def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, is_causal: bool) -> mx.array:
@@ -144,4 +164,4 @@ def _later(queries: int, keys: int) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``."""
-    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else upstream.swiglu(gate, x)
+    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else SWIGLU(gate, x)
