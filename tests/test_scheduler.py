@@ -185,6 +185,13 @@ def test_prompts_of_one_length_go_together() -> None:
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
+def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
+    plan = [Chunk(name, 0, 40) for name in "abcde"]
+    lengths = dict.fromkeys("abcde", 40)
+    assert [len(group) for group in together(plan, lengths, 8, 100)] == [2, 2, 1]
+    assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
+
+
 def test_prompts_without_a_break_are_measured_too() -> None:
     pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
     for _ in range(30):

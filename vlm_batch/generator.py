@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from vlm_batch.caches import Placement, arrays_of, can_share, take_row
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation
 from vlm_batch.compiled import CompiledDecode
+from vlm_batch.defaults import BESIDE_DECODE, MAX_TOGETHER, for_placement
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
@@ -42,46 +43,6 @@ from vlm_batch.types import (
 )
 
 T = TypeVar("T")
-
-#: Prompt tokens of a forward where rows have their own caches (CPUs): 1.42 ms a token, 1.87 at 1,024 (docs/benchmarks.md).
-ROWS_CHUNK = 256
-#: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 1,024, and four small pictures as long as one;
-#: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
-SLAB_CHUNK = 1024
-SLAB_LONGEST = 2048
-SLAB_BUDGET = 8192
-TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (16, 32)}  # rows encoded and prompts prefilled together
-#: Beside decoding rows one encoder call takes a quarter as many: 48 ms of a gap for 4 pictures of 1,024 patches, 147 for 16.
-BESIDE_DECODE = 4
-#: Of a step, beside decoding rows: half of the gap between tokens by default. A GPU's launches do not say how long it encodes.
-ENCODE_SECONDS = {Placement.ROWS: 0.05, Placement.SLAB: 0.0}
-
-
-def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerConfig:
-    """What the config leaves open, as measured on devices of a placement."""
-    encode, prefill = TOGETHER[placement]
-    config = replace(
-        config,
-        encode_together=encode if config.encode_together is None else config.encode_together,
-        prefill_together=prefill if config.prefill_together is None else config.prefill_together,
-        encode_seconds=ENCODE_SECONDS[placement] if config.encode_seconds is None else config.encode_seconds,
-    )
-    is_timed = config.prefill_budget is None
-    if placement is Placement.SLAB:
-        slack = SLAB_CHUNK // 2 if is_timed else 0
-        return replace(
-            config,
-            max_chunk=config.max_chunk or SLAB_LONGEST,
-            idle_budget=config.idle_budget or SLAB_BUDGET,
-            smallest_chunk=config.smallest_chunk or SLAB_CHUNK,
-            slack=config.slack or slack,
-        )
-    return replace(
-        config,
-        max_chunk=config.max_chunk or ROWS_CHUNK,
-        idle_budget=config.idle_budget or ROWS_CHUNK,
-        smallest_chunk=config.smallest_chunk or ROWS_CHUNK,
-    )
 
 
 class ModelAdapter(Protocol):
@@ -365,7 +326,8 @@ class BatchGenerator:
         most = self.scheduler.config.prefill_together or 1
         if most == 1 or not self._shares_prefill or self.kv is not None:
             return [[chunk] for chunk in plan]
-        return together(plan, {row.request_id: row.prompt_length for row in self._prefilling.values()}, most)
+        lengths = {row.request_id: row.prompt_length for row in self._prefilling.values()}
+        return together(plan, lengths, most, MAX_TOGETHER)
 
     def _prefill(self, group: Sequence[Chunk]) -> list[Row]:
         """Run a group of chunks; the rows whose prompts it ended. A row that failed in an earlier chunk has no further one."""

@@ -28,7 +28,7 @@ class SchedulerConfig:
     ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
     ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a
-    setting to the device (``vlm_batch.generator.for_placement``).
+    setting to the device (``vlm_batch.defaults.for_placement``).
     """
 
     max_rows: int = 8
@@ -126,22 +126,24 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
     return end
 
 
-def together(plan: Sequence[Chunk], lengths: Mapping[str, int], most: int) -> list[list[Chunk]]:
+def together(
+    plan: Sequence[Chunk], lengths: Mapping[str, int], most: int, most_tokens: int | None = None
+) -> list[list[Chunk]]:
     """The plan in groups of at most ``most``: neighbours that are whole prompts of one length share a group.
 
-    ``lengths`` are the rows' prompts.
+    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt.
     """
     groups: list[list[Chunk]] = []
     for chunk in plan:
-        first = groups[-1][0] if groups else None
-        is_alike = first is not None and (first.start, first.end) == (chunk.start, chunk.end) == (
-            0,
-            lengths[chunk.request_id],
-        )
-        if is_alike and first is not None and lengths[first.request_id] == chunk.end and len(groups[-1]) < most:
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
+        length = lengths[chunk.request_id]
+        is_whole = (chunk.start, chunk.end) == (0, length)
+        if is_whole and groups:
+            group = groups[-1]
+            is_alike = (group[0].start, group[0].end, lengths[group[0].request_id]) == (0, length, length)
+            if is_alike and len(group) < most and (most_tokens is None or (len(group) + 1) * length <= most_tokens):
+                group.append(chunk)
+                continue
+        groups.append([chunk])
     return groups
 
 
