@@ -133,5 +133,7 @@ FAMILY = TinyFamily(
     window=6,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step, without the rounding of activations.",
-    no_reference="transformers 5.23 has no such class",
+    no_reference="transformers 5.23 has no such class; its main branch has one (modeling_deepseek_v41.py), which was read side by "
+    "side and does the same, but for a gate temperature that no configuration here has and for picks outside the candidate blocks, "
+    "which it drops and DeepSeek's own code keeps: none are made where the blocks hold index_topk positions, as published",
 )
