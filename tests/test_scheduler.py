@@ -58,7 +58,7 @@ def test_what_is_left_of_a_prompt_counts() -> None:
 
 
 def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> None:
-    """One of 30 tokens comes each second, as fast as they are prefilled; the long prompt's turn comes before a minute is over."""
+    """One of 30 tokens comes each second, as fast as they are prefilled; the long one's turn comes within a minute."""
     scheduler = Scheduler(SchedulerConfig(ageing_seconds=1000.0))
     long, waiting = PrefillRow("long", 300, 0), []
     for second in range(60):
@@ -101,10 +101,24 @@ def test_places_are_bounded() -> None:
 
 def test_a_chunk_is_bounded_whatever_the_budget() -> None:
     scheduler = Scheduler(SchedulerConfig(max_chunk=20))
-    assert scheduler.plan([PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)], 30) == (
+    assert scheduler.plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45) == (
         Chunk("a", 0, 20),
-        Chunk("b", 0, 10),
+        Chunk("a", 20, 30),
+        Chunk("b", 0, 15),
     )
+
+
+def test_a_prompt_that_was_found_whole_has_an_empty_chunk() -> None:
+    assert SCHEDULER.plan([PrefillRow("a", 50, 50), PrefillRow("b", 4, 0)], 10) == (
+        Chunk("a", 50, 50),
+        Chunk("b", 0, 4),
+    )
+
+
+def test_a_budget_of_several_chunks_goes_to_one_row_if_it_is_alone() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_chunk=20))
+    row = PrefillRow("a", 50, 4, atomic=((22, 30),))
+    assert scheduler.plan([row], 30) == (Chunk("a", 4, 22), Chunk("a", 22, 34))
 
 
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
@@ -169,6 +183,13 @@ def test_prompts_of_one_length_go_together() -> None:
     lengths = {"a": 50, "b": 50, "c": 50, "d": 40, "e": 40, "f": 60}
     groups = [[chunk.request_id for chunk in group] for group in together(plan, lengths, 2)]
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
+    plan = [Chunk(name, 0, 40) for name in "abcde"]
+    lengths = dict.fromkeys("abcde", 40)
+    assert [len(group) for group in together(plan, lengths, 8, 100)] == [2, 2, 1]
+    assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:

@@ -21,6 +21,7 @@ from tests.zoo import (
     family,
     generate_alone,
     inputs_hash,
+    recorded_requests,
     requests_of,
     to_mx,
     weights_hash,
@@ -278,7 +279,7 @@ def test_agrees_with_transformers(tiny: TinyFamily, traces: dict[str, Trace]) ->
         assert recorded["weights"] == weights_hash(tiny.build()), (
             "the weights have changed: run tests/references/record.py"
         )
-        for name, inputs in requests_of(tiny).items():
+        for name, inputs in recorded_requests(tiny).items():
             assert recorded[f"{name}/inputs"] == inputs_hash(inputs), f"{name} has changed: run record.py"
             assert traces[name].tokens == recorded[f"{name}/tokens"].tolist(), name
             distance = np.abs(traces[name].logprobs - recorded[f"{name}/logprobs"]).max()

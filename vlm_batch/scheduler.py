@@ -11,7 +11,7 @@ ones and long ones do not wait for ever (highest response ratio next). Ageing li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_batch.types import Chunk
 
@@ -23,18 +23,20 @@ class SchedulerConfig:
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
     tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long (``Pace``).
     ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
-    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_together``: rows
-    whose pictures go through the encoder in one call when nothing decodes. ``prefill_together``: whole prompts of one
-    length that are prefilled as one array. ``smallest_chunk``: prompt tokens beside decoding rows, however slow they
-    are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting to the device
-    (``vlm_batch.generator.for_placement``).
+    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_seconds``: how
+    long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
+    ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
+    ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
+    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a
+    setting to the device (``vlm_batch.defaults.for_placement``).
     """
 
     max_rows: int = 8
     prefill_budget: int | None = None
     idle_budget: int | None = None
-    max_chunk: int = 2048
+    max_chunk: int | None = None
     encode_ahead: int = 2
+    encode_seconds: float | None = None
     encode_together: int | None = None
     prefill_together: int | None = None
     smallest_chunk: int | None = None
@@ -90,13 +92,15 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         for row in sorted(prefill, key=self._prefill_urgency):
-            if budget <= 0:
-                break
-            rest = row.length - row.done
-            room = rest if rest <= budget + self.config.slack else budget
-            end = chunk_end(row, min(room, self.config.max_chunk))
-            chunks.append(Chunk(row.request_id, row.done, end))
-            budget -= end - row.done
+            while budget > 0:
+                rest = row.length - row.done
+                room = rest if rest <= budget + self.config.slack else budget
+                end = chunk_end(row, min(room, self.config.max_chunk or room))
+                chunks.append(Chunk(row.request_id, row.done, end))  # an empty one for a prompt that was found whole
+                budget -= end - row.done
+                row = replace(row, done=end)
+                if end == row.length:
+                    break
         return tuple(chunks)
 
     def urgency(self, priority: int, waited: float) -> tuple[float, float]:
@@ -122,22 +126,24 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
     return end
 
 
-def together(plan: Sequence[Chunk], lengths: Mapping[str, int], most: int) -> list[list[Chunk]]:
+def together(
+    plan: Sequence[Chunk], lengths: Mapping[str, int], most: int, most_tokens: int | None = None
+) -> list[list[Chunk]]:
     """The plan in groups of at most ``most``: neighbours that are whole prompts of one length share a group.
 
-    ``lengths`` are the rows' prompts.
+    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt.
     """
     groups: list[list[Chunk]] = []
     for chunk in plan:
-        first = groups[-1][0] if groups else None
-        is_alike = first is not None and (first.start, first.end) == (chunk.start, chunk.end) == (
-            0,
-            lengths[chunk.request_id],
-        )
-        if is_alike and first is not None and lengths[first.request_id] == chunk.end and len(groups[-1]) < most:
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
+        length = lengths[chunk.request_id]
+        is_whole = (chunk.start, chunk.end) == (0, length)
+        if is_whole and groups:
+            group = groups[-1]
+            is_alike = (group[0].start, group[0].end, lengths[group[0].request_id]) == (0, length, length)
+            if is_alike and len(group) < most and (most_tokens is None or (len(group) + 1) * length <= most_tokens):
+                group.append(chunk)
+                continue
+        groups.append([chunk])
     return groups
 
 

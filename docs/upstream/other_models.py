@@ -60,6 +60,23 @@ def minimax_m3_vl_groups():
     return indexer.select_blocks(queries, keys, 0, None, here).tolist(), apart
 
 
+@case("deepseek_vl_v2", at="models/deepseek_vl_v2/language.py:150 models/deepseek_vl_v2/language.py:123")
+def deepseek_vl_v2_rotation():
+    """Without rope_scaling, the halves of a head are turned (and the norms of the latents have an epsilon of 1e-5).
+
+    Right (DeepSeek's modeling_deepseek.py and transformers, and mlx-vlm with rope_scaling): neighbours (and 1e-6).
+    """
+    from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
+    from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 8, "q_lora_rank": 8}
+    attention = DeepseekV2Attention(
+        TextConfig(**sizes, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, rope_theta=100.0)
+    )
+    heads = noise(4, 1, 1, 3, 4)
+    return attention.rope(heads), mx.fast.rope(heads, 4, traditional=True, base=100.0, scale=1.0, offset=0)
+
+
 @case("ernie4_5_moe_vl", at="models/ernie4_5_moe_vl/ernie4_5_moe_vl.py:253")
 def ernie4_5_moe_vl_experts():
     """In generate, a picture's tokens go to the text experts.

@@ -29,7 +29,7 @@ def family(name: str) -> TinyFamily:
 
 
 def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
-    """One request of every kind the family takes, by name; references are recorded for these."""
+    """One request of every kind the family takes, by name."""
     requests = {"short_text": tiny.text(1, 5), "text": tiny.text(2, 14)}
     requests |= {f"image_{size}": tiny.image(3 + size, size) for size in range(3)}
     if tiny.two_images is not None:
@@ -43,6 +43,14 @@ def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
     return requests | {name: make(4) for name, make in tiny.also.items()}
 
 
+def recorded_requests(tiny: TinyFamily) -> dict[str, Inputs]:
+    """Those for which transformers' answers are recorded: all, or the texts."""
+    requests = requests_of(tiny)
+    if not tiny.only_texts_recorded:
+        return requests
+    return {name: inputs for name, inputs in requests.items() if inputs.keys() == {"input_ids"}}
+
+
 __all__ = [
     "END_OF_TEXT",
     "FAMILIES",
@@ -54,6 +62,7 @@ __all__ = [
     "family",
     "generate_alone",
     "inputs_hash",
+    "recorded_requests",
     "requests_of",
     "to_mx",
     "weights_hash",

@@ -16,8 +16,8 @@ from vlm_batch.models.prompts import cut
 from vlm_batch.models.rotary import hook_rotary
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState
 
-#: Patches that go through a tower in one call: 16 pictures of 448 pixels a side, or one of 1,792.
-MAX_PATCHES = 2**14
+#: Patches that go through a tower in one call: 8 pictures of 448 pixels a side. More save no time (docs/benchmarks.md).
+MAX_PATCHES = 2**13
 
 
 def _num_patches(inputs: Mapping[str, Any]) -> int:

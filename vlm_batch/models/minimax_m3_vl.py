@@ -93,10 +93,10 @@ class MiniMaxM3VL(Adapter):
                 here = mx.broadcast_to(mx.arange(length - new, length), (len(queries), new))
                 groups, outputs = index_queries.shape[1], []
                 for group in range(groups):
-                    mine = (
+                    q, k, v, index = (
                         part[:, share(part.shape[1], group, groups)] for part in (queries, keys, values, index_queries)
                     )
-                    outputs.append(self._over_blocks(single, *mine, index_keys, here))
+                    outputs.append(self._over_blocks(single, q, k, v, index, index_keys, here))
                 return mx.concatenate(outputs, axis=1)
 
             def _over_blocks(

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
@@ -133,7 +134,7 @@ class Phi4SigLip(OnePlaceholder):
             @staticmethod
             def resize_positional_embeddings(table: mx.array, shapes: mx.array, max_length: int) -> mx.array:
                 """(H, W, D) for each picture's (2,) rows and columns: (pictures, patches, D); no picture is padded."""
-                sizes = [(int(rows), int(columns)) for rows, columns in shapes.tolist()]
+                sizes = [(int(rows), int(columns)) for rows, columns in np.array(shapes).tolist()]
                 tables = [resize_bilinear_nhwc(table[None].astype(mx.float32), size, antialias=True) for size in sizes]
                 return mx.concatenate([one.flatten(1, 2) for one in tables]).astype(table.dtype)
 
