@@ -133,5 +133,7 @@ FAMILY = TinyFamily(
     window=6,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step, without the rounding of activations.",
-    no_reference="transformers 5.23 has no such class",
+    no_reference="transformers 5.23 has no such class. Its main branch has one (modeling_deepseek_v41.py): read beside it, it "
+    "does the same but for a gate temperature, which no configuration here has, and for picks outside the candidate blocks, "
+    "which it drops and DeepSeek's code keeps (none where the blocks hold index_topk positions, as published)",
 )
