@@ -116,7 +116,6 @@ ONE_AT_A_TIME: Mapping[str, str] = {
         (
             "deepseek_v4",
             "deepseek_v41",
-            "qwen4_exp",
         ),
         _UNVERIFIED,
     ),
