@@ -23,7 +23,15 @@ from tests.harness import (
 )
 from tests.zoo import Inputs, family
 from vlm_batch.batch import Row
-from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
+from vlm_batch.caches import (
+    IndexedCache,
+    Placement,
+    RecurrentCache,
+    RingSlabCache,
+    RowsCache,
+    SlabCache,
+    make_layer_cache,
+)
 from vlm_batch.types import Encoded
 
 #: A broken engine is this far off at least.
@@ -55,6 +63,7 @@ POSITIONED = [
     "qwen3_omni_moe",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen4_exp",
 ]
 #: Positioned families whose text counts all tokens, pictures' included.
 WITHOUT_DELTAS = ["hunyuan_vl", "minicpmo", "minicpmv4_6"]
@@ -76,6 +85,7 @@ RECURRENT = [
     "qwen3_5_hadamard",
     "qwen3_5_moe",
     "qwen3_next",
+    "qwen4_exp",
     "zaya1_vl",
 ]
 COUNTED = [name for name in every_family() if name not in POSITIONED + UNPOSITIONED]
@@ -191,6 +201,31 @@ def test_a_recurrent_state_in_a_neighbours_place(
 
     monkeypatch.setattr(RecurrentCache, "put", misplaced)
     assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(TEXT)], placement=placement)) > FAR
+
+
+def test_ngrams_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """qwen4_exp: the last tokens, of which the next n-grams are made, lie in the fourth slot of the recurrent layers."""
+    right = RecurrentCache.put
+
+    def misplaced(self: RecurrentCache, place: int, cache: Any) -> None:
+        right(self, place, cache)
+        if place == 1 and len(self.cache) == 4:
+            self.cache[3] = self.cache[3][::-1]
+
+    monkeypatch.setattr(RecurrentCache, "put", misplaced)
+    assert worst("qwen4_exp", run_family("qwen4_exp", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
+
+
+def test_an_index_read_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """qwen4_exp: other blocks of keys are picked, and the answer is another."""
+    right = IndexedCache.update_indexer
+
+    def backwards(self: IndexedCache, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        held, where = right(self, keys, positions)
+        return held[:, ::-1], where
+
+    monkeypatch.setattr(IndexedCache, "update_indexer", backwards)
+    assert worst("qwen4_exp", run_family("qwen4_exp", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
 
 
 def test_cross_attention_states_dropped_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from .qwen3_vl import image, two_images
 
 
 def build() -> nn.Module:
-    """Four layers of 64 in three streams: n-grams and a delta net, attention, a delta net, attention; two vision blocks of 32."""
+    """Four layers of 64 in three streams: delta nets with n-grams and attention in turn, experts; two vision blocks of 32."""
     text = upstream.TextConfig(
         model_type="qwen4_exp_text",
         num_experts=4,

@@ -19,6 +19,7 @@ from mlx_vlm.turboquant import TurboQuantMSEState
 
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
+from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, TurboCache, of_parts
 from vlm_batch.caches.retained import RetainedPromptCache
 
@@ -279,6 +280,40 @@ class LateState:
 
 
 @dataclass(frozen=True)
+class IndexedState:
+    """Keys and values beside an indexer's keys (1, L, D) and positions (3, 1, L); blocks are made of those again."""
+
+    state: LayerState
+    index_keys: mx.array
+    positions: mx.array
+
+    @classmethod
+    def of(cls, cache: IndexedCache, length: int) -> IndexedState:
+        return cls(save_layer(cache.inner, length), *(_own(part) for part in cache.index))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state.is_whole
+
+    @property
+    def floor(self) -> int:
+        return self.state.floor
+
+    def reaches(self, length: int) -> bool:
+        return self.state.reaches(length)
+
+    def restore(self, length: int) -> IndexedCache:
+        inner = self.state.restore(length)
+        return IndexedCache.of(inner, self.index_keys[:, :length], self.positions[..., :length])
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return (self.state,)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.state.arrays(), self.index_keys, self.positions]
+
+
+@dataclass(frozen=True)
 class BlockState(_OnePart):
     """Attention within blocks of ``block`` positions: keys and values from the last one's ``start`` on, of ``length`` seen."""
 
@@ -383,6 +418,7 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     QuantizedCache: lambda cache, length: QuantizedState.of(cache),
     TurboCache: lambda cache, length: TurboState.of(cache),
     LateCache: LateState.of,
+    IndexedCache: IndexedState.of,
     BlockCache: lambda cache, length: BlockState.of(cache),
     RetainedPromptCache: lambda cache, length: RetainedState.of(cache),
     CacheList: lambda cache, length: ListState(tuple(save_layer(part, length) for part in cache.caches)),
@@ -399,6 +435,7 @@ LAYER_STATES: tuple[type, ...] = (
     QuantizedState,
     TurboState,
     LateState,
+    IndexedState,
     BlockState,
     RetainedState,
 )
@@ -408,6 +445,8 @@ def is_whole_kind(cache: Any) -> bool:
     """Whether a single-row cache can be cut back to any length."""
     if type(cache) is CacheList:
         return all(is_whole_kind(part) for part in cache.caches)
+    if type(cache) is IndexedCache:
+        return is_whole_kind(cache.inner)
     return type(cache) in (KVCache, CrossCache, QuantizedCache, TurboCache, LateCache)
 
 

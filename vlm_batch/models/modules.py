@@ -225,11 +225,16 @@ def hook_attention(module: nn.Module) -> None:
     rounding. An oracle in such a process shares them, so ``tests/test_kernels.py`` holds the kernels to MLX's own.
     """
     for name in {type(child).__module__ for _, child in module.named_modules()}:
-        namespace = vars(sys.modules[name])
-        if namespace.get("scaled_dot_product_attention") is upstream.scaled_dot_product_attention:
-            namespace["scaled_dot_product_attention"] = attention
-        if namespace.get("swiglu") is SWIGLU:
-            namespace["swiglu"] = kernels.swiglu
+        hook_file(name)
+
+
+def hook_file(name: str) -> None:
+    """The same for one module of Python, by its dotted name."""
+    namespace = vars(sys.modules[name])
+    if namespace.get("scaled_dot_product_attention") is upstream.scaled_dot_product_attention:
+        namespace["scaled_dot_product_attention"] = attention
+    if namespace.get("swiglu") is SWIGLU:
+        namespace["swiglu"] = kernels.swiglu
 
 
 def attention(

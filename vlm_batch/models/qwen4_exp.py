@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from vlm_batch.caches import IndexedCache
 from vlm_batch.models.base import MRoPEAdapter
-from vlm_batch.models.modules import row_by_row
+from vlm_batch.models.modules import hook_file, row_by_row
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
 from vlm_batch.videos import Sampling
@@ -21,7 +23,8 @@ from vlm_batch.videos import Sampling
         video=True,
         notes=(
             "sparse attention runs a row at a time, with the row's own indexer and blocks; delta nets, n-grams and experts "
-            "run for all rows at once",
+            "run for all rows at once. In mlx-vlm's batch the padding of one row takes the sparse mask from all "
+            "(qwen4_exp/language.py:1872)",
         ),
     )
 )
@@ -30,11 +33,24 @@ class Qwen4Exp(MRoPEAdapter):
 
     video_sampling = Sampling(frame_factor=1)
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for file in (
+            "qwen3_5.language",
+            "qwen4_exp.qsa_kernel",
+        ):  # where attention lies that its classes inherit or call
+            hook_file(f"mlx_vlm.models.{file}")
+
     @classmethod
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention
 
         return {Qwen4ExpAttention: row_by_row(Qwen4ExpAttention)}
+
+    def make_cache(self) -> list[Any]:
+        from mlx_vlm.models.qwen4_exp.language import QSAKVCache
+
+        return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().make_cache()]
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         """(B, 1): one position a row for all three axes, so that the rows lie along the first axis."""
@@ -46,5 +62,9 @@ class Qwen4Exp(MRoPEAdapter):
         """Trunk and head; for a new token upstream's ``LanguageModel.__call__`` takes a forward that is written beside the
         modules (language.py, ``Qwen4ExpBatchInvariantForward``) and knows only caches of its own."""
         hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
-        head = self.language.model.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
+        head = (
+            self.language.model.embed_tokens.as_linear
+            if self.language.args.tie_word_embeddings
+            else self.language.lm_head
+        )
         return head(hidden)[:, -1]
