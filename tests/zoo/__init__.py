@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 
 from ._build import inputs_hash, weights_hash
 from ._oracle import generate_alone, to_mx
-from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
+from ._types import END_OF_TEXT, IMPOSSIBLE, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace, apart
 
 #: Every file of this folder without a leading underscore holds one family: adding a file is the whole act of adding it.
 FAMILIES: dict[str, TinyFamily] = {
@@ -46,11 +46,13 @@ def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
 __all__ = [
     "END_OF_TEXT",
     "FAMILIES",
+    "IMPOSSIBLE",
     "PLAIN",
     "VOCABULARY",
     "Inputs",
     "TinyFamily",
     "Trace",
+    "apart",
     "family",
     "generate_alone",
     "inputs_hash",
