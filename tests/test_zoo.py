@@ -104,7 +104,7 @@ def test_answers_point(name: str) -> None:
 
 @pytest.mark.parametrize("request_name", ["short_text", "text", "image_0", "image_1", "image_2", "two_images"])
 def test_molmo_point_alone_agrees(request_name: str) -> None:
-    """But for the pictures' mask and the choices for the first token, mlx-vlm's loop on a fresh model has the oracle's rules."""
+    """But for the pictures' mask and the first token's choices, mlx-vlm's loop on a fresh model has the oracle's rules."""
     tiny, num_tokens = family("molmo_point"), 2 * STEPS
     request = requests_of(tiny)[request_name]
     alone = generate_alone(tiny.build(), request, num_tokens)

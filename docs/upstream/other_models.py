@@ -4,6 +4,7 @@ from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from tiny import (
     CONFIGS,
     alone,
@@ -147,6 +148,71 @@ def qwen3_5_quantised():
     short, long = text(1, 9), text(2, 40)
     right = [batched(tiny("qwen3_5", text_config=config), one, **settings)[0] for one in (short, long)]
     return batched(tiny("qwen3_5", text_config=config), short, long, **settings), right
+
+
+def point_at(seed):
+    """A picture of four tokens from afar and four from near, between words, as molmo_point's processor lays it out."""
+    far, near = [164, *[165] * 4, 163], [162, *[160, 160, 161] * 2, 163]
+    ids = prompt(seed, [*far, *near])
+    return {
+        "input_ids": ids,
+        "token_type_ids": (ids >= 160).astype(mx.int32),
+        "pixel_values": noise(seed, 2, 16, 48),
+        "image_token_pooling": mx.arange(32).reshape(8, 4),
+        "image_grids": mx.array([[2, 2, 2, 2]]),
+        "image_num_crops": mx.array([2]),
+    }
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:624")
+def molmo_point_after_a_picture():
+    """A text after a picture is answered as if it had that picture: its tokens are chosen among points at it, too."""
+    model, after = tiny("molmo_point"), text(37, 9)
+    alone(model, point_at(1))
+    return alone(model, after, 8), alone(tiny("molmo_point"), after, 8)
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:394")
+def molmo_point_mask():
+    """``token_type_ids`` are read and dropped. Right (the published modeling_molmo_point.py, token_type_ids_mask_function):
+    all tokens of pictures see each other.
+    """
+    model, request = tiny("molmo_point"), point_at(1)
+    embeds = model.get_input_embeddings(**request).inputs_embeds
+    picture, places = request["token_type_ids"][0] > 0, mx.arange(embeds.shape[1])
+    mask = (places[None] <= places[:, None]) | (picture[None] & picture[:, None])
+    right = model.lm(inputs_embeds=embeds, mask=mask).logits[0, -1]
+    return first_logprobs(model, request), right - mx.logsumexp(right)
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:711")
+def molmo_point_first_token():
+    """The first token may be one of those that stand for a patch, a part or a place in general, whose logits later steps
+    give to points. Right (the published forward of MolmoPointForConditionalGeneration): never, in an answer to a picture.
+    """
+    logprobs = first_logprobs(tiny("molmo_point"), point_at(1))
+    return np.exp(logprobs[171:174]), [0.0, 0.0, 0.0]
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:653")
+def molmo_point_chunks():
+    """The keys of patches are made of the prompt's first chunk, at places that may lie in later ones."""
+    request = point_at(1)
+    found = attempt(lambda: alone(tiny("molmo_point"), request, 12, prefill_step_size=4))
+    return found, alone(tiny("molmo_point"), request, 12)
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:303")
+def molmo_point_nothing_left():
+    """After a patch whose last part the point before has had, no token at all may come. Right: some token (the published
+    code stops with an assertion).
+    """
+    from mlx_vlm.models.molmo_point.molmo_point import GeneratedTokenBounds, MolmoPointLogitProcessor
+
+    bounds = GeneratedTokenBounds(10, n_patches=3, n_subpatches=2, n_locations=9, no_more_points_class=True)
+    patch, last_part, place = 10, bounds.subpatch_end - 1, bounds.location_start
+    mask = MolmoPointLogitProcessor(bounds, True, True, True)([patch, last_part, place, patch], patch, 25)
+    return bool((mask == 0).any().item()), True
 
 
 if __name__ == "__main__":

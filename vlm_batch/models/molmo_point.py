@@ -142,7 +142,7 @@ class Pointer:
             "what a row can point at, and has pointed at, belongs to the row, and so does the width of its logits; mlx-vlm "
             "keeps the last picture's on the model, for a text that follows, too (molmo_point.py:624)",
             "all tokens of all pictures see each other, as in the published model (modeling_molmo_point.py, "
-            "token_type_ids_mask_function); mlx-vlm drops token_type_ids, and its pictures are causal (molmo_point.py:395)",
+            "token_type_ids_mask_function); mlx-vlm drops token_type_ids, and its pictures are causal (molmo_point.py:394)",
             "an answer to a picture does not begin with one of the three tokens that stand for points in general, as in the "
             "published model; mlx-vlm leaves them among the first token's choices (molmo_point.py:711)",
             "the keys of patches are made of the chunk that holds the pictures, wherever others end; mlx-vlm takes the "
