@@ -215,7 +215,9 @@ class MolmoPoint(Adapter):
         if "pixel_values" not in extra:
             return {"inputs_embeds": self.model.lm.model.wte(ids)}
         self._check(ids, extra)
-        embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds
+        embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds  # float32, for float16 would overflow
+        if (dtype := self.model.lm.model.wte.embedding.dtype) != mx.float16:
+            embeds = embeds.astype(dtype)
         found = self.model._image_cache
         tokens = Tokens(
             first=self.num_words,
