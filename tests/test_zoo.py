@@ -308,7 +308,11 @@ def test_agrees_with_transformers(
     with np.load(REFERENCES / f"{tiny.name}.npz") as recorded:
         assert recorded["weights"] == weights_hash(model), "the weights have changed: run tests/references/record.py"
         for name, inputs in requests_of(tiny).items():
+            if f"{name}/inputs" not in recorded:  # published.py: code that answers no text without a picture
+                assert tiny.points is not None
+                assert "pixel_values" not in inputs
+                continue
             assert recorded[f"{name}/inputs"] == inputs_hash(inputs), f"{name} has changed: run record.py"
             assert traces[name].tokens == recorded[f"{name}/tokens"].tolist(), name
-            distance = np.abs(traces[name].logprobs - recorded[f"{name}/logprobs"]).max()
+            distance = apart(traces[name].logprobs, recorded[f"{name}/logprobs"])
             assert distance < REFERENCE_TOLERANCE, (name, distance)

@@ -8,7 +8,8 @@ answer is `generate` of transformers itself, greedy, float32 and eager attention
 those of transformers. A file holds, per request: a digest of the inputs, the tokens and the float32 log-probabilities
 of every step; and a digest of the weights.
 
-moondream3 and falcon_ocr have no class in transformers, so nothing is recorded for them.
+moondream3 and falcon_ocr have no class in transformers, so nothing is recorded for them; published.py records what a
+model's own published code answers.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ FAMILY = TinyFamily(
     points=POINT,
     oracle_note="The whole sequence at each step over the model's own layers, by the rules of the published "
     "modeling_molmo_point.py. mlx-vlm drops the pictures' mask and lets the first token be one that stands for points in "
-    "general; without these two its generate_step agrees on a fresh model (tests/test_zoo.py).",
+    "general; without these two its generate_step agrees on a fresh model (tests/test_zoo.py). The published code's answers to "
+    "pictures agree (tests/references/published.py).",
     wrong_alone=("image_1", "two_images"),
-    no_reference="transformers has no such class; test_molmo_point_alone_agrees stands in",
 )
