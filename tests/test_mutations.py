@@ -32,6 +32,7 @@ from vlm_batch.caches import (
     SlabCache,
     make_layer_cache,
 )
+from vlm_batch.models.molmo_point import MolmoPoint, general
 from vlm_batch.types import Encoded
 
 #: A broken engine is this far off at least.
@@ -250,6 +251,38 @@ def test_per_layer_inputs_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(type(adapter), "forward", reversed_rows)
     assert worst("gemma3n", run_family("gemma3n", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
+
+
+def test_patches_are_not_embedded_as_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """molmo_point: a chosen patch goes on as the token for patches in general."""
+    right = MolmoPoint.embed
+
+    def general_only(self: Any, tokens: Sequence[int], places: Sequence[Any]) -> mx.array:
+        kinds = [None if row is None else row.pictures.tokens for row in places]
+        pairs = zip(tokens, kinds, strict=True)
+        spelled = [token if kind is None else general(token, kind, self.config) for token, kind in pairs]
+        return right(self, spelled, places)
+
+    monkeypatch.setattr(MolmoPoint, "embed", general_only)
+    assert worst("molmo_point", run_family("molmo_point", [Ask(image) for image in IMAGES])) > FAR
+
+
+def test_points_at_a_neighbours_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """molmo_point: two pictures of one size, each row with the other's patches."""
+    right = MolmoPoint.with_points
+    pointers: list[Any] = []
+
+    def crossed(self: Any, logits: mx.array, asked: Any, row: Any, token: int) -> mx.array:
+        if not any(row is known for known in pointers):
+            pointers.append(row)
+            if len(pointers) == 2:
+                one, other = pointers
+                one.keys, other.keys = other.keys, one.keys
+                one.pictures, other.pictures = other.pictures, one.pictures
+        return right(self, logits, asked, row, token)
+
+    monkeypatch.setattr(MolmoPoint, "with_points", crossed)
+    assert worst("molmo_point", run_family("molmo_point", [Ask("image:1:1"), Ask("image:4:1")])) > FAR
 
 
 def test_points_not_fed_back(monkeypatch: pytest.MonkeyPatch) -> None:
