@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
 from vlm_batch.caches import Placement
+from vlm_batch.caches.budget import ByteBudget
+from vlm_batch.caches.prefix import PrefixCache
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.generator import BatchGenerator
+from vlm_batch.models import grids
 from vlm_batch.models.processing import as_mlx
+from vlm_batch.reuse import Reuse
 from vlm_batch.scheduler import SchedulerConfig
 from vlm_batch.types import Event, Result, SamplingParams
 
@@ -291,7 +296,33 @@ def test_what_fails_together_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert together_and_apart(monkeypatch, prefill=8, fails=True) == [3]
 
 
-def test_pictures_are_encoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["nothing kept", "prefix cache"])
+def test_pictures_are_encoded_in_one_call(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    seen, results = looked_at(monkeypatch, SAME, keeps)
+    assert seen == [3]
+    assert results == [right_tokens(key) for key in SAME]
+
+
+def test_a_picture_that_comes_twice_is_not_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row waits for what the first leaves; the third is not kept waiting by it."""
+    keys = [SAME[0], SAME[0], SAME[1]]
+    seen, results = looked_at(monkeypatch, keys, keeps=True)
+    assert seen == []
+    assert results == [right_tokens(key) for key in keys]
+
+
+def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = np.array(inputs(SAME[0])["image_grid_thw"])
+    monkeypatch.setattr(grids, "MAX_PATCHES", 2 * int(sides.prod()))
+    given = [inputs(key) for key in SAME]
+    looked = shared_adapter(FAMILY).look(given)
+    assert [new is old for new, old in zip(looked, given, strict=True)] == [False, False, True]
+
+
+def looked_at(
+    monkeypatch: pytest.MonkeyPatch, keys: Sequence[str], keeps: bool
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """How many requests' pictures went into each call, and the tokens of all."""
     adapter, seen = shared_adapter(FAMILY), []
     look = adapter.look
 
@@ -300,9 +331,9 @@ def test_pictures_are_encoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> No
         return look(requests)
 
     monkeypatch.setattr(adapter, "look", counted)
-    generator = engine(config=SchedulerConfig(encode_together=3))
-    for number, key in enumerate(SAME):
+    reuse = Reuse(adapter, PrefixCache(ByteBudget(2**24))) if keeps else None
+    generator = engine(config=SchedulerConfig(encode_together=3), reuse=reuse)
+    for number, key in enumerate(keys):
         generator.insert(str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
     results = finish(generator)
-    assert seen == [3]
-    assert [results[str(number)].token_ids for number in range(3)] == [right_tokens(key) for key in SAME]
+    return seen, [results[str(number)].token_ids for number in range(len(keys))]

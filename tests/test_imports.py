@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The layers, lowest first: a module imports from layers below its own, and within its own group only by this list.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "blas", "assets", "threads"),
+    ("_version", "errors", "blas", "launches", "assets", "threads"),
     ("types", "digest"),
     ("refusals", "registry", "scheduler", "sampling", "text", "images", "videos", "handle", "progress"),
     ("caches",),

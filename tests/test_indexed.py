@@ -14,7 +14,7 @@ from tests.harness import shared_adapter
 from vlm_batch.caches import IndexedCache
 from vlm_batch.caches.indexed import STEP
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
-from vlm_batch.caches.saved import is_whole_kind, save_layer
+from vlm_batch.caches.states import is_whole_kind, save_layer
 
 CHUNKS = (5, STEP - 7, 1, 1, 1, 40, 1)
 

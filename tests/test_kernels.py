@@ -51,6 +51,16 @@ def test_spelled_out_attention_is_mlxs(length: int, columns: int, heads: int, ki
     assert largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
 
 
+@pytest.mark.parametrize(("heads", "columns", "is_ours"), [(2, 511, False), (2, 512, True), (8, 9, True)])
+def test_one_query_over_many_keys_or_of_many_heads_is_mlxs(heads: int, columns: int, is_ours: bool) -> None:
+    queries, keys, values = random((3, heads, 1, 16), (3, 2, columns, 16), (3, 2, columns, 24))
+    assert kernels.is_long(queries, keys) is is_ours
+    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
+    assert largest(kernels.attend(queries, keys, values, SCALE), right) < 2e-6
+    far = kernels.attend(100 * queries, keys, values, SCALE)  # scores in the hundreds
+    assert largest(far, mx.fast.scaled_dot_product_attention(100 * queries, keys, values, scale=SCALE)) < 2e-5
+
+
 @pytest.mark.parametrize("is_bool", [True, False])
 def test_queries_of_a_group_see_the_same_columns(is_bool: bool) -> None:
     queries, keys, values = random((3, 8, 1, 16), (3, 2, 20, 16), (3, 2, 20, 16))

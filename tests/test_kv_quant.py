@@ -31,7 +31,8 @@ from vlm_batch.caches.quantized import (
     attend_quantized,
     quantize,
 )
-from vlm_batch.caches.saved import common_length, save_layer
+from vlm_batch.caches.saved import common_length
+from vlm_batch.caches.states import save_layer
 from vlm_batch.compiled import CompiledDecode
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.generator import BatchGenerator

@@ -38,7 +38,8 @@ from vlm_batch.caches.directory import RowFiles
 from vlm_batch.caches.files import Identity, can_write, read_row
 from vlm_batch.caches.index import BLOCK, BeginningIndex
 from vlm_batch.caches.prefix import MAX_POINTS, PrefixCache, thin
-from vlm_batch.caches.saved import Point, RecurrentState, SavedRow, common_length
+from vlm_batch.caches.saved import Point, SavedRow, common_length
+from vlm_batch.caches.states import RecurrentState
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx
 from vlm_batch.reuse import Kept, Reuse

@@ -34,7 +34,8 @@ from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
 from vlm_batch.caches.retained import RetainedPromptCache
-from vlm_batch.caches.saved import save_layer, save_row
+from vlm_batch.caches.saved import save_row
+from vlm_batch.caches.states import save_layer
 from vlm_batch.errors import InvalidCache
 from vlm_batch.generator import BatchGenerator
 from vlm_batch.models.processing import as_mlx

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end, together
@@ -43,6 +45,41 @@ def test_the_budget_goes_to_the_oldest_row_first() -> None:
 def test_what_the_first_row_leaves_of_the_budget_goes_to_the_next() -> None:
     rows = [PrefillRow("a", 6, 0), PrefillRow("b", 50, 8)]
     assert SCHEDULER.plan(rows, 10) == (Chunk("a", 0, 6), Chunk("b", 8, 12))
+
+
+def test_short_prompts_go_before_long_ones_that_have_waited_as_long() -> None:
+    rows = [PrefillRow("long", 50, 0, waited=1.0), PrefillRow("short", 6, 0, waited=0.9)]
+    assert SCHEDULER.plan(rows, 10) == (Chunk("short", 0, 6), Chunk("long", 0, 4))
+
+
+def test_what_is_left_of_a_prompt_counts() -> None:
+    rows = [PrefillRow("fresh", 20, 0, waited=1.0), PrefillRow("begun", 50, 40, waited=1.0)]
+    assert SCHEDULER.plan(rows, 10) == (Chunk("begun", 40, 50),)
+
+
+def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> None:
+    """One of 30 tokens comes each second, as fast as they are prefilled; the long one's turn comes within a minute."""
+    scheduler = Scheduler(SchedulerConfig(ageing_seconds=1000.0))
+    long, waiting = PrefillRow("long", 300, 0), []
+    for second in range(60):
+        waiting.append((f"short-{second}", second))
+        rows = [replace(long, waited=float(second))]
+        rows += [PrefillRow(name, 30, 0, waited=float(second - came)) for name, came in waiting]
+        (chunk,) = scheduler.plan(rows, 30)[:1]
+        if chunk.request_id == "long":
+            long = replace(long, done=chunk.end)
+            if long.done == long.length:
+                return
+        else:
+            waiting = [item for item in waiting if item[0] != chunk.request_id]
+    raise AssertionError(f"{long.length - long.done} tokens of the long prompt are left")
+
+
+def test_priority_and_its_ageing_rule_over_length() -> None:
+    rows = [PrefillRow("short", 5, 0, waited=1.0), PrefillRow("urgent", 50, 0, priority=1)]
+    assert SCHEDULER.plan(rows, 10) == (Chunk("urgent", 0, 10),)
+    rows = [PrefillRow("short", 5, 0, waited=4.0), PrefillRow("aged", 50, 0, waited=5.5)]
+    assert SCHEDULER.plan(rows, 10) == (Chunk("aged", 0, 10),)
 
 
 def test_nothing_to_prefill_is_an_empty_plan() -> None:
@@ -106,6 +143,13 @@ def test_what_fits_is_saved_up_for_a_chunk_that_is_worth_it() -> None:
     assert pace.budget(is_decoding=True, pending=100) == pytest.approx(120, abs=2)
 
 
+def test_a_prompt_that_has_waited_long_may_stretch_the_gap() -> None:
+    """0.1 s and 120 tokens (above); 0.15 s leave room for 220 after 1.5 s, and 0.2 s for 320 from 2 s on."""
+    pace = measured(0.04, 0.1, 200)
+    budgets = [pace.budget(is_decoding=True, pending=4096, waited=waited) for waited in (0.9, 1.5, 2.0, 60.0)]
+    assert budgets == pytest.approx([120, 220, 320, 320], abs=6)
+
+
 def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
     scheduler = Scheduler(SchedulerConfig(slack=30))
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0), PrefillRow("c", 50, 0)]
@@ -125,6 +169,13 @@ def test_prompts_of_one_length_go_together() -> None:
     lengths = {"a": 50, "b": 50, "c": 50, "d": 40, "e": 40, "f": 60}
     groups = [[chunk.request_id for chunk in group] for group in together(plan, lengths, 2)]
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
+    plan = [Chunk(name, 0, 40) for name in "abcde"]
+    lengths = dict.fromkeys("abcde", 40)
+    assert [len(group) for group in together(plan, lengths, 8, 100)] == [2, 2, 1]
+    assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:

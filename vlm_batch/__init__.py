@@ -7,15 +7,18 @@
     with VLMBatcher("path or hub id") as batcher:
         print(batcher.submit("receipt.jpg", "What is the total?").result().text)
 
-Importing this package loads a fast BLAS on Linux CPUs (``vlm_batch.blas``; ``VLM_BATCH_NO_BLAS=1`` turns it off), which
-works only before ``mlx.core`` is imported: import it first. The engine itself is imported with its first use.
+Importing this package loads a fast BLAS on Linux CPUs (``vlm_batch.blas``; ``VLM_BATCH_NO_BLAS=1`` turns it off) and tells
+MLX's CUDA back end how to launch (``vlm_batch.launches``), which works only before ``mlx.core`` is imported: import it first.
+The engine itself is imported with its first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.blas import preload_openblas
+from vlm_batch.launches import prefer_single_launches
 
 preload_openblas()
+prefer_single_launches()
 
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.errors import (  # noqa: E402

@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import LayerState, Point, SavedRow
+from vlm_batch.caches.saved import Point, SavedRow
+from vlm_batch.caches.states import LayerState
 from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import Encoded, PromptKey, SamplingParams, Status, TokenLogprobs
 

@@ -116,11 +116,11 @@ class VLMBatcher:
     """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
 
     ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
-    decode together. Prompts are prefilled beside them in chunks that keep the gap between two tokens near
-    ``token_gap`` seconds, or of ``prefill_budget`` tokens a step if that is given. ``max_prompt_tokens`` refuses
-    longer prompts (pictures included). ``max_image_pixels`` is checked before a picture is decoded, and
-    ``max_video_pixels``, for all frames together that are taken of a video, before these are; None lifts either.
-    ``look_ahead`` requests are read ahead of the engine, and ``generate`` keeps that many in flight.
+    decode together. Prompts are prefilled beside them in chunks that keep the gap between two tokens near ``token_gap``
+    seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
+    ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
+    is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
+    lifts either. ``look_ahead`` requests are read ahead of the engine, and ``generate`` keeps that many in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in

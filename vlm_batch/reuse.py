@@ -21,7 +21,8 @@ from vlm_batch.caches.directory import RowFiles
 from vlm_batch.caches.files import Identity
 from vlm_batch.caches.prefix import Match, PrefixCache, match, thin
 from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import SavedRow, common_length, is_whole_kind, save_constant, save_point, save_row
+from vlm_batch.caches.saved import SavedRow, common_length, save_constant, save_point, save_row
+from vlm_batch.caches.states import is_whole_kind
 from vlm_batch.errors import InvalidCache
 from vlm_batch.types import PromptKey, Status
 
@@ -109,6 +110,18 @@ class Reuse:
             found = self.prefix.find(traces.key)
             traces.known = (self.prefix.version, 0 if found is None else found.length)
         return coming >= traces.known[1] + worth(traces.key.length)
+
+    def is_new(self, row: Row) -> bool:
+        """Whether a row starts from nothing, so that all of its pictures have to be encoded."""
+        if row.traces is not None and row.traces.continues is not None:
+            return False
+        if self.prefix is None:
+            return True
+        try:
+            key = self._traces(row).key
+        except Exception:  # what is wrong with it is said when it is encoded
+            return False
+        return key is None or self._found(key) is None
 
     def _shared(self, traces: Traces, other: Row) -> int:
         """How many first positions a prompt has in common with another row's, and could go on from."""

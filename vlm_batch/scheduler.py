@@ -2,7 +2,9 @@
 
 Decode first: every live row gets its token each step. What is left of the step goes to prefill, in chunks that end
 where the model allows it, sized in time: as many prompt tokens as fit between two tokens of the rows that decode. A
-free place is filled at once. Rows wait by priority, then by age; ageing lifts a waiting row by one priority for every
+free place is filled at once. Rows wait for places by priority, then by age; rows that have one are prefilled by priority,
+then by how long they have waited for each token that is left of their prompts, so that short ones do not wait behind long
+ones and long ones do not wait for ever (highest response ratio next). Ageing lifts a row by one priority for every
 ``ageing_seconds``, so that nothing starves.
 """
 
@@ -18,18 +20,19 @@ from vlm_batch.types import Chunk
 class SchedulerConfig:
     """Limits of a step.
 
-    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between
-    two tokens of a decoding row stays near ``token_gap`` seconds. ``idle_budget``: prompt tokens a step when nothing
-    decodes. ``max_chunk``: prompt tokens in one forward. ``encode_ahead``: rows whose pictures are encoded before
-    they have a place, one a step. ``encode_together``: rows whose pictures go through the encoder in one
-    call. ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
-    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting
-    to the device (``vlm_batch.generator.for_placement``).
+    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
+    tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long (``Pace``).
+    ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
+    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_together``: rows
+    whose pictures go through the encoder in one call when nothing decodes. ``prefill_together``: whole prompts of one
+    length that are prefilled as one array. ``smallest_chunk``: prompt tokens beside decoding rows, however slow they
+    are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting to the device
+    (``vlm_batch.generator.for_placement``).
     """
 
     max_rows: int = 8
     prefill_budget: int | None = None
-    idle_budget: int = 2048
+    idle_budget: int | None = None
     max_chunk: int = 2048
     encode_ahead: int = 2
     encode_together: int | None = None
@@ -53,7 +56,8 @@ class WaitingRow:
 class PrefillRow:
     """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
 
-    Chunks hold ``atomic`` spans whole, and end at each of ``stops`` (or before the span that it lies in).
+    Chunks hold ``atomic`` spans whole, and end at each of ``stops`` (or before the span that it lies in). ``waited`` is
+    in seconds since the request came.
     """
 
     request_id: str
@@ -61,6 +65,8 @@ class PrefillRow:
     done: int
     atomic: tuple[tuple[int, int], ...] = ()
     stops: tuple[int, ...] = ()
+    priority: int = 0
+    waited: float = 0.0
 
 
 class Scheduler:
@@ -78,12 +84,12 @@ class Scheduler:
         return max(0, self.config.max_rows - num_live)
 
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
-        """The chunks to prefill, oldest row first, within the step's budget.
+        """The chunks to prefill, most urgent row first, within the step's budget; of equals the first.
 
         A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt.
         """
         chunks: list[Chunk] = []
-        for row in prefill:
+        for row in sorted(prefill, key=self._prefill_urgency):
             if budget <= 0:
                 break
             rest = row.length - row.done
@@ -95,7 +101,13 @@ class Scheduler:
 
     def urgency(self, priority: int, waited: float) -> tuple[float, float]:
         """What waiting rows are sorted by: smaller goes first."""
-        return (-(priority + waited // self.config.ageing_seconds), -waited)
+        return (self._level(priority, waited), -waited)
+
+    def _prefill_urgency(self, row: PrefillRow) -> tuple[float, float]:
+        return (self._level(row.priority, row.waited), -row.waited / max(row.length - row.done, 1))
+
+    def _level(self, priority: int, waited: float) -> float:
+        return -(priority + waited // self.config.ageing_seconds)
 
 
 def chunk_end(row: PrefillRow, budget: int) -> int:
@@ -110,22 +122,24 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
     return end
 
 
-def together(plan: Sequence[Chunk], lengths: Mapping[str, int], most: int) -> list[list[Chunk]]:
+def together(
+    plan: Sequence[Chunk], lengths: Mapping[str, int], most: int, most_tokens: int | None = None
+) -> list[list[Chunk]]:
     """The plan in groups of at most ``most``: neighbours that are whole prompts of one length share a group.
 
-    ``lengths`` are the rows' prompts.
+    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt.
     """
     groups: list[list[Chunk]] = []
     for chunk in plan:
-        first = groups[-1][0] if groups else None
-        is_alike = first is not None and (first.start, first.end) == (chunk.start, chunk.end) == (
-            0,
-            lengths[chunk.request_id],
-        )
-        if is_alike and first is not None and lengths[first.request_id] == chunk.end and len(groups[-1]) < most:
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
+        length = lengths[chunk.request_id]
+        is_whole = (chunk.start, chunk.end) == (0, length)
+        if is_whole and groups:
+            group = groups[-1]
+            is_alike = (group[0].start, group[0].end, lengths[group[0].request_id]) == (0, length, length)
+            if is_alike and len(group) < most and (most_tokens is None or (len(group) + 1) * length <= most_tokens):
+                group.append(chunk)
+                continue
+        groups.append([chunk])
     return groups
 
 
@@ -135,23 +149,30 @@ class Pace:
     A chunk has a price of its own (a forward's launches, the weights read or packed once more), so none is smaller than the
     config's ``smallest_chunk``, and a step without one may come before it; the first ones, before anything is measured, are
     ``FIRST_CHUNK``.
+
+    A row that has waited w seconds for its first token may keep the others waiting w / ``PATIENCE`` for their next, up to
+    ``LONGEST_STRETCH`` times the config's ``token_gap``: steps in which few rows decode are what prompts wait for.
     """
 
+    PATIENCE = 10
+    LONGEST_STRETCH = 2
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
+    IDLE_BUDGET = 2048  # where the config leaves it open
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self.idle_budget = config.idle_budget or self.IDLE_BUDGET
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
-    def budget(self, is_decoding: bool, pending: int) -> int:
-        """Prompt tokens for the next step, of ``pending`` that have places.
+    def budget(self, is_decoding: bool, pending: int, waited: float = 0.0) -> int:
+        """Prompt tokens for the next step, of ``pending`` that have places and have ``waited`` so many seconds at most.
 
         What fits between two tokens of a decoding row is saved up, for at most ``LONGEST_SAVING`` steps, until it holds the
         smallest chunk or all that is pending.
@@ -159,18 +180,19 @@ class Pace:
         config = self._config
         if not is_decoding:
             self._saved_steps = 0
-            return config.idle_budget
+            return self.idle_budget
         if config.prefill_budget is not None:
             return config.prefill_budget
         if not self._tokens_per_second:
-            return min(self.FIRST_CHUNK, config.idle_budget)
+            return min(self.FIRST_CHUNK, self.idle_budget)
         self._saved_steps += 1
-        fits = int(self._saved_steps * max(config.token_gap - self._decode_seconds, 0.0) * self._tokens_per_second)
+        gap = min(max(config.token_gap, waited / self.PATIENCE), self.LONGEST_STRETCH * config.token_gap)
+        fits = int(self._saved_steps * max(gap - self._decode_seconds, 0.0) * self._tokens_per_second)
         enough = min(pending, config.smallest_chunk or self.SMALLEST_CHUNK)
         if fits < enough and self._saved_steps < self.LONGEST_SAVING:
             return 0
         self._saved_steps = 0
-        return min(max(fits, enough), config.idle_budget)
+        return min(max(fits, enough), self.idle_budget)
 
     def record(self, seconds: float, tokens: int) -> None:
         """What a step took as a whole, and how many tokens of prompt it launched.

@@ -33,6 +33,7 @@ from benchmarks.compare.workloads import WORKLOADS, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "one after another"
+OURS = "vlm_batch"
 
 
 class Remote:
@@ -41,6 +42,8 @@ class Remote:
     def __init__(self, engine: str, python: str, args: argparse.Namespace, log: Path) -> None:
         self.log = log
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(args.threads), "PYTHONPATH": _python_path()}
+        if engine != OURS and args.launches == "own":
+            environment.setdefault("MLX_USE_CUDA_GRAPHS", "1")  # what MLX does where nothing asks otherwise
         command = [python, "-m", "benchmarks.compare.worker", "--engine", engine]
         command += ["--shape", args.shape, "--clock", args.clock, "--threads", str(args.threads)]
         self.errors = log.open("w", encoding="utf-8")
@@ -150,7 +153,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                     taken[name] = time.perf_counter() - start
             probes: dict[str, dict[str, Any]] = {
                 engine: _probe(remotes[engine], list(workloads))
-                for engine in ("vlm_batch", "mlx-vlm best")
+                for engine in (OURS, "mlx-vlm best")
                 if engine in remotes and args.probes
             }
         finally:
@@ -167,6 +170,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         "versions": {"mlx": ready["mlx"], "mlx_vlm": version("mlx-vlm"), "python": platform.python_version()},
         "clock": args.clock,
+        "launches": args.launches,
         "rounds": args.rounds,
         "seconds": round(time.perf_counter() - began, 1),
         "workloads": {name: {"title": titles[name], "engines": found[name]} for name in found},
@@ -222,6 +226,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("wall", "work"),
         default="wall",
         help="work: count each engine's CPU time instead of wall time, for a CPU that is busy with other things",
+    )
+    parser.add_argument(
+        "--launches",
+        choices=("own", "ours"),
+        default="own",
+        help="ours: the other engines launch their CUDA work as this library does, too (vlm_batch.launches)",
     )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")

@@ -44,6 +44,21 @@ def deepseek_vl_v2_experts():
     return found, mx.sort(right, axis=-1)
 
 
+@case("minimax_m3_vl", at="models/minimax_m3_vl/language.py:238")
+def minimax_m3_vl_groups():
+    """Two heads of the index, each of which wants another of the earlier blocks: one set is picked for both.
+
+    Right (arXiv 2606.13392 and transformers): blocks of its own for each group of attention heads.
+    """
+    indexer = tiny("minimax_m3_vl").language_model.model.layers[1].self_attn.indexer
+    size, top = indexer.block_size, indexer.topk_blocks
+    keys = mx.repeat(mx.eye(top + 1), size, axis=0)[None, None]  # (1, 1, T, D): a block's keys are alike
+    queries = mx.stack([9 * mx.eye(top + 1)[0], mx.eye(top + 1)[1]])[None, :, None]  # each head wants its own block
+    here = mx.array([[keys.shape[2] - 1]])
+    apart = [indexer.select_blocks(queries[:, head : head + 1], keys, 0, None, here).tolist() for head in (0, 1)]
+    return indexer.select_blocks(queries, keys, 0, None, here).tolist(), apart
+
+
 @case("ernie4_5_moe_vl", at="models/ernie4_5_moe_vl/ernie4_5_moe_vl.py:253")
 def ernie4_5_moe_vl_experts():
     """In generate, a picture's tokens go to the text experts.

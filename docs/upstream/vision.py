@@ -4,7 +4,7 @@ import math
 
 import mlx.core as mx
 import numpy as np
-from tiny import attempt, case, config_of, noise, prompt, report, tiny
+from tiny import attempt, case, config_of, filled, noise, prompt, report, tiny
 
 
 @case("glm4v", at="models/glm4v/vision.py:126 models/kernels.py:428")
@@ -51,6 +51,100 @@ def qwen2_5_vl_windows():
     tower(noise(1, 256, 96), mx.array([[1, 16, 16]]))
     lengths = np.diff(np.array(min(seen, key=lambda ends: -len(ends))))
     return int((lengths == 0).sum()), 0
+
+
+@case("deepseekocr", "unlimited_ocr", at="models/base.py:570 models/deepseekocr/vision.py:132")
+def deepseekocr_clip_positions():
+    """For crops of 640 pixels CLIP's table of 16 x 16 positions is resized to 10 x 10 along the wrong axes, and scrambled.
+
+    Right (deepencoder.py, `get_abs_pos`, bicubic): a table whose n-th feature is n everywhere stays that.
+    """
+    from mlx_vlm.models.deepseekocr.config import VisionConfig
+    from mlx_vlm.models.deepseekocr.vision import VisionEmbeddings
+
+    embeddings = VisionEmbeddings(VisionConfig(model_type="vision", hidden_size=64))
+    table = mx.broadcast_to(mx.arange(64, dtype=mx.float32), (1, 1 + 16 * 16, 64))
+    return embeddings._get_abs_pos(table, 1 + 10 * 10)[0, 1:], mx.broadcast_to(table[0, :1], (100, 64))
+
+
+@case("deepseekocr", "deepseekocr_2", "unlimited_ocr", at="models/deepseekocr/sam.py:431")
+def deepseekocr_sam_positions():
+    """Such crops have 79 relative positions of SAM's 127, which are read from the first on in steps of 127 / 79.
+
+    Right (torch, mode linear): half a step later, so that no distance stays no distance.
+    """
+    from mlx_vlm.models.deepseekocr.sam import get_rel_pos
+
+    distances = mx.broadcast_to(mx.arange(-63, 64, dtype=mx.float32)[:, None], (127, 4))
+    return get_rel_pos(40, 40, distances)[7, 7], mx.zeros(4)
+
+
+@case("deepseekocr", "unlimited_ocr", at="models/deepseekocr/vision.py:56 models/deepseekocr/config.py:60")
+def deepseekocr_clip_activation():
+    """CLIP's layers have the exact GELU, and an epsilon of 1e-6.
+
+    Right (deepencoder.py, `quick_gelu`): the sigmoid's, and 1e-5.
+    """
+    from mlx_vlm.models.deepseekocr.config import VisionConfig
+    from mlx_vlm.models.deepseekocr.vision import EncoderLayer
+
+    layer = EncoderLayer(VisionConfig(model_type="vision"))
+    x = mx.array([-2.0, -1.0, 1.0, 2.0])
+    return [*layer.mlp.activation_fn(x).tolist(), layer.layer_norm1.eps], [*(x * mx.sigmoid(1.702 * x)).tolist(), 1e-5]
+
+
+@case("multi_modality", at="models/multi_modality/vision.py:166 models/multi_modality/config.py:53")
+def multi_modality_activation():
+    """SigLIP's layers have the tanh form of GELU, and an epsilon of 1e-5.
+
+    Right (deepseek_vl/models/siglip_vit.py): the exact one, and 1e-6.
+    """
+    from mlx_vlm.models.multi_modality.config import VisionConfig
+    from mlx_vlm.models.multi_modality.vision import EncoderLayer
+
+    layer = EncoderLayer(VisionConfig(model_type="vision", cls="CLIPVisionTower", params={}))
+    x = mx.array([-2.0, -1.0, 1.0, 2.0])
+    right = x * (1 + mx.erf(x / math.sqrt(2))) / 2
+    return [*layer.mlp.activation_fn(x).tolist(), layer.norm1.eps], [*right.tolist(), 1e-6]
+
+
+@case("hunyuan_vl", at="models/hunyuan_vl/vision.py:163")
+def hunyuan_vl_positions():
+    """A table of 4 positions for a side of 6 patches: the first comes from beyond the table's end.
+
+    Right (vLLM and the published code, `F.interpolate`): no position is before the first.
+    """
+    from mlx_vlm.models.hunyuan_vl.vision import PatchEmbed
+
+    embed = PatchEmbed(config_of("hunyuan_vl").vision_config)
+    table = mx.broadcast_to(mx.arange(4, dtype=mx.float32)[None, :, None, None], (1, 4, 4, 1))
+    return embed._interpolate_pos_embed(table, 6, 4)[0, 0, 0], mx.zeros(1)
+
+
+@case("phi4_siglip", at="models/phi4_siglip/vision.py:87")
+def phi4_siglip_positions():
+    """SigLIP 2's table of 3 x 3 positions for a picture of 2 x 2 patches is resized bicubically.
+
+    Right (transformers, Siglip2VisionEmbeddings): bilinearly with antialiasing, so that a corner has 9/16 of its own.
+    """
+    from mlx_vlm.models.phi4_siglip.vision import VisionEmbeddings
+
+    corner = mx.zeros((3, 3, 1)).at[0, 0].add(1)
+    found = VisionEmbeddings.resize_positional_embeddings(corner, mx.array([[2, 2]]), 4)
+    return found[0, :, 0], mx.array([9 / 16, 0, 0, 0])
+
+
+@case("phi4_siglip", at="models/phi4_siglip/vision.py:133")
+def phi4_siglip_padding():
+    """A picture of 4 patches in an array of 9: they attend to the padding. Right: as without padding."""
+    from mlx_vlm.models.phi4_siglip.config import VisionConfig
+    from mlx_vlm.models.phi4_siglip.vision import VisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = filled(VisionModel(VisionConfig(**sizes, patch_size=4, num_patches=4)))
+    patches, shape = noise(5, 1, 4, 48), mx.array([[2, 2]])
+    padded = tower(mx.pad(patches, [(0, 0), (0, 5), (0, 0)]), spatial_shapes=shape, output_hidden_states=True)
+    return padded[2][0, :4], tower(patches, spatial_shapes=shape, output_hidden_states=True)[2][0]
 
 
 @case("idefics2", at="models/idefics2/vision.py:135")

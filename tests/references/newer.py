@@ -12,6 +12,7 @@ import transformers
 
 from tests.zoo import Inputs
 from tests.zoo.muse_spark import PATCH, THETA
+from tests.zoo.nemotron_h_nano_omni import PATCH as NEMOTRON_PATCH
 
 Weights = dict[str, np.ndarray]
 
@@ -282,11 +283,18 @@ KIMI_K25 = (
     (r"mlp\.fc0\.", "mlp.fc1."),
     (r"attn\.wo\.", "attn.proj."),
     (r"pos_emb\.weight$", "pos_emb.position_embeddings"),
-    (r"^mm_projector\.proj\.0\.", "model.mm_projector.in_proj."),
-    (r"^mm_projector\.proj\.2\.", "model.mm_projector.out_proj."),
+    (r"^mm_projector\.(proj\.0|linear_1)\.", "model.mm_projector.in_proj."),
+    (r"^mm_projector\.(proj\.2|linear_2)\.", "model.mm_projector.out_proj."),
     (r"^mm_projector\.", "model.mm_projector."),
     *LANGUAGE,
 )
+
+
+def kimi_vl_weights(weights: Weights) -> Weights:
+    """Kimi-VL's projector has other names, and its keys and values are made of the latent by one projection."""
+    return kimi_k25_weights(
+        {path.replace("multi_modal_projector.", "mm_projector."): value for path, value in weights.items()}
+    )
 
 
 # Qwen3-Next -----------------------------------------------------------------------------------------------------------
@@ -362,10 +370,137 @@ MINIMAX_M3_VL = (
 )
 
 
+# Step 3.7 -------------------------------------------------------------------------------------------------------------
+
+
+def step3p7(zoo: nn.Module) -> torch.nn.Module:
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names += ["num_attention_groups", "moe_num_experts", "moe_top_k", "moe_intermediate_size", "share_expert_dim"]
+    names += ["layer_types", "sliding_window", "swiglu_limits", "partial_rotary_factors", "moe_layers_enum"]
+    names += ["rope_theta", "attention_other_setting", "max_position_embeddings", "rms_norm_eps", "pad_token_id"]
+    config = transformers.Step3p7Config(
+        text_config=same(ours, *names),
+        vision_config=same(vision, "width", "layers", "heads", "image_size", "patch_size", "mlp_ratio"),
+        image_token_id=zoo.config.image_token_id,
+        tie_word_embeddings=False,
+    )
+    return transformers.Step3p7ForConditionalGeneration(config)
+
+
+def step3p7_weights(weights: Weights) -> Weights:
+    """Queries and keys of the tower turn by halves of a head there, and neighbours here."""
+    weights = dict(weights)
+    for path in [path for path in weights if ".in_proj." in path]:
+        split(weights, path, "in_proj", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
+    turned = re.compile(r"vision_model.*attn\.[qk]_proj\.")
+    return {path: halves(value, 16) if turned.search(path) else value for path, value in weights.items()}
+
+
+def step3p7_inputs(inputs: Inputs) -> dict[str, Any]:
+    if "pixel_values" not in inputs:
+        return {}
+    patches = {"num_local_patches": inputs["num_patches"].tolist(), "num_patches": None, "patch_pixel_values": None}
+    if "patch_pixel_values" in inputs:
+        patches["pixel_values_local"] = torch.tensor(inputs["patch_pixel_values"])
+    return patches
+
+
+STEP3P7 = (
+    (r"^vision_model\.", "model.vision_model."),
+    (r"conv1\.", "embeddings.patch_embedding."),
+    (r"positional_embedding$", "embeddings.position_embedding.weight"),
+    (r"ln_pre\.", "pre_layernorm."),
+    (r"\.transformer\.", ".layers."),
+    (r"\.ln_1\.", ".layernorm_before."),
+    (r"\.ln_2\.", ".layernorm_after."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.c_fc\.", ".fc1."),
+    (r"\.c_proj\.", ".fc2."),
+    (r"\.ls_([12])\.gamma$", r".lambda_\1"),
+    (r"\.vit_downsampler", ".downsampler"),
+    (r"^vit_large_projector\.", "model.multi_modal_projector."),
+    (r"mlp\.gate\.gate\.", "mlp.gate."),
+    (r"mlp\.gate\.router_bias$", "mlp.gate.e_score_correction_bias"),
+    (r"\.share_expert\.", ".shared_experts."),
+    *LANGUAGE,
+)
+
+
+# Nemotron Nano Omni ---------------------------------------------------------------------------------------------------
+
+
+def nemotron_h_nano_omni(zoo: nn.Module) -> torch.nn.Module:
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"]
+    names += ["num_key_value_heads", "head_dim", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel"]
+    names += ["n_groups", "layer_norm_epsilon", "use_conv_bias", "moe_intermediate_size", "n_group", "topk_group"]
+    names += ["moe_shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"]
+    kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+    seen = ["hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size"]
+    generator = zoo.vision_model.radio_model.model.patch_generator
+    config = transformers.NemotronH_Omni_Reasoning_V3_Config(
+        text_config={
+            **same(ours, *names, "norm_topk_prob", "routed_scaling_factor"),
+            "layers_block_type": [kinds[kind] for kind in ours.hybrid_override_pattern],
+        },
+        vision_config={
+            **same(vision, *seen, "video_temporal_patch_size"),
+            "mlp_ratio": vision.intermediate_size / vision.hidden_size,
+            "max_img_size": vision.max_resolution,
+            "num_cls_tokens": generator.num_cls_tokens,
+            "num_registers": generator.num_registers,
+            "torch_dtype": torch.float32,
+        },
+        vision_hidden_size=zoo.config.vit_hidden_size,
+        **same(zoo.config, "projector_hidden_size", "downsample_ratio"),
+        image_token_id=zoo.config.img_context_token_id,
+    )
+    return transformers.NemotronH_Omni_Reasoning_V3(config)
+
+
+def nemotron_h_nano_omni_weights(weights: Weights) -> Weights:
+    weights = dict(weights)
+    for path in [path for path in weights if ".attn.qkv." in path]:
+        split(weights, path, "qkv", ["q_proj", "k_proj", "v_proj"], [32, 32, 32])
+    return weights
+
+
+def nemotron_h_nano_omni_inputs(inputs: Inputs) -> dict[str, Any]:
+    """Patches of all pictures in rows, and each picture's grid."""
+    if "pixel_values" not in inputs:
+        return {}
+    number, channels, high, wide = inputs["pixel_values"].shape
+    rows, columns = high // NEMOTRON_PATCH, wide // NEMOTRON_PATCH
+    cells = inputs["pixel_values"].reshape(number, channels, rows, NEMOTRON_PATCH, columns, NEMOTRON_PATCH)
+    patches = cells.transpose(0, 2, 4, 1, 3, 5).reshape(number * rows * columns, -1)
+    return {"pixel_values": torch.tensor(patches), "image_grid_hw": torch.tensor([[rows, columns]] * number)}
+
+
+NEMOTRON_H_NANO_OMNI = (
+    (r"^language_model\.backbone\.", "language_model.model."),
+    (r"mixer\.switch_mlp\.fc1\.weight$", "mixer.experts.up_proj"),
+    (r"mixer\.switch_mlp\.fc2\.weight$", "mixer.experts.down_proj"),
+    (r"^vision_model\.radio_model\.model\.blocks\.", "vision_model.encoder.layer."),
+    (r"patch_generator\.cls_token\.token$", "patch_generator.cls_register_token"),
+    (r"patch_generator\.embedder\.", "patch_generator.patch_projection."),
+    (r"patch_generator\.video_embedder\.", "patch_generator.video_patch_projection."),
+    (r"patch_generator\.pos_embed$", "patch_generator.position_embedding"),
+    (r"^vision_model\.radio_model\.model\.patch_generator\.", "vision_model.embeddings."),
+    (r"\.attn\.proj\.", ".attention.o_proj."),
+    (r"\.attn\.", ".attention."),
+    (r"^mlp1\.layers\.0\.", "multi_modal_projector.layer_norm."),
+    (r"^mlp1\.layers\.1\.", "multi_modal_projector.linear_1."),
+    (r"^mlp1\.layers\.3\.", "multi_modal_projector.linear_2."),
+)
+
+
 #: What each family's ``Recipe`` is made of.
 NEWER: dict[str, dict[str, Any]] = {
     "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
     "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
+    # The same model but for videos, which Kimi-VL has not: transformers has K2.5 alone.
+    "kimi_vl": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_vl_weights, "inputs": kimi_k25_inputs},
     "inkling": {"build": inkling, "rename": INKLING, "regroup": inkling_weights},
     "qwen3_next": {
         "build": qwen3_next,
@@ -373,6 +508,21 @@ NEWER: dict[str, dict[str, Any]] = {
         "less_one": r"layernorm\.weight$|[qk]_norm\.weight$|model\.norm\.weight$",
     },
     "minimax_m3_vl": {"build": minimax_m3_vl, "rename": MINIMAX_M3_VL, "regroup": minimax_m3_vl_weights},
+    "nemotron_h_nano_omni": {
+        "build": nemotron_h_nano_omni,
+        "rename": NEMOTRON_H_NANO_OMNI,
+        "regroup": nemotron_h_nano_omni_weights,
+        "inputs": nemotron_h_nano_omni_inputs,
+        "unused": r"input_conditioner",  # the processor's business, here and there
+        "absent": r"layer_scale",  # all ones
+    },
+    "step3p7": {
+        "build": step3p7,
+        "rename": STEP3P7,
+        "regroup": step3p7_weights,
+        "inputs": step3p7_inputs,
+        "less_one": r"^language_model.*norm\.weight$",
+    },
     "muse_spark": {
         "build": muse_spark,
         "rename": ((r"^(vision_tower|vision_adapter|vision_projection)\.", r"model.\1."), *LANGUAGE),

@@ -10,9 +10,15 @@ import torch
 import transformers
 
 from tests.zoo import Inputs
+from tests.zoo._cached import IMAGE as CACHED_IMAGE
+from tests.zoo._pictures import expanded
 from tests.zoo.gemma3 import IMAGE as GEMMA3_IMAGE
 from tests.zoo.gemma4 import PATCH as GEMMA4_PATCH
 from tests.zoo.llava_onevision import PINPOINTS
+from tests.zoo.multi_modality import IMAGE as MULTI_IMAGE
+from tests.zoo.multi_modality import TOKENS as MULTI_TOKENS
+from tests.zoo.phi4_siglip import NO_TOKEN
+from tests.zoo.phi4_siglip import VOCABULARY as PHI4_VOCABULARY
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -311,6 +317,175 @@ def internvl(zoo: nn.Module) -> torch.nn.Module:
     return transformers.InternVLForConditionalGeneration(config)
 
 
+def internvl_chat(zoo: nn.Module) -> torch.nn.Module:
+    """The original format holds the same model under other names."""
+    config = transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", "tie_word_embeddings": False, **text_of(zoo)},
+        vision_config=vision_of(zoo, attention_bias=True, use_mask_token=False),
+        image_token_id=zoo.config.image_token_index,
+        downsample_ratio=zoo.config.downsample_ratio,
+        tie_word_embeddings=False,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def internvl_chat_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries, keys and values under their own names."""
+    found = {}
+    for path, value in weights.items():
+        parts = zip("qkv", np.split(value, 3), strict=True) if ".qkv." in path else ()
+        found |= {path.replace(".qkv.", f".{name}_proj."): part for name, part in parts} or {path: value}
+    return found
+
+
+def unnamed(inputs: Inputs) -> dict[str, Any]:
+    """transformers knows the id of pictures from its configuration."""
+    return {"image_token_index": None, **without_batch(inputs)}
+
+
+INTERNVL_CHAT = (
+    (r"^vision_model\.embeddings\.class_embedding$", "vision_model.embeddings.cls_token"),
+    (r"^vision_model\.embeddings\.position_embedding$", "vision_model.embeddings.position_embeddings"),
+    (r"^vision_model\.embeddings\.patch_embedding\.", "vision_model.embeddings.patch_embeddings.projection."),
+    (r"^vision_model\.encoder\.layers\.", "vision_model.encoder.layer."),
+    (r"\.attn\.proj\.", ".attention.projection_layer."),
+    (r"\.attn\.", ".attention."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"\.ls([12])$", r".lambda_\1"),
+    (r"^vision_model\.", "model.vision_tower."),
+    (r"^mlp1\.0\.", "model.multi_modal_projector.layer_norm."),
+    (r"^mlp1\.1\.", "model.multi_modal_projector.linear_1."),
+    (r"^mlp1\.3\.", "model.multi_modal_projector.linear_2."),
+    *LANGUAGE,
+)
+
+
+def llava_bunny(zoo: nn.Module) -> torch.nn.Module:
+    """Bunny's class (remote code) is LLaVA's; its features are given."""
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "qwen2", **text_of(zoo)},
+        vision_config=vision_of(zoo, model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=zoo.config.image_token_index,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def given_features(inputs: Inputs) -> dict[str, Any]:
+    """A placeholder for every feature, and features in the pictures' place."""
+    pictures = inputs.get("cached_image_features", np.zeros((0, 0, 0)))
+    ids = torch.tensor(expanded(inputs["input_ids"], CACHED_IMAGE, [len(picture) for picture in pictures]))
+    found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": None}
+    if len(pictures):
+        features = [torch.tensor(picture) for picture in pictures]
+        output = transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=features)
+        found |= {"mm_encoder_outputs": {"image": output}, "cached_image_features": None}
+    return found
+
+
+def multi_modality(zoo: nn.Module) -> torch.nn.Module:
+    """DeepSeek-VL; Janus is the same where it reads pictures."""
+    config = transformers.DeepseekVLConfig(
+        text_config={"model_type": "llama", **text_of(zoo)},
+        vision_config=vision_of(
+            zoo, model_type="siglip_vision_model", vision_use_head=False, hidden_act="gelu", layer_norm_eps=1e-6
+        ),
+        image_token_id=zoo.config.image_token_index,
+        tie_word_embeddings=False,
+    )
+    return transformers.DeepseekVLForConditionalGeneration(config)
+
+
+def multi_modality_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A table of positions without an axis in front, and queries, keys and values under their own names."""
+    weights = internvl_chat_weights(weights)
+    return {path: value[0] if path.endswith("pos_embed") else value for path, value in weights.items()}
+
+
+def multi_modality_inputs(inputs: Inputs) -> dict[str, Any]:
+    """A placeholder for every feature, where mlx-vlm's processor leaves one for each picture."""
+    number = len(inputs.get("pixel_values", ()))
+    ids = inputs["input_ids"]
+    if number and (ids == MULTI_IMAGE).sum() == number:
+        ids = expanded(ids, MULTI_IMAGE, [MULTI_TOKENS] * number)
+    return {"input_ids": torch.tensor(ids).long(), "attention_mask": torch.ones(ids.shape, dtype=torch.long)}
+
+
+MULTI_MODALITY = (
+    (r"^vision_model\.vision_tower\.patch_embed\.proj\.", "model.vision_model.embeddings.patch_embedding."),
+    (r"^vision_model\.vision_tower\.pos_embed$", "model.vision_model.embeddings.position_embedding.weight"),
+    (r"^vision_model\.vision_tower\.blocks\.", "model.vision_model.encoder.layers."),
+    (r"^vision_model\.vision_tower\.norm\.", "model.vision_model.post_layernorm."),
+    (r"\.norm([12])\.", r".layer_norm\1."),
+    (r"\.attn\.proj\.", ".self_attn.out_proj."),
+    (r"\.attn\.", ".self_attn."),
+    (r"^aligner\.layers\.0\.", "model.aligner.linear1."),
+    (r"^aligner\.layers\.2\.", "model.aligner.linear2."),
+    *LANGUAGE,
+)
+
+
+class Naflex(torch.nn.Module):
+    """SigLIP 2 in LLaVA: pictures of any shape, whose real patches stand side by side afterwards."""
+
+    patch_size = 1
+    """LLaVA divides sizes by it; they are in patches here."""
+
+    def __init__(self, tower: torch.nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **more: Any) -> Any:
+        is_real = torch.arange(pixel_values.shape[1]) < image_sizes.prod(dim=-1, keepdim=True)
+        output = self.tower(pixel_values, is_real.long(), image_sizes, output_hidden_states=True)
+        output.hidden_states = [state[is_real][None] for state in output.hidden_states]
+        return output
+
+
+def phi4_siglip(zoo: nn.Module) -> torch.nn.Module:
+    """The published class (remote code, modeling_phi4_visionr.py) is LLaVA's with Phi-3 and SigLIP 2."""
+    ours, vision = zoo.config.text_config, zoo.config.vision_config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+    config = transformers.LlavaConfig(
+        text_config={**text_of(zoo), "model_type": "phi3", "rms_norm_eps": ours.rms_norm_eps, "pad_token_id": 0},
+        vision_config={
+            **{name: getattr(vision, name) for name in names},
+            "model_type": "siglip2_vision_model",
+            "num_patches": vision.num_patches,
+            "vision_use_head": False,
+        },
+        image_token_index=zoo.config.text_config.vocab_size - 1,
+        vision_feature_layer=zoo.config.mm_vision_select_layer,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.model.vision_tower = Naflex(model.model.vision_tower)
+    return model
+
+
+def phi4_siglip_inputs(inputs: Inputs) -> dict[str, Any]:
+    """A placeholder for every patch, and a picture's rows and columns where LLaVA has its size."""
+    counts = inputs["spatial_shapes"].prod(axis=1).tolist() if "spatial_shapes" in inputs else []
+    ids = expanded(inputs["input_ids"], NO_TOKEN, counts)
+    ids = torch.tensor(np.where(ids == NO_TOKEN, PHI4_VOCABULARY - 1, ids))
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if counts:
+        sizes = torch.tensor(inputs["spatial_shapes"]).long()
+        found |= {"image_sizes": sizes, "spatial_shapes": None, "pixel_attention_mask": None}
+    return found
+
+
+PHI4_SIGLIP = (
+    (r"^vision_tower\.vision_tower\.vision_model\.", "model.vision_tower.tower."),
+    (r"^mm_projector\.", "model.multi_modal_projector."),
+    *LANGUAGE,
+)
+
+
 def gemma3(zoo: nn.Module) -> torch.nn.Module:
     ours = zoo.config.text_config
     same = ("head_dim", "query_pre_attn_scalar", "sliding_window")
@@ -383,6 +558,31 @@ TOWERS: dict[str, dict[str, Any]] = {
     "idefics3": {"build": idefics3, "rename": IDEFICS},
     "smolvlm": {"build": idefics3, "rename": IDEFICS},
     "internvl": {"build": internvl, "rename": RENAME, "inputs": without_batch},
+    "internvl_chat": {
+        "build": internvl_chat,
+        "rename": INTERNVL_CHAT,
+        "regroup": internvl_chat_weights,
+        "inputs": unnamed,
+    },
+    "llava_bunny": {
+        "build": llava_bunny,
+        "rename": (
+            (r"^vision_tower\.vision_tower\.vision_model\.", "model.vision_tower."),
+            (r"^mm_projector\.", "model.multi_modal_projector."),
+            (r"^language_model\.model\.lm_head\.", "lm_head."),
+            *LANGUAGE,
+        ),
+        "inputs": given_features,
+        "unused": r"vision_model\.head\.",
+    },
+    "multi_modality": {
+        "build": multi_modality,
+        "rename": MULTI_MODALITY,
+        "regroup": multi_modality_weights,
+        "inputs": multi_modality_inputs,
+        "unused": r"attn_pool",
+    },
+    "phi4_siglip": {"build": phi4_siglip, "rename": PHI4_SIGLIP, "inputs": phi4_siglip_inputs},
     "llava_next": {"build": llava_next, "rename": RENAME},
     "llava_onevision": {"build": llava_onevision, "rename": RENAME},
 }

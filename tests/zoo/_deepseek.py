@@ -1,18 +1,27 @@
-"""What the zoo's DeepSeek families share: settings of the text side, filling rules, and stand-ins for the OCR towers."""
+"""What the zoo's DeepSeek families share: settings of the text side, filling rules, and the OCR towers, small."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models.deepseekocr.sam import SAMEncoder
 
-from ._build import Rule, Shape, fan_in, ids, pixels, spread, words
+from ._build import Rule, Shape, activated, fan_in, ids, pixels, spread, words
 from ._types import PLAIN, VOCABULARY, Inputs
 
 IMAGE = PLAIN
-SIDE, PATCH = 2, 4  # features a side of a view, pixels a side of a feature
+PATCH = 4
+VIEW, CROP = 32, 20
+"""Pixels a side. SAM's own is the view; positions are resized for crops, by SAM and by CLIP."""
+SIDE = 2
+"""Features a side, of views and of crops: 8 and 5 patches, halved twice and rounded up."""
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -48,35 +57,83 @@ RULES = [
     Rule(r"switch_mlp\.|embed_q\.|unembed_out\.", heads),
     Rule(r"\.gate\.weight$", fan_in(1.3)),
     Rule(r"e_score_correction_bias$", spread(0.2)),
-    Rule(r"image_newline$|view_separator$", spread(1.0)),
+    Rule(r"image_newline$|view_separator$|class_embedding$", spread(1.0)),
+    Rule(r"sam_model\.(pos_embed$|blocks.*rel_pos)", spread(0.3)),
 ]
 
 
-class Sam(nn.Module):
-    """In the place of the SAM encoder, whose twelve layers of 768 are written into its caller: patches, projected."""
+def sam(*, final_out_chans: int = 32, **sizes: Any) -> nn.Module:
+    """Upstream's SAM encoder, whose sizes are written into its caller, small: a block with windows and one without."""
+    small = SAMEncoder(
+        img_size=VIEW, patch_size=PATCH, embed_dim=32, depth=2, num_heads=2, out_chans=16, window_size=3,
+        global_attn_indexes=(1,),
+    )  # fmt: skip
+    small.net_2 = nn.Conv2d(16, 24, kernel_size=3, stride=2, padding=1, bias=False)
+    small.net_3 = nn.Conv2d(24, 32, kernel_size=3, stride=2, padding=1, bias=False)
+    return small
 
-    def __init__(self, *, final_out_chans: int = 32, **sizes: Any) -> None:
-        super().__init__()
-        self.project = nn.Linear(3 * PATCH * PATCH, 32)
+
+def clip(**facts: Any) -> dict[str, Any]:
+    """The settings of a CLIP of two layers, whose 224 pixels are written into it: 4 x 4 positions."""
+    sizes = {"layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 56}
+    return {"model_type": "vision", **sizes, **facts}
+
+
+@contextmanager
+def resized_as_published() -> Iterator[None]:
+    """Positions for pictures of other sizes as torch resizes them, in place of mlx-vlm's."""
+    with (
+        mock.patch("mlx_vlm.models.deepseekocr.sam.get_rel_pos", _relative),
+        mock.patch("mlx_vlm.models.deepseekocr.vision.VisionEmbeddings._get_abs_pos", _resized),
+    ):
+        yield
+
+
+@contextmanager
+def clip_as_published(model: nn.Module) -> Iterator[None]:
+    """Besides, the epsilon of CLIP's norms and its activation."""
+    layers = model.vision_model.transformer.layers
+    norms = [norm for layer in layers for norm in (layer.layer_norm1, layer.layer_norm2)]
+    before = [norm.eps for norm in norms]
+    with resized_as_published(), activated([layer.mlp for layer in layers], QuickGELU(), "activation_fn"):
+        try:
+            for norm in norms:
+                norm.eps = 1e-5
+            yield
+        finally:
+            for norm, eps in zip(norms, before, strict=True):
+                norm.eps = eps
+
+
+class QuickGELU(nn.Module):
+    """The approximation by a sigmoid."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(N, H, W, 3) -> (N, H / patch, W / patch, D)"""
-        count, high, wide, _ = x.shape
-        cells = x.reshape(count, high // PATCH, PATCH, wide // PATCH, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
-        return self.project(cells.reshape(*cells.shape[:3], -1))
+        return x * mx.sigmoid(1.702 * x)
 
 
-class Clip(nn.Module):
-    """In the place of CLIP, whose 224 pixels are written into it: SAM's features with a class token before them."""
+def _relative(q_size: int, k_size: int, table: mx.array) -> mx.array:
+    """Linear, half a step in from the edges, which are repeated."""
+    old, new = len(table), 2 * q_size - 1
+    at = (np.arange(new) + 0.5) * old / new - 0.5
+    values = np.array(table, dtype=np.float64)
+    stretched = np.stack([np.interp(at, np.arange(old), column) for column in values.T], axis=1)
+    places = np.arange(q_size)[:, None] - np.arange(k_size) + q_size - 1
+    return mx.array(stretched[places].astype(np.float32))
 
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.project = nn.Linear(32, 32)
 
-    def __call__(self, x: mx.array, patch_embeds: mx.array) -> mx.array:
-        """(N, h, w, D) -> (N, 1 + h w, D)"""
-        features = self.project(patch_embeds.flatten(1, 2))
-        return mx.concatenate([features.mean(axis=1, keepdims=True), features], axis=1)
+def _resized(embeddings: nn.Module, table: mx.array, length: int) -> mx.array:
+    """Cubic with a = -0.5, as wide as the step when the grid shrinks; the weights of what lies inside add up to one."""
+    values = np.array(table[0], dtype=np.float64)
+    old, new = (math.isqrt(count - 1) for count in (len(values), length))
+    step = old / new
+    width = max(step, 1.0)
+    far = np.abs(np.arange(old) + 0.5 - (np.arange(new)[:, None] + 0.5) * step) / width
+    weights = np.where(far < 1, 1.5 * far**3 - 2.5 * far**2 + 1, -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2)
+    weights = np.where(far < 2, weights, 0)
+    weights /= weights.sum(axis=1, keepdims=True)
+    grid = np.einsum("yY,xX,YXd->yxd", weights, weights, values[1:].reshape(old, old, -1))
+    return mx.array(np.concatenate([values[:1], grid.reshape(new * new, -1)]).astype(np.float32))[None]
 
 
 def num_features(high: int, wide: int) -> int:
@@ -92,11 +149,11 @@ def ocr_request(seed: int, tiles: list[tuple[int, int]]) -> Inputs:
         parts += [[IMAGE] * num_features(*grid), words(seed + 101 * (index + 1), 5)]
     tokens = ids(*parts)
     num_crops = sum(high * wide for high, wide in tiles if high * wide > 1)
-    view = SIDE * PATCH
-    crops = pixels(seed, num_crops, 3, view, view) if num_crops else np.zeros((1, 3, view, view), dtype=np.float32)
+    no_crops = np.zeros((1, 3, CROP, CROP), dtype=np.float32)
+    crops = pixels(seed, num_crops, 3, CROP, CROP) if num_crops else no_crops
     return {
         "input_ids": tokens,
-        "pixel_values": [crops, pixels(seed + 31, len(tiles), 3, view, view)],
+        "pixel_values": [crops, pixels(seed + 31, len(tiles), 3, VIEW, VIEW)],
         "images_seq_mask": tokens == IMAGE,
         "images_spatial_crop": np.array([[wide, high] for high, wide in tiles], dtype=np.int32),
     }

@@ -1,8 +1,8 @@
-"""What the three Qwen families share: the prompt around a picture, and patches as their processors lay them out."""
+"""What Qwen's families and those like them share: the prompt around a picture, and patches as their processors lay them out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,32 @@ def request(seed: int, grids: Sequence[Grid], start: int = VISION_START, end: in
         "pixel_values": np.concatenate([pixels(seed + 31 * i, h * w, PATCH_LENGTH) for i, (h, w) in enumerate(grids)]),
         "image_grid_thw": np.array([[1, h, w] for h, w in grids], dtype=np.int32),
     }
+
+
+def still_request(seed: int, grids: Sequence[Grid]) -> Inputs:
+    """The same, where a patch is one moment."""
+    flat = [pixels(seed + 31 * i, high * wide, 3 * PATCH**2) for i, (high, wide) in enumerate(grids)]
+    return {**request(seed, grids), "pixel_values": np.concatenate(flat)}
+
+
+GRIDS = ((4, 4), (4, 6), (6, 8))
+
+
+def asks(
+    make: Callable[[int, Sequence[Grid]], Inputs],
+) -> tuple[Callable[[int, int], Inputs], Callable[[int], Inputs]]:
+    """A family's requests with one picture, of 4, 6 or 12 placeholders, and with two of different grids."""
+
+    def image(seed: int, size: int) -> Inputs:
+        return make(seed, [GRIDS[size]])
+
+    def two_images(seed: int) -> Inputs:
+        return make(seed, [GRIDS[1], GRIDS[0]])
+
+    return image, two_images
+
+
+image, two_images = asks(request)
 
 
 Steps = tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR: plain attention, experts, a picture as crops and then its whole view. The towers are stand-ins."""
+"""DeepSeek-OCR: plain attention, experts, a picture as crops and then its whole view, through SAM and CLIP."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from mlx_vlm.models.deepseekocr.deepseekocr import Model
 from . import _deepseek
 from ._build import enliven, text_request
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, Inputs, TinyFamily
+from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
 
 TILES = ((1, 1), (1, 2), (2, 2))
 
 
 def build() -> nn.Module:
     """Four layers of 64, the last three of four experts."""
-    with mock.patch.multiple(
-        "mlx_vlm.models.deepseekocr.deepseekocr", SAMEncoder=_deepseek.Sam, VisionModel=_deepseek.Clip
-    ):
+    with mock.patch("mlx_vlm.models.deepseekocr.deepseekocr.SAMEncoder", _deepseek.sam):
         model = Model(
             upstream.ModelConfig(
                 model_type="deepseekocr",
                 image_token_index=_deepseek.IMAGE,
                 eos_token_id=[END_OF_TEXT],
                 text_config=upstream.TextConfig(**_deepseek.TEXT, num_key_value_heads=4),
-                vision_config=upstream.VisionConfig(model_type="vision"),
+                vision_config=upstream.VisionConfig(**_deepseek.clip()),
                 projector_config=ProjectorConfig(input_dim=64, n_embed=64),
             )
         )
@@ -41,6 +39,12 @@ def image(seed: int, size: int) -> Inputs:
     return _deepseek.ocr_request(seed, [TILES[size]])
 
 
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """mlx-vlm's own loop, with the published positions."""
+    with _deepseek.clip_as_published(model):
+        return generate_alone(model, inputs, num_tokens)
+
+
 FAMILY = TinyFamily(
     name="deepseekocr",
     build=build,
@@ -48,8 +52,8 @@ FAMILY = TinyFamily(
     image=image,
     two_images=None,
     no_two_images="mlx-vlm looks for the second picture's placeholders in a second row (deepseekocr.py:295)",
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step. SAM and CLIP, whose sizes are constants of their classes, are linear stand-ins; "
-    "the projector, the order of crops and views, and the language side are the real ones.",
-    no_reference="transformers has no class of this family",
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with positions of SAM and CLIP resized as torch does, and CLIP's published epsilon; "
+    "transformers agrees, whose class of Unlimited-OCR is this model but for its window (tests/references).",
+    wrong_alone=("image_0", "image_1"),
 )

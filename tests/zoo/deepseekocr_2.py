@@ -12,7 +12,7 @@ from mlx_vlm.models import deepseekocr_2 as upstream
 from . import _deepseek
 from ._build import enliven, ids, pixels, text_request, words
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, Inputs, TinyFamily
+from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
 
 TILES = ((1, 1), (1, 2), (2, 2))
 FEATURES = _deepseek.SIDE**2
@@ -33,7 +33,7 @@ class Encoder(nn.Module):
 def build() -> nn.Module:
     """Four layers of 64, the last three of four experts."""
     with mock.patch.multiple(
-        "mlx_vlm.models.deepseekocr_2.deepseekocr_2", SAMEncoder=_deepseek.Sam, VisionModel=Encoder
+        "mlx_vlm.models.deepseekocr_2.deepseekocr_2", SAMEncoder=_deepseek.sam, VisionModel=Encoder
     ):
         model = upstream.Model(
             upstream.ModelConfig(
@@ -54,14 +54,20 @@ def image(seed: int, size: int) -> Inputs:
     high, wide = TILES[size]
     num_crops = high * wide if high * wide > 1 else 0
     tokens = ids(words(seed, 3), [_deepseek.IMAGE] * (FEATURES * (num_crops + 1) + 1), words(seed + 101, 5))
-    view = _deepseek.SIDE * _deepseek.PATCH
-    crops = pixels(seed, num_crops, 3, view, view) if num_crops else np.zeros((1, 3, view, view), dtype=np.float32)
+    view, crop = _deepseek.VIEW, _deepseek.CROP
+    crops = pixels(seed, num_crops, 3, crop, crop) if num_crops else np.zeros((1, 3, crop, crop), dtype=np.float32)
     return {
         "input_ids": tokens,
         "pixel_values": [crops, pixels(seed + 31, 1, 3, view, view)],
         "images_seq_mask": tokens == _deepseek.IMAGE,
         "images_spatial_crop": np.array([[wide, high]], dtype=np.int32),
     }
+
+
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """mlx-vlm's own loop, with the published positions."""
+    with _deepseek.resized_as_published():
+        return generate_alone(model, inputs, num_tokens)
 
 
 FAMILY = TinyFamily(
@@ -71,9 +77,9 @@ FAMILY = TinyFamily(
     image=image,
     two_images=None,
     no_two_images="mlx-vlm fills the first picture's placeholders only (deepseekocr_2.py:95)",
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step. SAM and the encoder, whose sizes are constants of their classes, are linear "
-    "stand-ins; the projector, the order of views and the language side are the real ones.",
-    no_reference="transformers' DeepseekOcr2 has its own layout of towers, which are stand-ins here; the language side is "
-    "DeepSeek-OCR's",
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with SAM's positions resized as torch does. The encoder behind SAM, whose numbers of "
+    "queries are written into it, is a linear stand-in (here and in tests/references, where transformers agrees); SAM, the "
+    "projector, the order of views and the language side are the real ones.",
+    wrong_alone=("image_1",),
 )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.nn as nn
-import numpy as np
 from mlx_vlm.models import dots_ocr as upstream
 
 from . import _qwen
-from ._build import Rule, enliven, fan_in, pixels, spread, text_request
+from ._build import Rule, enliven, fan_in, spread, text_request
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
-
-GRIDS = ((4, 4), (4, 6), (6, 8))
+from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 
 def build() -> nn.Module:
@@ -50,20 +45,7 @@ def build() -> nn.Module:
     return model
 
 
-def request(seed: int, grids: Sequence[_qwen.Grid]) -> Inputs:
-    """As Qwen's prompt; a patch is one moment."""
-    flat = [pixels(seed + 31 * i, high * wide, 3 * _qwen.PATCH**2) for i, (high, wide) in enumerate(grids)]
-    return {**_qwen.request(seed, grids), "pixel_values": np.concatenate(flat)}
-
-
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+image, two_images = _qwen.asks(_qwen.still_request)
 
 
 FAMILY = TinyFamily(

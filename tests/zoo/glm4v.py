@@ -10,9 +10,9 @@ from mlx_vlm.models import glm4v as upstream
 from . import _qwen
 from ._build import Rule, enliven, fan_in, text_request
 from ._oracle import generate_by_recomputing, to_mx
+from ._qwen import image, two_images
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
-GRIDS = ((4, 4), (4, 6), (6, 8))
 SIDE = 4  # learned vision positions per side
 VISION_HEADS = 2
 # Ten thousand times the real one, so that an epsilon fixed elsewhere in the code is seen.
@@ -66,19 +66,9 @@ def build() -> nn.Module:
     return model
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
-
-
 def four_images(seed: int) -> Inputs:
     """Four pictures: mlx-vlm's vision attention keeps only the first two apart."""
-    return _qwen.request(seed, [GRIDS[0], GRIDS[1], GRIDS[0], GRIDS[1]])
+    return _qwen.request(seed, [_qwen.GRIDS[0], _qwen.GRIDS[1], _qwen.GRIDS[0], _qwen.GRIDS[1]])
 
 
 def _patch_positions(high: int, wide: int) -> np.ndarray:

@@ -7,8 +7,9 @@ from mlx_vlm.models import glm4v_moe as upstream
 
 from . import _qwen
 from ._build import Rule, enliven, fan_in, spread, text_request
+from ._qwen import image, two_images
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
-from .glm4v import SIDE, VISION_EPS, VISION_HEADS, four_images, greedy, image, two_images
+from .glm4v import SIDE, VISION_EPS, VISION_HEADS, four_images, greedy
 
 
 def build() -> nn.Module:

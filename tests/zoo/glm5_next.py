@@ -8,9 +8,8 @@ from mlx_vlm.models import glm5_next as upstream
 from . import _qwen
 from ._build import Rule, enliven, fan_in, per_expert, spread, text_request
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
-
-GRIDS = ((4, 4), (4, 6), (6, 8))
+from ._qwen import image, two_images
+from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 
 def build() -> nn.Module:
@@ -81,16 +80,6 @@ def build() -> nn.Module:
     ]
     enliven(model, seed=96, rules=rules, quiet=head)
     return model
-
-
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
 
 
 FAMILY = TinyFamily(

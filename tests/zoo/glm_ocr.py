@@ -9,8 +9,9 @@ from mlx_vlm.models.glm_ocr import glm_ocr as upstream
 from . import _qwen
 from ._build import Rule, enliven, fan_in, text_request
 from ._oracle import generate_alone
+from ._qwen import image, two_images
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
-from .glm4v import four_images, image, two_images
+from .glm4v import four_images
 
 
 def build() -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -96,6 +97,18 @@ def _positions(tokens: np.ndarray, grids: Sequence[Grid]) -> mx.array:
     return mx.array(positions[None].astype(np.int32))
 
 
+def _resized(embed: nn.Module, table: mx.array, high: int, wide: int) -> mx.array:
+    """(1, H, W, D) -> (1, high, wide, D): linear along both sides, the last of the table beyond its ends."""
+    values = np.array(table[0], dtype=np.float64)
+    for axis, new in enumerate((high, wide)):
+        old = values.shape[axis]
+        if old == new:
+            continue
+        at = (np.arange(new) + 0.5) * old / (new + 0.1) - 0.5
+        values = np.apply_along_axis(lambda row, at=at: np.interp(at, np.arange(len(row)), row), axis, values)
+    return mx.array(values[None].astype(np.float32))
+
+
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, positions of all of it, each picture encoded alone."""
     arrays = to_mx(inputs)
@@ -107,7 +120,8 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         ends = np.cumsum([high * wide for high, wide in grids])[:-1].tolist()
         parts = zip(mx.split(arrays["pixel_values"], ends), grids, strict=True)
         holes = np.flatnonzero(np.array(arrays["input_ids"][0]) == IMAGE)
-        found = [model.vision_tower(part, [[1, high, wide]]) for part, (high, wide) in parts]
+        with mock.patch("mlx_vlm.models.hunyuan_vl.vision.PatchEmbed._interpolate_pos_embed", _resized):
+            found = [model.vision_tower(part, [[1, high, wide]]) for part, (high, wide) in parts]
         prompt[:, mx.array(holes)] = mx.concatenate(found, axis=1)
 
     def logits(generated: list[int]) -> mx.array:
@@ -129,7 +143,5 @@ FAMILY = TinyFamily(
     greedy=greedy,
     oracle_note="The whole sequence at each step over the model's own layers, with four-axis positions written out here and "
     "each picture encoded alone. mlx-vlm's loop counts text positions after the first chunk, and its tower lets pictures "
-    "see each other.",
-    no_reference="transformers' class turns the halves of a rotary pair by different axes (modeling_hunyuan_vl.py:160); the "
-    "published code, vLLM and mlx-vlm turn them by one",
+    "see each other. transformers agrees where its class does as the published code (tests/references/documents.py).",
 )

@@ -76,5 +76,4 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=greedy,
     oracle_note="mlx-vlm's generate_step with the vision side's exact GELU in place of its tanh form.",
-    no_reference="transformers has the same model as internvl only, which is recorded",
 )

@@ -36,6 +36,6 @@ FAMILY = TinyFamily(
     two_images=two_images,
     wrong_alone=("image_2",),
     greedy=greedy,
-    oracle_note="mlx-vlm's generate_step with the tower's published activation and rule for positions.",
-    no_reference="transformers has no class of this family (Kimi-VL is remote code)",
+    oracle_note="mlx-vlm's generate_step with the tower's published activation and rule for positions; transformers agrees "
+    "with Kimi K2.5's class (tests/references).",
 )

@@ -52,5 +52,4 @@ FAMILY = tiny(
     build,
     oracle_note="The whole sequence at each step over mlx-vlm's language model, features put in here; with one picture "
     "mlx-vlm's loop agrees (tests/test_zoo.py). The placeholder is a token here and -200 in the checkpoints.",
-    no_reference="transformers has no such class; mlx-vlm's loop with one picture stands in",
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_vlm.models import minimax_m3_vl as upstream
 
 from . import _qwen
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._deepseek import heads
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
+from ._qwen import image, two_images
+from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
-GRIDS = ((4, 4), (4, 6), (6, 8))
 BLOCK, TOP = 4, 2
 
 
@@ -76,14 +81,34 @@ def build() -> nn.Module:
     return model
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
+def _picked(indexer: Any, queries: mx.array, keys: mx.array, start: int, mask: Any, positions: mx.array) -> np.ndarray:
+    """(B, index heads, L, blocks): whether a head of the index picks a block for a token: its own block and the best."""
+    here = np.array(positions)[:, None, :, None]
+    scores = np.array(queries) @ np.array(keys).swapaxes(2, 3)  # (B, index heads, L, T)
+    length = scores.shape[3]
+    scores = np.where(np.arange(length) <= here, scores, -np.inf)
+    scores = np.pad(scores, [(0, 0)] * 3 + [(0, -length % BLOCK)], constant_values=-np.inf)
+    best = scores.reshape(*scores.shape[:3], -1, BLOCK).max(axis=4)
+    best[np.broadcast_to(np.arange(best.shape[3]) == here // BLOCK, best.shape)] = np.inf
+    order = np.argsort(-best, axis=3, kind="stable")[..., :TOP]
+    picked = np.zeros(best.shape, dtype=bool)
+    np.put_along_axis(picked, order, True, axis=3)
+    return picked & (best > -np.inf)
 
 
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
+def _mask(indexer: Any, picked: np.ndarray, mask: Any, length: int, dtype: Any, positions: mx.array) -> mx.array:
+    """(B, heads, L, T): what each attention head sees, through the blocks of its group's head of the index."""
+    groups = indexer.attention.num_attention_heads // picked.shape[1]
+    seen = picked.repeat(BLOCK, axis=3)[..., :length].repeat(groups, axis=1)
+    return mx.array(seen & (np.arange(length) <= np.array(positions)[:, None, :, None]))
+
+
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """mlx-vlm's own loop, with blocks of its own for every head of the index."""
+    with mock.patch.multiple(
+        "mlx_vlm.models.minimax_m3_vl.language.MiniMaxM3Indexer", select_blocks=_picked, build_block_mask=_mask
+    ):
+        return generate_alone(model, inputs, num_tokens)
 
 
 FAMILY = TinyFamily(
@@ -92,6 +117,9 @@ FAMILY = TinyFamily(
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step with a clean language model.",
+    greedy=greedy,
+    oracle_note="mlx-vlm's generate_step with a clean language model, and blocks picked for each head of the index, as "
+    "published (arXiv 2606.13392) and in transformers, which agrees; mlx-vlm picks one set for all "
+    "(minimax_m3_vl/language.py:238).",
+    wrong_alone=("text", "image_0"),
 )

@@ -8,10 +8,10 @@ from mlx_vlm.models import muse_glimmer as upstream
 from . import _qwen
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._oracle import generate_alone
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
+from ._qwen import image, two_images
+from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 WINDOW = 8
-GRIDS = ((4, 4), (4, 6), (6, 8))
 
 
 def build() -> nn.Module:
@@ -58,16 +58,6 @@ def build() -> nn.Module:
     ]
     enliven(model, seed=42, rules=rules, quiet=head)
     return model
-
-
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
 
 
 FAMILY = TinyFamily(

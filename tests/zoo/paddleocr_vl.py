@@ -12,8 +12,6 @@ from ._build import Rule, enliven, fan_in, pixels, text_request
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
-GRIDS = ((4, 4), (4, 6), (6, 8))
-
 
 def build() -> nn.Module:
     """Four layers of 64, two vision blocks of 32."""
@@ -60,14 +58,7 @@ def request(seed: int, grids: Sequence[_qwen.Grid]) -> Inputs:
     return {**_qwen.request(seed, grids), "pixel_values": flat}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+image, two_images = _qwen.asks(request)
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

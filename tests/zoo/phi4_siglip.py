@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import phi4_siglip as upstream
 
 from ._build import Rule, enliven, fan_in, pixels, text_request
-from ._oracle import generate_alone
-from ._pictures import prompt
-from ._types import END_OF_TEXT, Inputs, TinyFamily
+from ._oracle import generate_from_embeddings, put_pictures
+from ._pictures import expanded, prompt
+from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
 
 PATCH, MOST_PATCHES, NO_TOKEN = 4, 12, -200
 GRIDS = ((2, 2), (2, 3), (3, 4))
@@ -74,13 +75,44 @@ def two_images(seed: int) -> Inputs:
     return _request(seed, [GRIDS[1], GRIDS[2]], 4)
 
 
+def _spread(new: int, old: int) -> np.ndarray:
+    """(new, old): triangles around each new place, as wide as the step where there are fewer new places than old."""
+    width = max(old / new, 1.0)
+    far = np.abs(np.arange(old) + 0.5 - (np.arange(new)[:, None] + 0.5) * old / new) / width
+    weights = np.clip(1 - far, 0, None)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
+    """The whole sequence at each step, pictures encoded one by one, with positions as SigLIP 2 resizes them."""
+    tower, projector = model.vision_tower.vision_tower.vision_model, model.mm_projector
+    table = np.array(tower.embeddings.position_embedding.weight).reshape(3, 3, -1)
+    pictures = []
+    for rows, columns in inputs.get("spatial_shapes", np.zeros((0, 2), dtype=np.int32)).tolist():
+        patches = mx.array(inputs["pixel_values"][len(pictures), : rows * columns])[None]
+        positions = np.einsum("yY,xX,YXd->yxd", _spread(rows, 3), _spread(columns, 3), table)
+        hidden = tower.embeddings.patch_embedding(patches) + mx.array(
+            positions.reshape(1, rows * columns, -1), mx.float32
+        )
+        for layer in tower.encoder.layers[:-1]:  # the last but one is taken
+            hidden = layer(hidden)
+        pictures.append(projector(hidden[0]))
+    tokens = expanded(inputs["input_ids"], NO_TOKEN, [len(picture) for picture in pictures])
+    embeds = model.language_model.model.embed_tokens(mx.array(np.maximum(tokens, 0)))
+    if pictures:
+        embeds = put_pictures(embeds, tokens, NO_TOKEN, mx.concatenate(pictures))
+    return generate_from_embeddings(model, embeds, num_tokens)
+
+
 FAMILY = TinyFamily(
     name="phi4_siglip",
     build=build,
     text=text_request,
     image=image,
     two_images=two_images,
-    greedy=generate_alone,
-    oracle_note="mlx-vlm's generate_step.",
-    no_reference="transformers has no such class",
+    greedy=greedy,
+    oracle_note="The whole sequence at each step, SigLIP 2's positions resized as in transformers and no padding beside a "
+    "picture: mlx-vlm resizes bicubically and lets patches attend to padding (phi4_siglip/vision.py:87, :133). transformers "
+    "agrees, in whose classes the published model is put together (LLaVA, SigLIP 2, Phi-3).",
+    wrong_alone=("image_0", "image_2"),
 )

@@ -9,8 +9,8 @@ from mlx_vlm.models import qwen3_5 as upstream
 
 from . import _qwen, _videos
 from ._build import Rule, enliven, fan_in, spread, text_request
+from ._qwen import image, two_images
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
-from .qwen3_vl import image, two_images
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,

@@ -7,9 +7,9 @@ from mlx_vlm.models import qwen3_5_moe as upstream
 
 from . import _qwen, _videos
 from ._build import enliven, text_request
+from ._qwen import image, two_images
 from ._types import TinyFamily
 from .qwen3_5 import HEAD, MARKERS, RULES, TEXT, VISION, rope
-from .qwen3_vl import image, two_images
 
 
 def build() -> nn.Module:

@@ -7,9 +7,8 @@ from mlx_vlm.models import qwen3_vl as upstream
 
 from . import _qwen, _videos
 from ._build import Rule, enliven, fan_in, text_request
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
-
-GRIDS = ((4, 4), (4, 6), (6, 8))
+from ._qwen import image, two_images
+from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 
 def build() -> nn.Module:
@@ -55,16 +54,6 @@ def build() -> nn.Module:
     head = "language_model.lm_head.weight"
     enliven(model, seed=3, rules=[Rule(head, fan_in(3.0))], quiet=head)
     return model
-
-
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[1], GRIDS[0]])
 
 
 FAMILY = TinyFamily(

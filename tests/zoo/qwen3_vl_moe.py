@@ -7,8 +7,8 @@ from mlx_vlm.models import qwen3_vl_moe as upstream
 
 from . import _qwen, _videos
 from ._build import Rule, activated, enliven, fan_in, text_request
+from ._qwen import image, two_images
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
-from .qwen3_vl import image, two_images
 
 
 def build() -> nn.Module:

@@ -14,6 +14,8 @@ from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 IMAGE, START, END = PLAIN, PLAIN + 1, PLAIN + 2
 WINDOW, PATCH, SIDE = 8, 4, 8
 TOKENS = (SIDE // 4) ** 2
+SMALL = 6
+"""Patches a side where they are interpolated; halved twice, rounded up, they are as many tokens as those of a view."""
 NUM_PATCHES = (0, 1, 3)
 
 
@@ -83,6 +85,12 @@ def image(seed: int, size: int) -> Inputs:
     return _request(seed, [NUM_PATCHES[size]])
 
 
+def small_patches(seed: int) -> Inputs:
+    """Patches smaller than the view, as published (504 pixels of 728): positions are interpolated for them."""
+    request, size = _request(seed, [2]), SMALL * PATCH
+    return request | {"patch_pixel_values": pixels(seed + 31, 2, 3, size, size)}
+
+
 def two_images(seed: int) -> Inputs:
     """Pictures with a patch and without."""
     return _request(seed, [1, 0])
@@ -97,5 +105,5 @@ FAMILY = TinyFamily(
     window=WINDOW,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
-    no_reference="not recorded yet",
+    also={"small_patches": small_patches},
 )

@@ -19,9 +19,7 @@ TILES = ((1, 1), (1, 2), (2, 2))
 
 def build() -> nn.Module:
     """Four layers of 64, the last three of four experts."""
-    with mock.patch.multiple(
-        "mlx_vlm.models.deepseekocr.deepseekocr", SAMEncoder=_deepseek.Sam, VisionModel=_deepseek.Clip
-    ):
+    with mock.patch("mlx_vlm.models.deepseekocr.deepseekocr.SAMEncoder", _deepseek.sam):
         model = upstream.Model(
             upstream.ModelConfig(
                 model_type="unlimited_ocr",
@@ -30,7 +28,7 @@ def build() -> nn.Module:
                 text_config=upstream.TextConfig(
                     **_deepseek.TEXT, num_key_value_heads=4, sliding_window_size=WINDOW, sliding_window=WINDOW
                 ),
-                vision_config=upstream.VisionConfig(model_type="vision"),
+                vision_config=upstream.VisionConfig(**_deepseek.clip()),
                 projector_config=upstream.ProjectorConfig(input_dim=64, n_embed=64),
             )
         )
@@ -50,8 +48,9 @@ def two_images(seed: int) -> Inputs:
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step; a token sees the prompt, and of the answer itself and those just before it."""
-    arrays = to_mx(inputs)
-    prompt = model.get_input_embeddings(**arrays).inputs_embeds
+    with _deepseek.clip_as_published(model):
+        prompt = model.get_input_embeddings(**to_mx(inputs)).inputs_embeds
+        mx.eval(prompt)
     trunk, length = model.language_model.model, prompt.shape[1]
 
     def logits(generated: list[int]) -> mx.array:
@@ -76,7 +75,6 @@ FAMILY = TinyFamily(
     greedy=greedy,
     oracle_note="The whole sequence at each step under the mask that RingSlidingKVCache describes. mlx-vlm's loop runs the "
     "prompt's last token by itself, and its cache then takes that token for the answer's first, to be overwritten "
-    "(unlimited_ocr/language.py:38). The towers are linear stand-ins, as for deepseekocr.",
+    "(unlimited_ocr/language.py:38). Positions of SAM and CLIP are resized as for deepseekocr; transformers agrees.",
     wrong_alone=("image_1",),
-    no_reference="transformers has no class of this family",
 )

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.saved import LAYER_STATES, LayerState, Point, SavedRow
+from vlm_batch.caches.saved import Point, SavedRow
+from vlm_batch.caches.states import LAYER_STATES, LayerState
 from vlm_batch.digest import digest
 from vlm_batch.errors import InvalidCache
 

@@ -1,4 +1,4 @@
-"""The adapter: the only place that knows a model family. Every adaptation to mlx-vlm's objects in general lives here."""
+"""The adapter: the only place that knows a model family, with what mlx-vlm's models have in common."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from mlx_vlm.models.cache import make_prompt_cache
 from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.features import FeatureStore
-from vlm_batch.models.modules import (
-    LastPosition,
-    RememberingGridTower,
-    RememberingTower,
-    clone_modules,
-    evaluate_arrays,
-    hook_attention,
-    split_patches,
-)
+from vlm_batch.models.attention import HOOKS
+from vlm_batch.models.hooks import files_of, put_hooks, runs_model
+from vlm_batch.models.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
+from vlm_batch.models.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.videos import Sampling
@@ -33,6 +28,9 @@ VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "vi
 #: Values of each weight that go into a model's fingerprint.
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+#: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.models.hooks``).
+RUNS_MODEL = frozenset({"encode", "look", "prefill", "prefill_together", "decode"})
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
 #: most families do not count a video's seconds.
@@ -72,12 +70,17 @@ class Adapter:
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
     starts_afresh: ClassVar[str | None] = None
 
+    def __init_subclass__(cls) -> None:
+        """A family's own version of a call that runs the model is one, too."""
+        for name in RUNS_MODEL & vars(cls).keys():
+            setattr(cls, name, runs_model(vars(cls)[name]))
+
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.mends())
         self.language: Any = self.model.language_model
-        hook_attention(self.language)
+        put_hooks(files_of(self.language), HOOKS)
         self.shorten()
 
     @classmethod
@@ -144,6 +147,7 @@ class Adapter:
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
+    @runs_model
     def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
 
@@ -172,6 +176,7 @@ class Adapter:
         self.forget()
         return encoded
 
+    @runs_model
     def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Processor outputs with their pictures' features beside them, made by one call of the encoder, where that is known to
         be the same; elsewhere as they are."""
@@ -299,11 +304,13 @@ class Adapter:
         """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""
         return make_prompt_cache(self.language)
 
+    @runs_model
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
         return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
 
+    @runs_model
     def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array:
         """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
         ids = mx.concatenate([row.input_ids for row in rows])
@@ -329,6 +336,7 @@ class Adapter:
         """The positions of a chunk, for families that take them; the others count what is in the cache."""
         return {}
 
+    @runs_model
     def decode(self, step: DecodeStep) -> mx.array:
         """One token for every place of the batch: logits (B, V)."""
         return self.forward(step.tokens, None, step.caches, self.decode_extras(step))
@@ -363,15 +371,6 @@ class Adapter:
         return {name: value for name, value in given.items() if name in self.input_keys}
 
 
-def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
-    """``value`` between two prompt positions along an axis; None passes it whole."""
-    if axis is None:
-        return value
-    index = [slice(None)] * value.ndim
-    index[axis] = slice(start, end)
-    return value[tuple(index)]
-
-
 def plain(value: Any) -> Any:
     """A configuration as mappings, lists and texts."""
     if isinstance(value, Mapping):
@@ -381,237 +380,3 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return plain(vars(value)) if hasattr(value, "__dict__") else str(value)
-
-
-def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
-    """``value`` with ``count`` zeros in front of an axis; None leaves it as it is."""
-    if axis is None:
-        return value
-    shape = list(value.shape)
-    shape[axis] = count
-    return mx.concatenate([mx.zeros(shape, value.dtype), value], axis=axis)
-
-
-def num_entries(value: Any) -> int | None:
-    """The length of an array's or list's first axis; None for anything else."""
-    if isinstance(value, (mx.array, np.ndarray)):
-        return int(value.shape[0]) if value.ndim else None
-    return len(value) if isinstance(value, (list, tuple)) else None
-
-
-def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
-    """The runs [start, end) of placeholder ids in a prompt (1, L)."""
-    inside = np.isin(np.array(ids[0]), list(markers)).astype(np.int8)
-    edges = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
-
-
-def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx.array:
-    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times.
-
-    Raises InvalidPrompt if there are not as many placeholders as counts.
-    """
-    tokens = np.array(ids[0])
-    places = np.flatnonzero(tokens == marker)
-    if len(places) != len(counts):
-        raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
-    repeats = np.ones(len(tokens), dtype=np.int64)
-    repeats[places] = counts
-    return mx.array(np.repeat(tokens, repeats)[None])
-
-
-def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
-    """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
-
-    Raises InvalidPrompt if the prompt has another number of placeholders.
-    """
-    places = [index for index, token in enumerate(np.array(ids[0]).tolist()) if token in markers]
-    if len(places) != len(features):
-        raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
-    filled = mx.array(embeds)
-    filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
-    return filled
-
-
-def bidirectional_mask(
-    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None, *, cut_pictures: bool = True
-) -> mx.array | None:
-    """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
-
-    With a ``window``, a token sees no further back than that many positions, its own included; unless ``cut_pictures``,
-    it sees all of its own picture. None if no span lies in the chunk, which then is causal as usual. A span is atomic,
-    so a chunk holds all of it or nothing.
-    """
-    inside = [(first, stop) for first, stop in spans if start <= first < end]
-    if not inside:
-        return None
-    rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
-    near = mx.array(True) if window is None else columns > rows - window
-    mask = (columns <= rows) & near
-    for first, stop in inside:
-        picture = (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
-        mask = mask | (picture & near if cut_pictures else picture)
-    return mask[None, None]
-
-
-class GridAdapter(Adapter):
-    """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
-
-    input_keys = Adapter.input_keys | {"image_grid_thw"}
-    tower_class = RememberingGridTower
-
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
-        grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
-        needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
-        if (given := self.count_image_tokens(ids, extra)) != needed:
-            pictures = sum(len(grid) for grid in grids)
-            unnamed = "" if self.image_token_ids() else ": config.json names no image_token_id"
-            raise InvalidPrompt(
-                f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}{unnamed}"
-            )
-        return super().features(ids, extra)
-
-    def look_at_grids(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """``look`` for towers that take the patches of several pictures in a row, and models that take features for pixels."""
-        pictured = [inputs for inputs in requests if inputs.get("pixel_values") is not None]
-        is_plain = all("image_grid_thw" in inputs and "pixel_values_videos" not in inputs for inputs in pictured)
-        if len(pictured) < 2 or not is_plain:
-            return list(requests)
-        tower, merge = self.model.vision_tower, int(self.config.vision_config.spatial_merge_size)
-        pixels = mx.concatenate([inputs["pixel_values"] for inputs in pictured])
-        grids = [np.array(inputs["image_grid_thw"]) for inputs in pictured]
-        ends: list[int] = np.cumsum([grid.prod(axis=1).sum() // merge**2 for grid in grids]).tolist()
-        features = tower(pixels.astype(tower.patch_embed.proj.weight.dtype), mx.array(np.concatenate(grids)))
-        parts = iter(mx.split(features, ends[:-1]))
-        return [
-            {**inputs, "cached_image_features": next(parts)} if inputs.get("pixel_values") is not None else inputs
-            for inputs in requests
-        ]
-
-    @property
-    def merged(self) -> int:
-        """How many patches become one token."""
-        return int(self.config.vision_config.spatial_merge_size) ** 2
-
-    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
-        if set(extra) != {"pixel_values", "image_grid_thw"}:
-            return super().pictures(ids, extra)
-        merged = self.merged
-        grids = np.array(extra["image_grid_thw"])
-        counts: list[int] = grids.prod(axis=1).tolist()
-        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
-        pixels = split_patches(extra["pixel_values"], counts)
-        if pixels is None or sum(count // merged for count in counts) != len(places):
-            return super().pictures(ids, extra)  # the encoder refuses them
-        found, place = [], 0
-        for grid, picture in zip(grids, pixels, strict=True):
-            positions = places[place : place + int(grid.prod()) // merged]
-            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": picture, "grid": grid}))
-            place += len(positions)
-        return tuple(found)
-
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        if "image_grid_thw" not in extra:
-            return ()
-        patch = int(self.config.vision_config.patch_size)
-        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
-
-
-class MRoPEAdapter(GridAdapter):
-    """Families with three-dimensional positions (time, height, width), given to every forward.
-
-    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
-    (Qwen2-VL, arXiv:2409.12191, section 2.1).
-    """
-
-    input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
-
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """A video goes through the model as one picture for each of its time steps, which is what the towers make of it.
-
-        Upstream, a prompt with both loses its videos (qwen2_vl.py:42, qwen2_5_vl.py:42: one grid, one placeholder).
-        """
-        if "pixel_values_videos" in extra:
-            ids, extra = self.videos_as_pictures(ids, extra)
-        return super().features(ids, extra)
-
-    def videos_as_pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
-        """Ids (1, L) and inputs in which pictures and videos are pictures, in the order of the prompt."""
-        image, video = (self.marker(kind) for kind in ("image", "video"))
-        parts: list[tuple[int, mx.array, list[list[int]]]] = []
-        for marker, pixels, grid in (
-            (image, "pixel_values", "image_grid_thw"),
-            (video, "pixel_values_videos", "video_grid_thw"),
-        ):
-            grids = np.array(extra.get(grid, np.zeros((0, 3), np.int32))).tolist()
-            row = 0
-            for first, (t, h, w) in zip(self.starts(ids, marker, grids), grids, strict=True):
-                parts.append((first, extra[pixels][row : row + t * h * w], [[1, h, w]] * t))
-                row += t * h * w
-        parts.sort(key=lambda part: part[0])
-        others = {name: extra[name] for name in extra.keys() - {"pixel_values_videos", "video_grid_thw"}}
-        pictures = {
-            "pixel_values": mx.concatenate([pixels for _, pixels, _ in parts]),
-            "image_grid_thw": mx.array([grid for *_, grids in parts for grid in grids], dtype=mx.int32),
-        }
-        return mx.where(ids == video, image, ids), {**others, **pictures}
-
-    def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
-        """Where each grid's first placeholder stands. Raises InvalidPrompt if there are more or fewer of them."""
-        places = np.flatnonzero(np.array(ids[0]) == marker)
-        needed = [int(np.prod(grid)) // self.merged for grid in grids]
-        if sum(needed) != len(places):
-            noun = "videos" if marker == self.marker("video") else "pictures"
-            raise InvalidPrompt(
-                f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
-            )
-        return [int(places[count]) for count in np.cumsum([0, *needed])[: len(needed)]]
-
-    def marker(self, kind: str) -> int:
-        """The placeholder id of a picture or video."""
-        found = getattr(self.config, f"{kind}_token_id", None)
-        return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
-
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
-        if found.ndim == 2:
-            found = mx.broadcast_to(found[None], (3, *found.shape))
-        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
-
-    def grid_positions(self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float]) -> PositionState:
-        """Positions of a prompt whose videos' time steps lie ``steps`` apart, each a video's, rounded down.
-
-        What follows a picture or video begins after the largest of its positions, on whatever axis that is.
-        """
-        side = int(self.config.vision_config.spatial_merge_size)
-        blocks: list[tuple[int, tuple[int, int, int], float]] = []
-        for kind, apart in (("image", None), ("video", steps)):
-            grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
-            starts = self.starts(ids, self.marker(kind), grids)
-            spacing = [1.0] * len(grids) if apart is None else apart
-            for first, (t, h, w), step in zip(starts, grids, spacing, strict=True):
-                blocks.append((first, (t, h // side, w // side), step))
-        found = np.empty((3, ids.shape[1]), dtype=np.int32)
-        place = following = 0
-        for first, shape, step in sorted(blocks):
-            found[:, place:first] = np.arange(following, following + first - place)
-            following += first - place
-            inside = np.indices(shape).reshape(3, -1).astype(np.float32) * np.array([[step], [1], [1]], np.float32)
-            place = first + inside.shape[1]
-            found[:, first:place] = inside.astype(np.int32) + following
-            following = int(found[:, first:place].max()) + 1
-        length = ids.shape[1]
-        found[:, place:] = np.arange(following, following + length - place)
-        return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
-
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
-
-    def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
-        prompts: list[Any] = [row.position.prompt for row in rows]
-        return {"position_ids": mx.concatenate(prompts, axis=1)}
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.models.qwen_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded

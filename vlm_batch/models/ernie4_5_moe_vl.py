@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
-from vlm_batch.models.modules import attend_apart
+from vlm_batch.models.attention import attend_apart
+from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.models.prompts import cut
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 

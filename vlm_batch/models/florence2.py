@@ -10,8 +10,8 @@ from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.caches.cross import CrossCache
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.base import Adapter, bidirectional_mask, put_features, spans_of
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import bidirectional_mask, put_features, spans_of
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture
 

@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter, bidirectional_mask, spans_of
+from vlm_batch.models.base import Adapter
 from vlm_batch.models.frames import every_frame_kept
+from vlm_batch.models.prompts import bidirectional_mask, spans_of
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 from vlm_batch.videos import Sampling

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.models.base import GridAdapter, MRoPEAdapter
-from vlm_batch.models.modules import attend_apart
+from vlm_batch.models.attention import attend_apart
+from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_vlm.models.cache import CacheList
 
 from vlm_batch.caches import WholeCache
-from vlm_batch.models.base import GridAdapter
-from vlm_batch.models.modules import row_by_row
+from vlm_batch.models.attention import row_by_row
+from vlm_batch.models.grids import GridAdapter
 from vlm_batch.registry import ModelSpec, register
 
 

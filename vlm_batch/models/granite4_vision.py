@@ -10,8 +10,9 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter, put_features
+from vlm_batch.models.base import Adapter
 from vlm_batch.models.llava import best_grid, pack, use_tanh_gelu
+from vlm_batch.models.prompts import put_features
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from mlx_vlm.models.rope_utils import rotate_half
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter, cut
-from vlm_batch.models.modules import attention
+from vlm_batch.models.attention import attention
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import cut
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 
@@ -28,6 +29,8 @@ from vlm_batch.types import DecodeStep, Encoded, PositionState
             "(hunyuan_vl/vision.py:49)",
             "the fourth axis numbers the pictures, as in transformers (modeling_hunyuan_vl.py:951) and vLLM; mlx-vlm's "
             "processor writes 0 for all of them",
+            "vision positions end where the table does, as published and in vLLM; mlx-vlm goes on beyond the first one of a "
+            "side that grows (hunyuan_vl/vision.py:163)",
         ),
     )
 )
@@ -40,6 +43,23 @@ class HunyuanVL(Adapter):
     @classmethod
     def mends(cls) -> Mapping[type, type]:
         from mlx_vlm.models.hunyuan_vl.language import Attention
+        from mlx_vlm.models.hunyuan_vl.vision import PatchEmbed
+
+        class BoundedPositions(PatchEmbed):
+            """``F.interpolate(mode="bilinear")`` by a factor of a tenth of a patch more than needed (vLLM)."""
+
+            def _interpolate_pos_embed(self, pos_embed: mx.array, target_h: int, target_w: int) -> mx.array:
+                """(1, H, W, D) -> (1, target_h, target_w, D)"""
+                for axis, new in ((1, target_h), (2, target_w)):
+                    old = pos_embed.shape[axis]
+                    if old == new:
+                        continue
+                    places = mx.clip((mx.arange(new) + 0.5) * (old / (new + 0.1)) - 0.5, 0, old - 1)
+                    before = mx.floor(places).astype(mx.int32)
+                    share = (places - before).reshape((-1, 1) if axis == 2 else (-1, 1, 1))
+                    after = mx.take(pos_embed, mx.minimum(before + 1, old - 1), axis=axis)
+                    pos_embed = mx.take(pos_embed, before, axis=axis) * (1 - share) + after * share
+                return pos_embed
 
         class RowAttention(Attention):
             """Upstream turns by the shared column and by four axes in the first chunk only (hunyuan_vl/language.py:206-228);
@@ -59,7 +79,7 @@ class HunyuanVL(Adapter):
                 output = attention(queries, keys, values, cache, self.scale, mask)
                 return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
-        return {Attention: RowAttention}
+        return {Attention: RowAttention, PatchEmbed: BoundedPositions}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings with each picture's features in the place of its tokens; every picture is encoded on its own."""

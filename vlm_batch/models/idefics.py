@@ -9,8 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.base import Adapter, put_features
+from vlm_batch.models.base import Adapter
 from vlm_batch.models.modules import LastPosition
+from vlm_batch.models.prompts import put_features
 from vlm_batch.registry import ModelSpec, register
 
 

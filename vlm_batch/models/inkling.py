@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from vlm_batch.caches import RowMasks, RowsCache, SlabCache
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
 
 #: What upstream writes where a key may not be seen (inkling/language.py, banded_additive_mask).

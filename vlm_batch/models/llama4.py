@@ -11,8 +11,8 @@ from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.caches.blocks import BlockCache
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
 
 

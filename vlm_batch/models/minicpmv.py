@@ -13,6 +13,7 @@ import numpy as np
 
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.frames import every_frame_kept
+from vlm_batch.models.grids import MRoPEAdapter
 from vlm_batch.models.qwen_vl import Qwen35
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture, PositionState, Video
@@ -33,6 +34,37 @@ class EachSecond(Sampling):
         return tenths[np.linspace(0, len(tenths) - 1, most, dtype=int)] if len(tenths) > most else tenths
 
 
+class SlicedAdapter(MRoPEAdapter):
+    """Pictures in slices, whose tokens lie between bounds; positions are the count of tokens on all three axes."""
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, which checks itself that every slice has its tokens."""
+        return Adapter.features(self, ids, extra)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        return sum(int((bounds[:, 1] - bounds[:, 0]).sum()) for bounds in slice_bounds(extra))
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All slices are one, from the first one's tokens to the last one's."""
+        found = slice_bounds(extra)
+        if not found:
+            return super().pictures(ids, extra)
+        bounds = np.concatenate(found)
+        return (Picture(int(bounds.min()), int(bounds.max()), extra),) if len(bounds) else ()
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Unknown: what the processor says are its slices."""
+        return ()
+
+
+def slice_bounds(extra: Mapping[str, Any]) -> list[np.ndarray]:
+    """[first, end) of each slice's tokens (slices, 2); none where the processor does not say."""
+    return [np.array(bounds).reshape(-1, 2) for bounds in extra.get("image_bound", ())]
+
+
 @register(
     ModelSpec(
         family="minicpmv4_6",
@@ -46,7 +78,7 @@ class EachSecond(Sampling):
         ),
     )
 )
-class MiniCPMV46(Qwen35):
+class MiniCPMV46(SlicedAdapter, Qwen35):
     """All tokens count, pictures' too. A video's frames come as pictures with other placeholders."""
 
     video_sampling = EachSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
@@ -70,29 +102,6 @@ class MiniCPMV46(Qwen35):
         super().__init__(model)
         for block in self.model.merger.mlp:
             block.act = nn.GELU()
-
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, which checks itself that every slice has its tokens."""
-        return Adapter.features(self, ids, extra)
-
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        bounds = np.array(extra["image_bound"][0]).reshape(-1, 2) if "image_bound" in extra else np.zeros((0, 2), int)
-        return int((bounds[:, 1] - bounds[:, 0]).sum())
-
-    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """All slices are one, from the first one's tokens to the last one's."""
-        bounds = [np.array(bound).reshape(-1, 2) for bound in extra.get("image_bound", ())]
-        if not bounds:
-            return super().pictures(ids, extra)
-        ends = np.concatenate(bounds)
-        return (Picture(int(ends.min()), int(ends.max()), extra),) if len(ends) else ()
-
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """Unknown: what the processor says are its slices."""
-        return ()
 
 
 @register(

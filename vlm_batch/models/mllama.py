@@ -13,8 +13,8 @@ from mlx_vlm.models.base import cache_position_offset, create_attention_mask
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.attention import attention
 from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import attention
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, Picture, PromptKey
 

@@ -8,9 +8,10 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter, bidirectional_mask
+from vlm_batch.models.attention import attention, fused_attention
+from vlm_batch.models.base import Adapter
 from vlm_batch.models.crops import with_published_crops
-from vlm_batch.models.modules import attention, fused_attention
+from vlm_batch.models.prompts import bidirectional_mask
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, Picture
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.multi_modality.vision import FastGELUActivation, SigLipVisionModel
 
-from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -18,6 +21,8 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "each picture's features go to its own placeholders; mlx-vlm puts all pictures where the first one is and "
             "drops the text between them (multi_modality.py:265-285), and resizes only one picture for the small tower",
+            "SigLIP's GELU is exact and its norms have an epsilon of 1e-6, as published (siglip_vit.py); mlx-vlm takes the "
+            "tanh form (multi_modality/vision.py:166) and 1e-5 (multi_modality/config.py:53)",
         ),
     )
 )
@@ -25,6 +30,23 @@ class MultiModality(Adapter):
     """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
 
     input_keys = frozenset({"pixel_values"})
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for _, tower in self.model.vision_model.named_modules():
+            if isinstance(tower, SigLipVisionModel):
+                for norm in (tower.norm, *(norm for block in tower.blocks for norm in (block.norm1, block.norm2))):
+                    norm.eps = 1e-6
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        class ExactGELU(FastGELUActivation):
+            """Upstream's is the tanh form (multi_modality/vision.py:150)."""
+
+            def __call__(self, x: mx.array) -> mx.array:
+                return nn.gelu(x)
+
+        return {FastGELUActivation: ExactGELU}
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0

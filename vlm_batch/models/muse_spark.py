@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +10,7 @@ import mlx.nn as nn
 from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.models.base import Adapter
+from vlm_batch.models.hooks import Hook, files_of, hook, put_hooks
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -33,7 +33,7 @@ class MuseSpark(Adapter):
 
     def __init__(self, model: nn.Module) -> None:
         if not mx.metal.is_available():
-            _without_metal(type(model.language_model).__module__)
+            put_hooks(files_of(model.language_model), without_metal())
         super().__init__(model)
 
     @classmethod
@@ -67,18 +67,19 @@ class MuseSpark(Adapter):
         return {MuseSparkTextModel: UnroundedTextModel}
 
 
-def _without_metal(module: str) -> None:
-    """Put functions of MLX's operations where the model's file calls kernels that could only raise."""
-    namespace = vars(sys.modules[module])
-    for function in (
+def without_metal() -> dict[str, Hook]:
+    """Functions of MLX's operations where the model's file calls kernels that could only raise."""
+    from mlx_vlm import kernels
+
+    functions: tuple[Callable[..., Any], ...] = (
         qk_norm,
         qk_norm_rope,
         norm_add_norm,
         expert_routing,
         post_expert_norm_combine,
         rms_norm_sigmoid_gate,
-    ):
-        namespace[function.__name__] = function
+    )
+    return {function.__name__: hook(vars(kernels)[function.__name__], function) for function in functions}
 
 
 def qk_norm(

@@ -7,10 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from vlm_batch.models.base import Adapter, put_features, repeat_placeholders
+from vlm_batch.models.attention import attention
+from vlm_batch.models.base import Adapter
 from vlm_batch.models.llava import use_tanh_gelu
-from vlm_batch.models.modules import LastPosition, attention
+from vlm_batch.models.modules import LastPosition
+from vlm_batch.models.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 #: What LLaVA's own code writes where a picture belongs.
@@ -106,7 +109,12 @@ class LlavaBunny(OnePlaceholder):
     ModelSpec(
         family="phi4_siglip",
         model_types=("phi4_siglip", "phi4-siglip"),
-        notes=("attention runs a row at a time too; mlx-vlm calls MLX's directly (phi4_siglip/language.py:66)",),
+        notes=(
+            "attention runs a row at a time too; mlx-vlm calls MLX's directly (phi4_siglip/language.py:66)",
+            "SigLIP 2's positions are resized bilinearly with antialiasing, as in transformers (Siglip2VisionEmbeddings); "
+            "mlx-vlm does it bicubically without (phi4_siglip/vision.py:87)",
+            "a picture's patches attend to each other alone; mlx-vlm lets them attend to padding (phi4_siglip/vision.py:133)",
+        ),
     )
 )
 class Phi4SigLip(OnePlaceholder):
@@ -116,7 +124,19 @@ class Phi4SigLip(OnePlaceholder):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.interpolate import resize_bilinear_nhwc
         from mlx_vlm.models.phi4_siglip.language import Attention
+        from mlx_vlm.models.phi4_siglip.vision import VisionEmbeddings
+
+        class BilinearEmbeddings(VisionEmbeddings):
+            """Upstream resizes bicubically (phi4_siglip/vision.py:87); its LFM2-VL has the same tower's rule."""
+
+            @staticmethod
+            def resize_positional_embeddings(table: mx.array, shapes: mx.array, max_length: int) -> mx.array:
+                """(H, W, D) for each picture's (2,) rows and columns: (pictures, patches, D); no picture is padded."""
+                sizes = [(int(rows), int(columns)) for rows, columns in np.array(shapes).tolist()]
+                tables = [resize_bilinear_nhwc(table[None].astype(mx.float32), size, antialias=True) for size in sizes]
+                return mx.concatenate([one.flatten(1, 2) for one in tables]).astype(table.dtype)
 
         class RowAttention(Attention):
             """Upstream calls ``mx.fast`` past the hook (phi4_siglip/language.py:66), which knows no rows."""
@@ -131,7 +151,7 @@ class Phi4SigLip(OnePlaceholder):
                 output = attention(queries, keys, values, cache, self.scale, mask)
                 return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
-        return {Attention: RowAttention}
+        return {Attention: RowAttention, VisionEmbeddings: BilinearEmbeddings}
 
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({NO_TOKEN})
@@ -143,7 +163,10 @@ class Phi4SigLip(OnePlaceholder):
         return [int(count) for count in mask.sum(axis=-1).tolist()]
 
     def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
-        shapes = extra.get("spatial_shapes")
-        states, _, _ = self.model.vision_tower(extra["pixel_values"], output_hidden_states=True, spatial_shapes=shapes)
-        chosen = zip(states[self.config.mm_vision_select_layer], self.count_positions(extra), strict=True)
-        return [self.model.mm_projector(picture[:count]) for picture, count in chosen]
+        """Each picture by itself, without the padding that the others give it."""
+        features = []
+        for index, count in enumerate(self.count_positions(extra)):
+            patches, shape = (extra[name][index : index + 1] for name in ("pixel_values", "spatial_shapes"))
+            states, *_ = self.model.vision_tower(patches[:, :count], output_hidden_states=True, spatial_shapes=shape)
+            features.append(self.model.mm_projector(states[self.config.mm_vision_select_layer][0]))
+        return features

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches.rows import RowStates, attend_rows
-from vlm_batch.models.base import Adapter, put_features
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import put_features
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
 

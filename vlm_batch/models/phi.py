@@ -12,8 +12,9 @@ import numpy as np
 
 from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter, repeat_placeholders
-from vlm_batch.models.modules import fused_attention
+from vlm_batch.models.attention import fused_attention
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, PromptKey
 

@@ -9,8 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.caches import IndexedCache
-from vlm_batch.models.base import MRoPEAdapter
-from vlm_batch.models.modules import hook_file, row_by_row
+from vlm_batch.models.attention import HOOKS, row_by_row
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.grids import MRoPEAdapter
+from vlm_batch.models.hooks import put_hooks
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
 from vlm_batch.videos import Sampling
@@ -35,11 +37,7 @@ class Qwen4Exp(MRoPEAdapter):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        for file in (
-            "qwen3_5.language",
-            "qwen4_exp.qsa_kernel",
-        ):  # where attention lies that its classes inherit or call
-            hook_file(f"mlx_vlm.models.{file}")
+        put_hooks(["mlx_vlm.models.qwen4_exp.qsa_kernel"], HOOKS)  # where functions lie that its attention calls
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
@@ -51,6 +49,10 @@ class Qwen4Exp(MRoPEAdapter):
         from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 
         return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().make_cache()]
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        """Without M-RoPE as one operation for all rows: attention runs a row at a time, and turns blocks of keys, too."""
+        return Adapter.decode(self, step)
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         """(B, 1): one position a row for all three axes, so that the rows lie along the first axis."""

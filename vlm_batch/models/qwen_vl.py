@@ -9,9 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.base import GridAdapter, MRoPEAdapter, cut
+from vlm_batch.models.attention import seal_masks
 from vlm_batch.models.frames import each_frame_bounded
-from vlm_batch.models.modules import seal_masks
+from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.models.prompts import cut
 from vlm_batch.models.qwen_vision import window_runs
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, PositionState
@@ -33,6 +34,12 @@ class Qwen2VL(MRoPEAdapter):
     look = MRoPEAdapter.look_at_grids
 
     @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen2_vl.language import Attention
+
+        return {Attention: seal_masks(Attention)}
+
+    @classmethod
     def video_processor(cls, part: Any) -> Any:
         return each_frame_bounded(part)
 
@@ -51,17 +58,10 @@ class Qwen2VL(MRoPEAdapter):
         ),
     )
 )
-class Qwen25VL(MRoPEAdapter):
+class Qwen25VL(Qwen2VL):
     """M-RoPE whose time axis goes by seconds; windowed attention in the vision tower."""
 
     input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
-    compiles = True
-    shares_prefill = True
-    look = MRoPEAdapter.look_at_grids
-
-    @classmethod
-    def video_processor(cls, part: Any) -> Any:
-        return each_frame_bounded(part)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})
@@ -79,9 +79,10 @@ class Qwen25VL(MRoPEAdapter):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen2_5_vl.language import Attention
         from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
-        return {VisionModel: window_runs(VisionModel)}
+        return {VisionModel: window_runs(VisionModel), Attention: seal_masks(Attention)}
 
 
 def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
@@ -106,6 +107,12 @@ class Qwen3VL(MRoPEAdapter):
     compiles = True
     video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl.language import Attention
+
+        return {Attention: seal_masks(Attention)}
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """A chunk takes the deepstack rows of its own picture positions (mlx-vlm's batch takes the whole prompt's)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from vlm_batch.models.base import GridAdapter
+from vlm_batch.models.grids import GridAdapter
 from vlm_batch.models.qwen_vl import distinct_windows
 from vlm_batch.registry import ModelSpec, register
 

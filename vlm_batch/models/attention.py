@@ -1,0 +1,139 @@
+"""Attention that mlx-vlm's modules call in an adapter: over rows that keep their own caches, quantised rows, and by the cheaper
+kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models import base as upstream
+
+from vlm_batch.caches.quantized import QuantizedStates, TurboStates, attend_quantized
+from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
+from vlm_batch.models import kernels
+from vlm_batch.models.hooks import hook
+
+#: mlx-vlm's, whatever its name is bound to later.
+SCALED_DOT_PRODUCT_ATTENTION = upstream.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class SealedMask:
+    """A mask that only the hook in attention looks into."""
+
+    mask: mx.array
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-vlm's ``scaled_dot_product_attention``, and the same over rows that keep their own caches."""
+    if isinstance(mask, SealedMask):
+        mask = mask.mask
+    if isinstance(keys, RowStates):
+        return attend_rows(attention, queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, QuantizedStates):
+        return attend_quantized(queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, TurboStates):
+        cache = keys.cache
+    elif sinks is None and is_plain(keys, cache):
+        return kernels.attend(queries, keys, values, scale, mask)
+    return SCALED_DOT_PRODUCT_ATTENTION(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def is_plain(keys: Any, cache: Any) -> bool:
+    """Whether attention is over whole arrays, and not over keys in few bits."""
+    return isinstance(keys, mx.array) and not hasattr(cache, "bits")
+
+
+#: What a language model's files call in an adapter. About 155 families call a module-level ``scaled_dot_product_attention``;
+#: this one name is what lets attention run a row at a time on unmodified model code.
+HOOKS = {
+    "scaled_dot_product_attention": hook(SCALED_DOT_PRODUCT_ATTENTION, attention),
+    "swiglu": hook(kernels.SWIGLU, kernels.swiglu),
+}
+
+
+def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The same attention, called once for each live row of a batch with the row's own cache.
+
+    For classes that do more with a cache than one attention call can hold apart (selected positions, pools). What else a
+    layer does, its experts above all, stays one call for all rows. Empty places answer zeros.
+    """
+
+    class RowByRow(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Any arguments, arrays of which have the rows along their first axis; arrays, or tuples of them."""
+            rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, RowsCache)), None)
+            if rows is None:
+                return super().__call__(*args, **kwargs)
+            answers = {
+                place: super(RowByRow, self).__call__(
+                    *(_of_row(value, place) for value in args),
+                    **{name: _of_row(value, place) for name, value in kwargs.items()},
+                )
+                for place, single in enumerate(rows.places)
+                if single is not None
+            }
+            like = next(iter(answers.values()))
+            empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
+            filled = [answers.get(place, empty) for place in range(len(rows.places))]
+            if isinstance(like, tuple):
+                return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
+            return mx.concatenate(filled)
+
+    return RowByRow
+
+
+def _of_row(value: Any, place: int) -> Any:
+    if isinstance(value, RowsCache):
+        return value.places[place]
+    return value[place : place + 1] if isinstance(value, mx.array) else value
+
+
+def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """The attention of a module with one projection for queries, keys and values: (B, L, D) -> (B, L, D).
+
+    For families that call ``mx.fast`` themselves, past the hook. ``module`` has ``n_heads``, ``n_kv_heads``,
+    ``head_dim``, ``scale`` and ``rope``.
+    """
+    batch, length, _ = x.shape
+    heads, kv_heads = module.n_heads, module.n_kv_heads
+    split = project(x).reshape(batch, length, heads + 2 * kv_heads, module.head_dim).swapaxes(1, 2)
+    queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+    queries, keys = (module.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
+    keys, values = cache.update_and_fetch(keys, values)
+    return output(attention(queries, keys, values, cache, module.scale, mask).swapaxes(1, 2).flatten(-2))
+
+
+def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries: mx.array, scale: float) -> mx.array:
+    """Attention of patches (1, N, H, D) within their own picture: (N, H * D). ``boundaries`` are 0, ..., N."""
+    cuts: list[int] = np.array(boundaries[1:-1]).tolist()
+    parts = [mx.split(part.swapaxes(1, 2), cuts, axis=2) for part in (queries, keys, values)]
+    outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=scale) for picture in zip(*parts, strict=True)]
+    return mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(queries.shape[1], -1)
+
+
+def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The same attention, which hands its mask on unread.
+
+    For classes that cut a mask to the longest row's length, some of which read that back from the device for every layer: a
+    slab's mask is as wide as the slab's keys already, and stays one array for all layers (``kernels.added``).
+    """
+
+    class SealedAttention(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **positions: Any) -> mx.array:
+            """(B, L, D) -> (B, L, D)"""
+            sealed = SealedMask(mask) if isinstance(mask, mx.array) else mask
+            return super().__call__(x, mask=sealed, cache=cache, **positions)
+
+    return SealedAttention

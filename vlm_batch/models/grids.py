@@ -1,0 +1,203 @@
+"""Adapters of families whose pictures come with grids of patches, and of those with positions in three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import RememberingGridTower, split_patches
+from vlm_batch.models.prompts import cut
+from vlm_batch.models.rotary import hook_rotary
+from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState
+
+#: Patches that go through a tower in one call: 8 pictures of 448 pixels a side. More save no time (docs/benchmarks.md).
+MAX_PATCHES = 2**13
+
+
+def _num_patches(inputs: Mapping[str, Any]) -> int:
+    """Patches of a request's pictures."""
+    grids = inputs.get("image_grid_thw")
+    return 0 if grids is None else int(np.array(grids).prod(axis=1).sum())
+
+
+class GridAdapter(Adapter):
+    """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
+
+    input_keys = Adapter.input_keys | {"image_grid_thw"}
+    tower_class = RememberingGridTower
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
+        grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
+        needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
+        if (given := self.count_image_tokens(ids, extra)) != needed:
+            pictures = sum(len(grid) for grid in grids)
+            unnamed = "" if self.image_token_ids() else ": config.json names no image_token_id"
+            raise InvalidPrompt(
+                f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}{unnamed}"
+            )
+        return super().features(ids, extra)
+
+    def look_at_grids(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """``look`` for towers that take the patches of several pictures in a row, and models that take features for pixels.
+
+        As many of the first requests as have ``MAX_PATCHES`` together; the others are left as they are.
+        """
+        counts = np.cumsum([_num_patches(inputs) for inputs in requests])
+        near = list(requests[: max(1, int(np.searchsorted(counts, MAX_PATCHES, side="right")))])
+        pictured = [inputs for inputs in near if inputs.get("pixel_values") is not None]
+        is_plain = all("image_grid_thw" in inputs and "pixel_values_videos" not in inputs for inputs in pictured)
+        if len(pictured) < 2 or not is_plain:
+            return list(requests)
+        tower, merge = self.model.vision_tower, int(self.config.vision_config.spatial_merge_size)
+        pixels = mx.concatenate([inputs["pixel_values"] for inputs in pictured])
+        grids = [np.array(inputs["image_grid_thw"]) for inputs in pictured]
+        ends: list[int] = np.cumsum([grid.prod(axis=1).sum() // merge**2 for grid in grids]).tolist()
+        features = tower(pixels.astype(tower.patch_embed.proj.weight.dtype), mx.array(np.concatenate(grids)))
+        parts = iter(mx.split(features, ends[:-1]))
+        looked = [
+            {**inputs, "cached_image_features": next(parts)} if inputs.get("pixel_values") is not None else inputs
+            for inputs in near
+        ]
+        return [*looked, *requests[len(near) :]]
+
+    @property
+    def merged(self) -> int:
+        """How many patches become one token."""
+        return int(self.config.vision_config.spatial_merge_size) ** 2
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
+        if set(extra) != {"pixel_values", "image_grid_thw"}:
+            return super().pictures(ids, extra)
+        merged = self.merged
+        grids = np.array(extra["image_grid_thw"])
+        counts: list[int] = grids.prod(axis=1).tolist()
+        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        pixels = split_patches(extra["pixel_values"], counts)
+        if pixels is None or sum(count // merged for count in counts) != len(places):
+            return super().pictures(ids, extra)  # the encoder refuses them
+        found, place = [], 0
+        for grid, picture in zip(grids, pixels, strict=True):
+            positions = places[place : place + int(grid.prod()) // merged]
+            found.append(Picture(int(positions[0]), int(positions[-1]) + 1, {"pixels": picture, "grid": grid}))
+            place += len(positions)
+        return tuple(found)
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_thw" not in extra:
+            return ()
+        patch = int(self.config.vision_config.patch_size)
+        return tuple((width * patch, height * patch) for _, height, width in extra["image_grid_thw"].tolist())
+
+
+class MRoPEAdapter(GridAdapter):
+    """Families with three-dimensional positions (time, height, width), given to every forward.
+
+    A text token has the same position on all three axes; after a picture it is shifted by the row's delta
+    (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """
+
+    input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._decoding = hook_rotary(self.language)
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        with self._decoding.at(step.positions):
+            return super().decode(step)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """A video goes through the model as one picture for each of its time steps, which is what the towers make of it.
+
+        Upstream, a prompt with both loses its videos (qwen2_vl.py:42, qwen2_5_vl.py:42: one grid, one placeholder).
+        """
+        if "pixel_values_videos" in extra:
+            ids, extra = self.videos_as_pictures(ids, extra)
+        return super().features(ids, extra)
+
+    def videos_as_pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
+        """Ids (1, L) and inputs in which pictures and videos are pictures, in the order of the prompt."""
+        image, video = (self.marker(kind) for kind in ("image", "video"))
+        parts: list[tuple[int, mx.array, list[list[int]]]] = []
+        for marker, pixels, grid in (
+            (image, "pixel_values", "image_grid_thw"),
+            (video, "pixel_values_videos", "video_grid_thw"),
+        ):
+            grids = np.array(extra.get(grid, np.zeros((0, 3), np.int32))).tolist()
+            row = 0
+            for first, (t, h, w) in zip(self.starts(ids, marker, grids), grids, strict=True):
+                parts.append((first, extra[pixels][row : row + t * h * w], [[1, h, w]] * t))
+                row += t * h * w
+        parts.sort(key=lambda part: part[0])
+        others = {name: extra[name] for name in extra.keys() - {"pixel_values_videos", "video_grid_thw"}}
+        pictures = {
+            "pixel_values": mx.concatenate([pixels for _, pixels, _ in parts]),
+            "image_grid_thw": mx.array([grid for *_, grids in parts for grid in grids], dtype=mx.int32),
+        }
+        return mx.where(ids == video, image, ids), {**others, **pictures}
+
+    def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
+        """Where each grid's first placeholder stands. Raises InvalidPrompt if there are more or fewer of them."""
+        places = np.flatnonzero(np.array(ids[0]) == marker)
+        needed = [int(np.prod(grid)) // self.merged for grid in grids]
+        if sum(needed) != len(places):
+            noun = "videos" if marker == self.marker("video") else "pictures"
+            raise InvalidPrompt(
+                f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
+            )
+        return [int(places[count]) for count in np.cumsum([0, *needed])[: len(needed)]]
+
+    def marker(self, kind: str) -> int:
+        """The placeholder id of a picture or video."""
+        found = getattr(self.config, f"{kind}_token_id", None)
+        return int(getattr(self.config, f"{kind}_token_index") if found is None else found)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"), extra.get("video_grid_thw"))
+        if found.ndim == 2:
+            found = mx.broadcast_to(found[None], (3, *found.shape))
+        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+
+    def grid_positions(self, ids: mx.array, extra: Mapping[str, Any], steps: Sequence[float]) -> PositionState:
+        """Positions of a prompt whose videos' time steps lie ``steps`` apart, each a video's, rounded down.
+
+        What follows a picture or video begins after the largest of its positions, on whatever axis that is.
+        """
+        side = int(self.config.vision_config.spatial_merge_size)
+        blocks: list[tuple[int, tuple[int, int, int], float]] = []
+        for kind, apart in (("image", None), ("video", steps)):
+            grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
+            starts = self.starts(ids, self.marker(kind), grids)
+            spacing = [1.0] * len(grids) if apart is None else apart
+            for first, (t, h, w), step in zip(starts, grids, spacing, strict=True):
+                blocks.append((first, (t, h // side, w // side), step))
+        found = np.empty((3, ids.shape[1]), dtype=np.int32)
+        place = following = 0
+        for first, shape, step in sorted(blocks):
+            found[:, place:first] = np.arange(following, following + first - place)
+            following += first - place
+            inside = np.indices(shape).reshape(3, -1).astype(np.float32) * np.array([[step], [1], [1]], np.float32)
+            place = first + inside.shape[1]
+            found[:, first:place] = inside.astype(np.int32) + following
+            following = int(found[:, first:place].max()) + 1
+        length = ids.shape[1]
+        found[:, place:] = np.arange(following, following + length - place)
+        return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
+
+    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
+        prompts: list[Any] = [row.position.prompt for row in rows]
+        return {"position_ids": mx.concatenate(prompts, axis=1)}
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}

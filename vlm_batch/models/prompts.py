@@ -1,0 +1,91 @@
+"""What adapters do along a prompt: its placeholders, its embeddings, parts of its features, and its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.errors import InvalidPrompt
+
+
+def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
+    """``value`` between two prompt positions along an axis; None passes it whole."""
+    if axis is None:
+        return value
+    index = [slice(None)] * value.ndim
+    index[axis] = slice(start, end)
+    return value[tuple(index)]
+
+
+def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
+    """``value`` with ``count`` zeros in front of an axis; None leaves it as it is."""
+    if axis is None:
+        return value
+    shape = list(value.shape)
+    shape[axis] = count
+    return mx.concatenate([mx.zeros(shape, value.dtype), value], axis=axis)
+
+
+def num_entries(value: Any) -> int | None:
+    """The length of an array's or list's first axis; None for anything else."""
+    if isinstance(value, (mx.array, np.ndarray)):
+        return int(value.shape[0]) if value.ndim else None
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
+def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """The runs [start, end) of placeholder ids in a prompt (1, L)."""
+    inside = np.isin(np.array(ids[0]), list(markers)).astype(np.int8)
+    edges = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx.array:
+    """Ids (1, L) with the n-th placeholder repeated ``counts[n]`` times.
+
+    Raises InvalidPrompt if there are not as many placeholders as counts.
+    """
+    tokens = np.array(ids[0])
+    places = np.flatnonzero(tokens == marker)
+    if len(places) != len(counts):
+        raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
+    repeats = np.ones(len(tokens), dtype=np.int64)
+    repeats[places] = counts
+    return mx.array(np.repeat(tokens, repeats)[None])
+
+
+def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
+    """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
+
+    Raises InvalidPrompt if the prompt has another number of placeholders.
+    """
+    places = [index for index, token in enumerate(np.array(ids[0]).tolist()) if token in markers]
+    if len(places) != len(features):
+        raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
+    filled = mx.array(embeds)
+    filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
+    return filled
+
+
+def bidirectional_mask(
+    spans: Sequence[tuple[int, int]], start: int, end: int, window: int | None = None, *, cut_pictures: bool = True
+) -> mx.array | None:
+    """The mask of a chunk whose pictures attend within themselves both ways: (1, 1, end - start, end) bool, True attends.
+
+    With a ``window``, a token sees no further back than that many positions, its own included; unless ``cut_pictures``,
+    it sees all of its own picture. None if no span lies in the chunk, which then is causal as usual. A span is atomic,
+    so a chunk holds all of it or nothing.
+    """
+    inside = [(first, stop) for first, stop in spans if start <= first < end]
+    if not inside:
+        return None
+    rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
+    near = mx.array(True) if window is None else columns > rows - window
+    mask = (columns <= rows) & near
+    for first, stop in inside:
+        picture = (rows >= first) & (rows < stop) & (columns >= first) & (columns < stop)
+        mask = mask | (picture & near if cut_pictures else picture)
+    return mask[None, None]

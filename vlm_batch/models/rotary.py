@@ -1,0 +1,107 @@
+"""M-RoPE of a decode step as one operation on queries and one on keys.
+
+A token that is decoded has the same position on all three axes (Qwen2-VL, arXiv:2409.12191, section 2.1), so there M-RoPE
+is RoPE. mlx-vlm spells it out everywhere but on Metal: six launches each for queries and keys, of about thirty that a
+layer makes, and where launches decide (CUDA) a step takes as long as it has launches. On a CPU nothing changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
+
+from vlm_batch.models import kernels
+from vlm_batch.models.hooks import files_of
+
+APPLY = "apply_multimodal_rotary_pos_emb"
+
+
+class DecodePositions:
+    """The positions of the decode step that is being made, for the rotary embeddings of one model."""
+
+    def __init__(self) -> None:
+        self.positions: mx.array | None = None  # (B,)
+
+    @contextmanager
+    def at(self, positions: mx.array) -> Iterator[None]:
+        """Until it ends, a forward is one of a token a row, at ``positions`` (B,)."""
+        self.positions = positions
+        try:
+            yield
+        finally:
+            self.positions = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Stands where cosines stand: how a step's queries and keys are rotated."""
+
+    positions: mx.array  # (B,)
+    periods: mx.array  # (D_rotary / 2,) 1 / frequency
+    is_traditional: bool  # whether neighbours are turned, rather than halves
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, H, 1, D) -> (B, H, 1, D)"""
+        width = 2 * self.periods.size
+        return mx.fast.rope(
+            x,
+            width,
+            traditional=self.is_traditional,
+            base=None,
+            scale=1.0,
+            offset=self.positions,
+            freqs=self.periods,
+        )
+
+
+def hook_rotary(module: nn.Module) -> DecodePositions:
+    """Let the M-RoPE of a model of ours (mlx-vlm's classes, our copy) turn a decode step's tokens in one operation.
+
+    The function that applies it is bound to a module-level name, which is what is rebound; for whatever is given cosines
+    it is mlx-vlm's.
+    """
+    step = DecodePositions()
+    found = [child for _, child in module.named_modules() if isinstance(child, MRoPERotaryEmbedding)]
+    found = [child for child in found if not child.fused_apply and child.attention_scaling == 1.0]
+    for child in found:
+        periods = 1.0 / child.inv_freq
+        mx.eval(periods)
+        child.__class__ = turning(type(child))
+        child.__dict__.update(_step=step, _periods=periods)
+    if found:
+        for name in files_of(module):
+            namespace = vars(sys.modules[name])
+            if APPLY in namespace and not isinstance(namespace[APPLY], Applying):
+                namespace[APPLY] = Applying(namespace[APPLY])
+    return step
+
+
+def turning(parent: type) -> type:
+    """A rotary embedding that answers a decode step with a ``Turn`` in place of cosines, and none of sines."""
+
+    class Turning(parent):  # type: ignore[misc]
+        def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
+            positions = self._step.positions
+            if positions is None or not kernels.counts_launches():
+                return super().__call__(x, position_ids)
+            return Turn(positions, self._periods, self.pairing == "even_odd"), None
+
+    return Turning
+
+
+@dataclass(frozen=True)
+class Applying:
+    """mlx-vlm's function that rotates queries and keys, and the same by a ``Turn``."""
+
+    upstream: Callable[..., tuple[mx.array, mx.array]]
+
+    def __call__(self, q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        """(B, H, L, D) queries and keys, rotated."""
+        return (cos(q), cos(k)) if isinstance(cos, Turn) else self.upstream(q, k, cos, sin, *args, **kwargs)
