@@ -130,6 +130,23 @@ def test_a_point_of_an_earlier_answer_cannot_be_given_back() -> None:
         shared_adapter("molmo_point").encode({"input_ids": mx.array([[1, 2, 180]])})
 
 
+def test_another_question_about_a_picture_goes_on_from_it() -> None:
+    """What can be pointed at comes from the cache with the keys and values; a text before the pictures has none of it."""
+    params = SamplingParams(max_tokens=14)
+    questions = ["point at it", "where is it", "and now this one"]
+    alone = []
+    for question in questions:
+        with VLMBatcher(family("molmo_point").build(), processor(), cache_bytes=0) as batcher:
+            alone.append(batcher.submit(picture(40, 20, 0), question, params=params).result(timeout=120))
+    with VLMBatcher(family("molmo_point").build(), processor()) as batcher:
+        found = [
+            batcher.submit(picture(40, 20, 0), question, params=params).result(timeout=120) for question in questions
+        ]
+    assert [result.token_ids for result in found] == [result.token_ids for result in alone]
+    assert [result.usage.cached_tokens >= 18 for result in found] == [False, True, True]
+    assert sum("<POINT_" in result.text for result in found) >= 1
+
+
 def test_nothing_of_a_picture_stays_on_the_model() -> None:
     adapter = shared_adapter("molmo_point")
     adapter.encode(as_mlx(inputs_of("molmo_point", "image:1:1")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -33,6 +33,15 @@ class LayerState(Protocol):
     def restore(self, length: int) -> Any: ...
     def parts(self) -> tuple[LayerState, ...]: ...
     def arrays(self) -> list[mx.array]: ...
+
+
+@runtime_checkable
+class SavesItself(Protocol):
+    """A family's own single-row cache, which can be cut back to any length (adapters inherit from it)."""
+
+    def saved(self) -> LayerState:
+        """What it holds, to be restored."""
+        ...
 
 
 class _OnePart:
@@ -445,6 +454,8 @@ def is_whole_kind(cache: Any) -> bool:
         return all(is_whole_kind(part) for part in cache.caches)
     if type(cache) is IndexedCache:
         return is_whole_kind(cache.inner)
+    if isinstance(cache, SavesItself):
+        return True
     return type(cache) in (KVCache, CrossCache, QuantizedCache, TurboCache, LateCache)
 
 
@@ -453,6 +464,8 @@ def save_layer(cache: Any, length: int) -> LayerState:
 
     Of a kind that is no cache of mlx-vlm's nothing can be restored.
     """
+    if isinstance(cache, SavesItself):
+        return cache.saved()
     saver = _SAVERS.get(type(cache))
     if saver is not None:
         return saver(cache, length)

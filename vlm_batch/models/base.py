@@ -171,7 +171,7 @@ class Adapter:
             image_tokens=self.count_image_tokens(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
             cached=cached,
-            vocabulary=self.vocabulary(features),
+            vocabulary=self.vocabulary(extra),
         )
         self.forget()
         return encoded
@@ -265,7 +265,7 @@ class Adapter:
         """Where the row stands; the default counts tokens."""
         return PositionState()
 
-    def vocabulary(self, features: Mapping[str, Any]) -> int | None:
+    def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
         """How many tokens the row chooses from, where the model's requests differ in that; its logits are as many."""
         return None
 

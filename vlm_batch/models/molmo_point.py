@@ -12,12 +12,13 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.states import LayerState
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.base import Adapter
 from vlm_batch.models.modules import two_tables
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.sampling import stack
-from vlm_batch.types import DecodeStep, Encoded
+from vlm_batch.types import DecodeStep, Encoded, Picture
 
 #: The logit of a token that the model does not choose from at a step (modeling_molmo_point.py, ``small_val``).
 SMALL = -100000.0
@@ -81,6 +82,34 @@ class Pictures:
     at: mx.array  # (P,) where in the prompt each patch's token stands
     positions: mx.array  # (P,) for RoPE: the patches that can be chosen are counted
     can_choose: mx.array  # (P,) bool
+    end: int  # of the prompt's part that holds them
+
+    def arrays(self) -> list[mx.array]:
+        return [value for value in vars(self).values() if isinstance(value, mx.array)]
+
+
+@dataclass(frozen=True)
+class PointerState:
+    """What a row that has seen its pictures can point at. What it has pointed at no other prompt can begin with."""
+
+    pictures: Pictures | None
+    keys: mx.array | None
+    is_whole = True
+    floor = 0
+
+    def reaches(self, length: int) -> bool:
+        return True
+
+    def restore(self, length: int) -> Pointer:
+        if self.pictures is None or length < self.pictures.end:
+            return Pointer()
+        return Pointer(self.pictures, self.keys)
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return ()
+
+    def arrays(self) -> list[mx.array]:
+        return Pointer(self.pictures, self.keys).state
 
 
 @dataclass
@@ -96,8 +125,19 @@ class Pointer:
     pointed: int = -1  # the number of the last patch, complete or not
     has_ended: bool = False
     offset: int = 0
-    nbytes: int = 0
-    state: tuple[()] = ()
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array that is held, to be evaluated."""
+        held = [] if self.keys is None else [self.keys]
+        return held + ([] if self.pictures is None else self.pictures.arrays())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)
+
+    def saved(self) -> LayerState:
+        return PointerState(self.pictures, self.keys)
 
     def take(self, token: int) -> None:
         """The answer goes on by a token."""
@@ -159,7 +199,6 @@ class MolmoPoint(Adapter):
 
     input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
-    starts_afresh = "what a row can point at is not kept"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -219,13 +258,7 @@ class MolmoPoint(Adapter):
         if (dtype := self.model.lm.model.wte.embedding.dtype) != mx.float16:
             embeds = embeds.astype(dtype)
         found = self.model._image_cache
-        tokens = Tokens(
-            first=self.num_words,
-            num_patches=int(found["token_pooling"].shape[1]),
-            num_parts=int(found["token_pooling"].shape[2]),
-            num_places=9 if self.config.patch_location else 0,
-            has_end=bool(self.config.no_more_points_class),
-        )
+        tokens = self.tokens(extra)
         at = found["image_indices"]
         can_choose = found["is_indexable_flat"]  # (L,) of the prompt
         pictures = Pictures(
@@ -237,6 +270,7 @@ class MolmoPoint(Adapter):
             at=at,
             positions=(mx.cumsum(can_choose) - 1)[at],
             can_choose=can_choose[at] > 0,
+            end=self.atomic_spans(ids, extra)[0][1],
         )
         return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
 
@@ -255,8 +289,20 @@ class MolmoPoint(Adapter):
                 f"{len(extra['image_grids'])} pictures have two views each; the prompt has the ends of {ends}"
             )
 
-    def vocabulary(self, features: Mapping[str, Any]) -> int | None:
-        return features["pictures"].tokens.end if "pictures" in features else self.num_words
+    def tokens(self, extra: Mapping[str, Any]) -> Tokens:
+        """Which ids stand for what in a prompt with pictures."""
+        num_patches, num_parts = extra["image_token_pooling"].shape
+        places = 9 if self.config.patch_location else 0
+        return Tokens(self.num_words, num_patches, num_parts, places, bool(self.config.no_more_points_class))
+
+    def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
+        return self.tokens(extra).end if "image_token_pooling" in extra else self.num_words
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All of them are one, as they see each other; the kinds of the prompt's tokens are none of them."""
+        spans = self.atomic_spans(ids, extra)
+        inputs = {name: value for name, value in extra.items() if name != "token_type_ids"}
+        return tuple(Picture(start, end, inputs) for start, end in spans)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """From the first picture's first token to the last picture's last, whatever text lies between them."""
@@ -284,9 +330,9 @@ class MolmoPoint(Adapter):
             pointer.pictures = pictures
             pointer.keys = self.patch_keys(self.normed(hidden)[0, pictures.at - start], pictures)
         logits = self.model.lm.lm_head(states[:, -1])  # (1, V)
-        if pictures is None:
+        if pointer.pictures is None:
             return logits
-        extra = pictures.tokens.end - pictures.tokens.first
+        extra = pointer.pictures.tokens.end - pointer.pictures.tokens.first
         return mx.pad(self.words_only(logits), [(0, 0), (0, extra)], constant_values=SMALL)
 
     def decode(self, step: DecodeStep) -> mx.array:
