@@ -93,7 +93,6 @@ REFUSED: Mapping[str, str] = {
 }
 
 _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch"
-_UNVERIFIED = "its rows have not been verified in a batch"
 
 _TEXT_DECODERS = """
     afm7 afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 cohere2_moe dbrx deepseek
@@ -110,11 +109,4 @@ _TEXT_DECODERS = """
 #: Model type, after mlx-vlm's remapping, -> why it is not batched.
 ONE_AT_A_TIME: Mapping[str, str] = {
     **dict.fromkeys(_TEXT_DECODERS.split(), _TEXT_ONLY),
-    **dict.fromkeys(
-        (
-            "deepseek_v4",
-            "deepseek_v41",
-        ),
-        _UNVERIFIED,
-    ),
 }

@@ -1,5 +1,7 @@
 """Causes that are one family's own."""
 
+import importlib
+from types import SimpleNamespace
 from unittest import mock
 
 import mlx.core as mx
@@ -57,6 +59,23 @@ def minimax_m3_vl_groups():
     here = mx.array([[keys.shape[2] - 1]])
     apart = [indexer.select_blocks(queries[:, head : head + 1], keys, 0, None, here).tolist() for head in (0, 1)]
     return indexer.select_blocks(queries, keys, 0, None, here).tolist(), apart
+
+
+@case("deepseek_vl_v2", at="models/deepseek_vl_v2/language.py:150 models/deepseek_vl_v2/language.py:123")
+def deepseek_vl_v2_rotation():
+    """Without rope_scaling, the halves of a head are turned (and the norms of the latents have an epsilon of 1e-5).
+
+    Right (DeepSeek's modeling_deepseek.py and transformers, and mlx-vlm with rope_scaling): neighbours (and 1e-6).
+    """
+    from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
+    from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 8, "q_lora_rank": 8}
+    attention = DeepseekV2Attention(
+        TextConfig(**sizes, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, rope_theta=100.0)
+    )
+    heads = noise(4, 1, 1, 3, 4)
+    return attention.rope(heads), mx.fast.rope(heads, 4, traditional=True, base=100.0, scale=1.0, offset=0)
 
 
 @case("ernie4_5_moe_vl", at="models/ernie4_5_moe_vl/ernie4_5_moe_vl.py:253")
@@ -228,6 +247,78 @@ def molmo_point_nothing_left():
     patch, last_part, place = 10, bounds.subpatch_end - 1, bounds.location_start
     mask = MolmoPointLogitProcessor(bounds, True, True, True)([patch, last_part, place, patch], patch, 25)
     return bool((mask == 0).any().item()), True
+
+
+@case("deepseek_v4", at="models/deepseek_v4/language.py:685 models/deepseek_v4/language.py:745")
+def deepseek_v4_indexer():
+    """From ``index_block * index_keep`` pools on (1,024 by default), pools are chosen among means of blocks, and those behind
+    the last whole block never are. Right (transformers, modeling_deepseek_v4.py, DeepseekV4Indexer): the best of all.
+    """
+    from mlx_vlm.models.cache import PoolingCache
+    from mlx_vlm.models.deepseek_v4.language import DeepseekV4RoPE, Indexer
+
+    def chosen(**settings):
+        indexer = filled(Indexer(config_of("deepseek_v4", index_topk=4, **settings), 4))
+        cache, rope = PoolingCache(4), DeepseekV4RoPE(8, 400.0)
+        indexer(noise(8, 1, 60, 64), noise(9, 1, 60, 24), rope, cache, 0)  # 15 pools
+        return mx.sort(indexer(noise(10, 1, 1, 64), noise(11, 1, 1, 24), rope, cache, 60), axis=-1)
+
+    return chosen(index_block=4, index_keep=2), chosen(index_block=0)
+
+
+@case("deepseek_v41", at="models/deepseek_v41/language.py:1282")
+def deepseek_v41_tables():
+    """Without the map of the n-grams' tokens (no engram_token_map.json and no tokenizer.json beside the weights), the answer
+    is that of a model without its tables, and nothing is said. Right: an error, or the tables.
+    """
+    from mlx_vlm.models.deepseek_v41.engram import NgramHashState
+
+    model, whole = tiny("deepseek_v41"), tiny("deepseek_v41")
+    model.model_path = "a/folder/without/them"
+    language = whole.language_model
+    kinds = [token // 4 for token in range(160)]
+    language.engram_hash = NgramHashState(language.config, language.layout, token_map=kinds)
+    return first_logprobs(model, text(7, 12)), first_logprobs(whole, text(7, 12))
+
+
+def dropped_groups(package):
+    """Which experts a gate with two groups takes, of which one is dropped, and which the published one does."""
+    gate = importlib.import_module(f"mlx_vlm.models.{package}.language").MoEGate
+    settings = {"num_experts_per_tok": 2, "norm_topk_prob": True, "n_routed_experts": 8, "routed_scaling_factor": 1.0}
+    settings |= {"n_group": 2, "topk_group": 1, "hidden_size": 16, "topk_method": "noaux_tc"}
+    gate, x = gate(SimpleNamespace(**settings)), noise(3, 1, 6, 16)
+    gate.weight, gate.e_score_correction_bias = noise(1, 8, 16), noise(2, 8) - 0.8
+    choice = mx.sigmoid(x @ gate.weight.T) + gate.e_score_correction_bias
+    ranks = mx.sort(choice.reshape(1, 6, 2, 4), axis=-1)[..., -2:].sum(axis=-1)
+    allowed = mx.repeat(ranks >= ranks.max(axis=-1, keepdims=True), 4, axis=-1)
+    right = mx.argsort(mx.where(allowed, choice, -mx.inf), axis=-1)[..., -2:]
+    return mx.sort(gate(x)[0], axis=-1), mx.sort(right, axis=-1)
+
+
+@case("kimi_k25", "mistral_large3", at="models/deepseek_v3/language.py:167")
+def deepseek_v3_groups():
+    """An expert of a dropped group has a score of zero, which beats a kept one of less. Right (DeepSeek's own code;
+    transformers, modeling_deepseek_v3.py:151): it is out of the choice.
+    """
+    return dropped_groups("deepseek_v3")
+
+
+@case("kimi_vl", at="models/kimi_vl/language.py:252")
+def kimi_vl_groups():
+    """As deepseek_v3."""
+    return dropped_groups("kimi_vl")
+
+
+@case("youtu_vl", at="models/youtu_vl/language.py:186")
+def youtu_vl_groups():
+    """As deepseek_v3."""
+    return dropped_groups("youtu_vl")
+
+
+@case("glm4v_moe", at="models/glm4v_moe/language.py:179")
+def glm4v_moe_groups():
+    """As deepseek_v3 (transformers, modeling_glm4v_moe.py:301)."""
+    return dropped_groups("glm4v_moe")
 
 
 if __name__ == "__main__":

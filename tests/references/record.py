@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.references.documents import DOCUMENTS
 from tests.references.newer import NEWER
+from tests.references.texts import TEXTS
 from tests.references.towers import TOWERS
-from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, requests_of, weights_hash
+from tests.zoo import FAMILIES, Inputs, TinyFamily, inputs_hash, recorded_requests, weights_hash
 from tests.zoo._build import weights_of
 from tests.zoo.aya_vision import LOGIT_SCALE
 
@@ -731,7 +732,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-RECIPES |= {name: Recipe(**facts) for name, facts in {**TOWERS, **NEWER, **DOCUMENTS}.items()}
+RECIPES |= {name: Recipe(**facts) for name, facts in {**TOWERS, **NEWER, **DOCUMENTS, **TEXTS}.items()}
 
 
 def torch_weights(zoo: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -809,7 +810,7 @@ def record(tiny: TinyFamily) -> None:
     zoo, recipe = tiny.build(), RECIPES[tiny.name]
     model = load(zoo, recipe)
     stored: dict[str, Any] = {"weights": weights_hash(zoo), "transformers": transformers.__version__}
-    for name, inputs in requests_of(tiny).items():
+    for name, inputs in recorded_requests(tiny).items():
         tokens, logprobs = answer(model, recipe, inputs)
         trace = tiny.greedy(zoo, inputs, STEPS)
         same = int((tokens == np.array(trace.tokens)).cumprod().sum())

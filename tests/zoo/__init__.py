@@ -29,7 +29,7 @@ def family(name: str) -> TinyFamily:
 
 
 def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
-    """One request of every kind the family takes, by name; references are recorded for these."""
+    """One request of every kind the family takes, by name."""
     requests = {"short_text": tiny.text(1, 5), "text": tiny.text(2, 14)}
     requests |= {f"image_{size}": tiny.image(3 + size, size) for size in range(3)}
     if tiny.two_images is not None:
@@ -41,6 +41,16 @@ def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
     if tiny.picture_and_video is not None:
         requests["picture_and_video"] = tiny.picture_and_video(6)
     return requests | {name: make(4) for name, make in tiny.also.items()}
+
+
+def recorded_requests(tiny: TinyFamily) -> dict[str, Inputs]:
+    """Those for which transformers' answers are recorded: all, or the texts; or what published code answers, pictures."""
+    requests = requests_of(tiny)
+    if tiny.points is not None:  # tests/references/published.py: it answers no text without a picture
+        return {name: inputs for name, inputs in requests.items() if "pixel_values" in inputs}
+    if not tiny.only_texts_recorded:
+        return requests
+    return {name: inputs for name, inputs in requests.items() if inputs.keys() == {"input_ids"}}
 
 
 __all__ = [
@@ -56,6 +66,7 @@ __all__ = [
     "family",
     "generate_alone",
     "inputs_hash",
+    "recorded_requests",
     "requests_of",
     "to_mx",
     "weights_hash",

@@ -68,6 +68,8 @@ class TinyFamily:
     """The registered family, where `name` is that of another kind of model in it."""
     no_reference: str = ""
     """Why transformers' answers are not recorded in tests/references, when they are not."""
+    only_texts_recorded: str = ""
+    """Why those of texts alone are, when they are."""
     video: Callable[[int, int], Inputs] | None = None
     """(seed, size) -> a request with one video, where the family takes them; of size 2 it has more time than width."""
     picture_and_video: Callable[[int], Inputs] | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from unittest import mock
+
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import deepseek_vl_v2 as upstream
@@ -73,11 +76,17 @@ def two_images(seed: int) -> Inputs:
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
-    """mlx-vlm's own path, with zeros after the tile counts: it reads one for each view, past the end of the array."""
+    """mlx-vlm's own path, turning neighbours, with 1e-6 in the latents' norms, and zeros after the tile counts."""
     if "images_spatial_crop" in inputs:
         crops, views = inputs["images_spatial_crop"], inputs["pixel_values"].shape[1]
         inputs = {**inputs, "images_spatial_crop": np.pad(crops, [(0, 0), (0, views - crops.shape[1]), (0, 0)])}
-    return generate_alone(model, inputs, num_tokens)
+    attentions = [layer.self_attn for layer in model.language_model.model.layers]
+    norms = [norm for attention in attentions for norm in (attention.q_a_layernorm, attention.kv_a_layernorm)]
+    changes = [(attention.rope, "traditional", True) for attention in attentions]
+    with ExitStack() as stack:
+        for module, name, value in [*changes, *((norm, "eps", 1e-6) for norm in norms)]:
+            stack.enter_context(mock.patch.object(module, name, value))
+        return generate_alone(model, inputs, num_tokens)
 
 
 FAMILY = TinyFamily(
@@ -88,6 +97,8 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=greedy,
     oracle_note="mlx-vlm's generate_step on tile counts that end in zeros (deepseek_vl_v2.py:333 reads past them, and what "
-    "lies there may drop the picture); experts are chosen greedily, as in the two smaller published models.",
-    no_reference="transformers has no class of this family (its DeepSeek-VL is the first version)",
+    "lies there may drop the picture), and neighbours of a head turned, as in DeepSeek's code and transformers "
+    "(deepseek_vl_v2/language.py:150 turns halves); experts are chosen greedily, as in the two smaller published models.",
+    wrong_alone=("text", "image_0"),
+    only_texts_recorded="transformers has the language model (DeepseekV2) and not the family, which is remote code",
 )

@@ -105,7 +105,9 @@ def _resized(embed: nn.Module, table: mx.array, high: int, wide: int) -> mx.arra
         if old == new:
             continue
         at = (np.arange(new) + 0.5) * old / (new + 0.1) - 0.5
-        values = np.apply_along_axis(lambda row, at=at: np.interp(at, np.arange(len(row)), row), axis, values)
+        flat = np.moveaxis(values, axis, -1).reshape(-1, old)
+        rows = np.stack([np.interp(at, np.arange(old), row) for row in flat])
+        values = np.moveaxis(rows.reshape(*np.moveaxis(values, axis, -1).shape[:-1], new), -1, axis)
     return mx.array(values[None].astype(np.float32))
 
 

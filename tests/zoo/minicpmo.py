@@ -90,5 +90,5 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step with a clean language model.",
-    no_reference="transformers has no class of this family (MiniCPM-o is remote code)",
+    only_texts_recorded="transformers has the language model (Qwen3) and not the family, which is remote code",
 )

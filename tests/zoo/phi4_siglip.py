@@ -87,7 +87,7 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, pictures encoded one by one, with positions as SigLIP 2 resizes them."""
     tower, projector = model.vision_tower.vision_tower.vision_model, model.mm_projector
     table = np.array(tower.embeddings.position_embedding.weight).reshape(3, 3, -1)
-    pictures = []
+    pictures: list[mx.array] = []
     for rows, columns in inputs.get("spatial_shapes", np.zeros((0, 2), dtype=np.int32)).tolist():
         patches = mx.array(inputs["pixel_values"][len(pictures), : rows * columns])[None]
         positions = np.einsum("yY,xX,YXd->yxd", _spread(rows, 3), _spread(columns, 3), table)
@@ -97,8 +97,8 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
         for layer in tower.encoder.layers[:-1]:  # the last but one is taken
             hidden = layer(hidden)
         pictures.append(projector(hidden[0]))
-    tokens = expanded(inputs["input_ids"], NO_TOKEN, [len(picture) for picture in pictures])
-    embeds = model.language_model.model.embed_tokens(mx.array(np.maximum(tokens, 0)))
+    tokens = mx.array(expanded(inputs["input_ids"], NO_TOKEN, [len(picture) for picture in pictures]))
+    embeds = model.language_model.model.embed_tokens(mx.maximum(tokens, 0))
     if pictures:
         embeds = put_pictures(embeds, tokens, NO_TOKEN, mx.concatenate(pictures))
     return generate_from_embeddings(model, embeds, num_tokens)

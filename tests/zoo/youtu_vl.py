@@ -83,5 +83,5 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
-    no_reference="transformers has the language model alone (Youtu), not the family",
+    only_texts_recorded="transformers has the language model (Youtu) and not the family",
 )

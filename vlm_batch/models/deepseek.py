@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
 from mlx_vlm.models.kernels import bicubic_interpolate
 
 from vlm_batch.caches.retained import RetainedPromptCache
@@ -27,6 +28,9 @@ from vlm_batch.types import Encoded
             "rows (deepseek_vl_v2/language.py:336-366)",
             "the pictures' tile counts end in zeros: mlx-vlm reads as many of them as there are tiles, past their end "
             "(deepseek_vl_v2/deepseek_vl_v2.py:333), and takes what lies in memory there for a count",
+            "latent attention turns neighbours of a head, as in DeepSeek's code and transformers (DeepseekV2); mlx-vlm turns "
+            "halves where the configuration has no rope_scaling (deepseek_vl_v2/language.py:150), and gives the latents' norms "
+            "an epsilon of 1e-5 for 1e-6 (deepseek_vl_v2/language.py:123)",
         ),
     )
 )
@@ -35,6 +39,15 @@ class DeepseekVL2(Adapter):
 
     input_keys = Adapter.input_keys | {"images_seq_mask", "images_spatial_crop"}
     ignored_inputs = frozenset({"labels", "sft_format", "seq_lens"})
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for _, module in self.language.named_modules():  # as modeling_deepseek.py has it
+            if isinstance(module, DeepseekV2Attention):
+                if isinstance(module.rope, nn.RoPE):
+                    module.rope.traditional = True
+                for name in {"q_a_layernorm", "kv_a_layernorm"} & module.keys():
+                    module[name].eps = 1e-6
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
