@@ -142,6 +142,18 @@ def mistral_large3_ignores_pictures():
     return language(ids, inputs_embeds=embeds).logits, language(ids[:, ::-1], inputs_embeds=embeds).logits
 
 
+@case("mistral_large3", at="models/deepseek_v3/language.py:159")
+def mistral_large3_experts():
+    """Experts are weighed by sigmoids, as in DeepSeek-V3.
+
+    Right (vLLM's configs/mistral.py, _remap_moe_args, and transformers' Mistral 4): by a softmax.
+    """
+    gate = next(layer.mlp.gate for layer in tiny("mistral_large3").layers if "gate" in layer.mlp)
+    hidden = noise(12, 1, 5, 64)
+    chosen, weights = gate(hidden)
+    return weights, mx.softmax(mx.take_along_axis(hidden @ gate.weight.T, chosen, axis=-1), axis=-1)
+
+
 @case("zaya1_vl", at="models/zaya1_vl/language.py:680")
 def zaya1_vl_text_and_picture():
     """A picture beside a text in a batch: the mask is cut by ``int`` of the rows' offsets, which raises."""
