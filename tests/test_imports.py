@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "digest"),
     ("refusals", "registry", "scheduler", "sampling", "text", "images", "videos", "handle", "progress"),
     ("caches",),
-    ("batch", "compiled"),
+    ("batch", "compiled", "defaults"),
     ("reuse", "features"),
     ("models", "generator"),
     ("batcher",),

@@ -94,7 +94,9 @@ UNIFORM = KVQuantisation(8, 32)
 LATE = KVQuantisation(8, 32, start=20)
 #: Families that refuse, by name and with the reason.
 REFUSED = {
+    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41"), "no layer of full attention"),
     "kimi_k25": "cannot be run with kv_bits=8",
+    "kimi_k25_groups": "cannot be run with kv_bits=8",
     "kimi_k3": "cannot be run with kv_bits=8",
     "inkling": "cannot be run with kv_bits=8",
     "mistral_large3": "cannot be run with kv_bits=8",
@@ -104,7 +106,9 @@ REFUSED = {
 }
 _LATENT = "attention over the latent cuts the keys up itself"
 REASONS = {
+    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41"), "no layer of full attention"),
     "kimi_k25": _LATENT,
+    "kimi_k25_groups": _LATENT,
     "kimi_k3": _LATENT,
     "inkling": "biases by distance are made for keys as arrays",
     "mistral_large3": _LATENT,

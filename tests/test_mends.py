@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.models.deepseek import DeepseekVL2
 from vlm_batch.models.modules import clone_modules
 from vlm_batch.models.phi import Phi3V
+from vlm_batch.models.routing import dropped_groups
 
 BLOCK = 4
 
@@ -102,6 +105,35 @@ def test_experts_are_chosen_by_score_and_bias(groups: tuple[int, int]) -> None:
         best = set(np.argsort(allowed)[-2:].tolist())
         assert set(experts[row, token].tolist()) == best
         np.testing.assert_allclose(weights[row, token], 2.5 * scores[row, token][experts[row, token]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("package", ["deepseek_v3", "glm4v_moe", "kimi_vl", "youtu_vl"])
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (4, 2), (4, 4)])
+def test_dropped_groups_have_no_expert(package: str, groups: tuple[int, int]) -> None:
+    """DeepSeek-V3's router by the book, token by token, with scores and biases that come to less than zero."""
+    kind = import_module(f"mlx_vlm.models.{package}.language").MoEGate
+    settings: dict[str, Any] = {
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 2.5,
+    }
+    settings |= {"n_group": groups[0], "topk_group": groups[1], "hidden_size": 16, "topk_method": "noaux_tc"}
+    upstream = kind(SimpleNamespace(**settings))
+    random = np.random.RandomState(3)
+    upstream.weight = mx.array(random.standard_normal((8, 16)).astype(np.float32))
+    upstream.e_score_correction_bias = mx.array(random.standard_normal(8).astype(np.float32) - 0.8)
+    tokens = mx.array(np.random.RandomState(4).standard_normal((3, 5, 16)).astype(np.float32))
+    experts, weights = (np.array(part) for part in clone_modules(upstream, {kind: dropped_groups(kind)})(tokens))  # type: ignore[operator]
+    scores = 1 / (1 + np.exp(-np.array(tokens @ upstream.weight.T)))
+    choice = scores + np.array(upstream.e_score_correction_bias)
+    for row, token in np.ndindex(3, 5):
+        grouped = choice[row, token].reshape(groups[0], -1)
+        kept = np.argsort(np.sort(grouped, axis=-1)[:, -2:].sum(axis=-1))[-groups[1] :]
+        allowed = np.where(np.isin(np.arange(groups[0]), kept)[:, None], grouped, -np.inf).reshape(-1)
+        assert set(experts[row, token].tolist()) == set(np.argsort(allowed)[-2:].tolist())
+        chosen = scores[row, token][experts[row, token]]
+        np.testing.assert_allclose(weights[row, token], 2.5 * chosen / chosen.sum(), rtol=1e-5)
 
 
 def test_greedy_experts_are_mlx_vlms() -> None:

@@ -101,10 +101,24 @@ def test_places_are_bounded() -> None:
 
 def test_a_chunk_is_bounded_whatever_the_budget() -> None:
     scheduler = Scheduler(SchedulerConfig(max_chunk=20))
-    assert scheduler.plan([PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)], 30) == (
+    assert scheduler.plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45) == (
         Chunk("a", 0, 20),
-        Chunk("b", 0, 10),
+        Chunk("a", 20, 30),
+        Chunk("b", 0, 15),
     )
+
+
+def test_a_prompt_that_was_found_whole_has_an_empty_chunk() -> None:
+    assert SCHEDULER.plan([PrefillRow("a", 50, 50), PrefillRow("b", 4, 0)], 10) == (
+        Chunk("a", 50, 50),
+        Chunk("b", 0, 4),
+    )
+
+
+def test_a_budget_of_several_chunks_goes_to_one_row_if_it_is_alone() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_chunk=20))
+    row = PrefillRow("a", 50, 4, atomic=((22, 30),))
+    assert scheduler.plan([row], 30) == (Chunk("a", 4, 22), Chunk("a", 22, 34))
 
 
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:

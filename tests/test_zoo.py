@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_vlm.models.deepseek_v41.processing_deepseek_v41 import ImageInput
 
 from tests.zoo import (
     FAMILIES,
@@ -138,6 +140,8 @@ def test_swapped_pictures_matter(tiny: TinyFamily, model: Any) -> None:
     def turn(value: Any) -> Any:
         if isinstance(value, list):
             return [turn(item) for item in value]
+        if isinstance(value, ImageInput):
+            return replace(value, patches=mx.array(turn(np.array(value.patches))))
         return np.roll(value, value.shape[axis] // 2, axis=axis)
 
     turned = {**request, name: turn(request[name])}

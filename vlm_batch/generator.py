@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from vlm_batch.caches import Placement, arrays_of, can_share, take_row
 from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation
 from vlm_batch.compiled import CompiledDecode
+from vlm_batch.defaults import BESIDE_DECODE, MAX_TOGETHER, for_placement
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
 from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
@@ -42,43 +43,6 @@ from vlm_batch.types import (
 )
 
 T = TypeVar("T")
-
-#: Prompt tokens of a forward where rows have their own caches (CPUs): 1.42 ms a token, 1.87 at 1,024 (docs/benchmarks.md).
-ROWS_CHUNK = 256
-#: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 1,024, and four small pictures as long as one;
-#: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
-SLAB_CHUNK = 1024
-SLAB_BUDGET = 8192
-TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (16, 32)}  # rows encoded and prompts prefilled together
-#: Prompt tokens of one array: of 290 each, 16 prompts take 57 ms and 3.5 GB there, 32 take 106 and 6.9.
-MAX_TOGETHER = 4096
-#: Beside decoding rows one encoder call takes a quarter as many: 48 ms of a gap for 4 pictures of 1,024 patches, 147 for 16.
-BESIDE_DECODE = 4
-
-
-def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerConfig:
-    """What the config leaves open, as measured on devices of a placement."""
-    encode, prefill = TOGETHER[placement]
-    config = replace(
-        config,
-        encode_together=encode if config.encode_together is None else config.encode_together,
-        prefill_together=prefill if config.prefill_together is None else config.prefill_together,
-    )
-    is_timed = config.prefill_budget is None
-    if placement is Placement.SLAB:
-        slack = SLAB_CHUNK // 2 if is_timed else 0
-        return replace(
-            config,
-            idle_budget=config.idle_budget or SLAB_BUDGET,
-            smallest_chunk=config.smallest_chunk or SLAB_CHUNK,
-            slack=config.slack or slack,
-        )
-    return replace(
-        config,
-        max_chunk=min(config.max_chunk, ROWS_CHUNK),
-        idle_budget=min(config.idle_budget or ROWS_CHUNK, ROWS_CHUNK),
-        smallest_chunk=config.smallest_chunk or ROWS_CHUNK,
-    )
 
 
 class ModelAdapter(Protocol):
@@ -116,7 +80,7 @@ class _Launched:
     """What a step launched, in the order in which the device does it; the next step reads it."""
 
     decode: _Flight | None = None
-    chunks: list[tuple[Row, list[mx.array]]] = field(default_factory=list)  # a row and what to wait for
+    chunks: dict[Row, list[mx.array]] = field(default_factory=dict)  # what to wait for: what a row's last chunk left
     joined: _Flight | None = None  # first tokens of the rows whose prompts ended
 
 
@@ -253,7 +217,7 @@ class BatchGenerator:
         self.reuse.settle_ended()
         if launched.decode is not None:
             self._read(launched.decode)
-        for row, arrays in launched.chunks:
+        for row, arrays in launched.chunks.items():
             if row.status is not Status.FINISHED:
                 self._guard(row, mx.eval, arrays)
                 self.reuse.settle(row)
@@ -261,7 +225,10 @@ class BatchGenerator:
             self._read(launched.joined)
 
     def _admit(self, is_decoding: bool) -> float:
-        """Give free places to waiting rows, and encode a few rows ahead: one a step beside decoding rows, else more.
+        """Give free places to waiting rows, and encode a few rows ahead.
+
+        Beside decoding rows for the config's ``encode_seconds``, so that the scheduler has rows to choose from; else as many
+        as fill a step.
 
         Returns the seconds that encoding took.
         """
@@ -285,7 +252,7 @@ class BatchGenerator:
                 if self.reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
                 if num_encoded >= num_looked:
-                    if num_encoded and (is_decoding or not has_place or self._has_prefill_work()):
+                    if num_encoded and (not has_place or self._has_encoded_enough(is_decoding, now)):
                         break
                     num_looked = num_encoded + self._look(
                         [other for other in near[index:] if other.encoded is None], others, is_decoding
@@ -318,8 +285,11 @@ class BatchGenerator:
             row.inputs = inputs
         return max((index for index in range(len(together)) if looked[index] is not given[index]), default=0) + 1
 
-    def _has_prefill_work(self) -> bool:
-        """Whether the prompts that have places fill a step."""
+    def _has_encoded_enough(self, is_decoding: bool, begin: float) -> bool:
+        """Whether a step that began to encode at ``begin`` goes on with what else it has to do."""
+        config = self.scheduler.config
+        if is_decoding:
+            return time.perf_counter() - begin >= (config.encode_seconds or 0.0)
         return self._num_pending() >= self._pace.idle_budget
 
     def _num_pending(self) -> int:
@@ -360,7 +330,8 @@ class BatchGenerator:
         return together(plan, lengths, most, MAX_TOGETHER)
 
     def _prefill(self, group: Sequence[Chunk]) -> list[Row]:
-        """Run a group of chunks; the rows whose prompts it ended."""
+        """Run a group of chunks; the rows whose prompts it ended. A row that failed in an earlier chunk has no further one."""
+        group = [chunk for chunk in group if chunk.request_id in self._prefilling]
         rows = [self._prefilling[chunk.request_id] for chunk in group]
         if len(rows) > 1 and self._run_together(rows):
             return [row for row in rows if row.status is Status.DECODE]
@@ -398,7 +369,7 @@ class BatchGenerator:
             self.adapter.finish_prefill(_encoded(row), row.cache)
         arrays = arrays_of([cache.state for cache in row.cache]) + ([logits] if done else []) + kept
         mx.async_eval(arrays)
-        self._launched.chunks.append((row, arrays))
+        self._launched.chunks[row] = arrays
         if done:
             row.next_token = logits
             row.encoded = None  # embeddings and features are let go of here

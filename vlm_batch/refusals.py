@@ -112,12 +112,5 @@ _TEXT_DECODERS = """
 #: Model type, after mlx-vlm's remapping, -> why it is not batched.
 ONE_AT_A_TIME: Mapping[str, str] = {
     **dict.fromkeys(_TEXT_DECODERS.split(), _TEXT_ONLY),
-    **dict.fromkeys(
-        (
-            "deepseek_v4",
-            "deepseek_v41",
-            "qwen4_exp",
-        ),
-        _UNVERIFIED,
-    ),
+    "qwen4_exp": _UNVERIFIED,
 }

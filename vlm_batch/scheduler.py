@@ -11,7 +11,7 @@ ones and long ones do not wait for ever (highest response ratio next). Ageing li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_batch.types import Chunk
 
@@ -23,18 +23,20 @@ class SchedulerConfig:
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
     tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long (``Pace``).
     ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
-    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_together``: rows
-    whose pictures go through the encoder in one call when nothing decodes. ``prefill_together``: whole prompts of one
-    length that are prefilled as one array. ``smallest_chunk``: prompt tokens beside decoding rows, however slow they
-    are; ``slack``: by how many more a chunk may end its prompt. None leaves a setting to the device
-    (``vlm_batch.generator.for_placement``).
+    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_seconds``: how
+    long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
+    ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
+    ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
+    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a
+    setting to the device (``vlm_batch.defaults.for_placement``).
     """
 
     max_rows: int = 8
     prefill_budget: int | None = None
     idle_budget: int | None = None
-    max_chunk: int = 2048
+    max_chunk: int | None = None
     encode_ahead: int = 2
+    encode_seconds: float | None = None
     encode_together: int | None = None
     prefill_together: int | None = None
     smallest_chunk: int | None = None
@@ -90,13 +92,15 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         for row in sorted(prefill, key=self._prefill_urgency):
-            if budget <= 0:
-                break
-            rest = row.length - row.done
-            room = rest if rest <= budget + self.config.slack else budget
-            end = chunk_end(row, min(room, self.config.max_chunk))
-            chunks.append(Chunk(row.request_id, row.done, end))
-            budget -= end - row.done
+            while budget > 0:
+                rest = row.length - row.done
+                room = rest if rest <= budget + self.config.slack else budget
+                end = chunk_end(row, min(room, self.config.max_chunk or room))
+                chunks.append(Chunk(row.request_id, row.done, end))  # an empty one for a prompt that was found whole
+                budget -= end - row.done
+                row = replace(row, done=end)
+                if end == row.length:
+                    break
         return tuple(chunks)
 
     def urgency(self, priority: int, waited: float) -> tuple[float, float]:

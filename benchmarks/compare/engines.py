@@ -97,7 +97,10 @@ class ThisLibrary:
         config = SchedulerConfig(max_rows=workload.rows)
         if workload.chunk is not None:
             config = SchedulerConfig(
-                max_rows=workload.rows, prefill_budget=workload.chunk, idle_budget=8 * workload.chunk
+                max_rows=workload.rows,
+                prefill_budget=workload.chunk,
+                idle_budget=8 * workload.chunk,
+                max_chunk=workload.chunk,
             )
         adapter: Any = adapt(model)
         if contexts is not None:

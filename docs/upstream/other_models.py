@@ -1,5 +1,7 @@
 """Causes that are one family's own."""
 
+import importlib
+from types import SimpleNamespace
 from unittest import mock
 
 import mlx.core as mx
@@ -191,6 +193,78 @@ def qwen3_5_quantised():
     short, long = text(1, 9), text(2, 40)
     right = [batched(tiny("qwen3_5", text_config=config), one, **settings)[0] for one in (short, long)]
     return batched(tiny("qwen3_5", text_config=config), short, long, **settings), right
+
+
+@case("deepseek_v4", at="models/deepseek_v4/language.py:685 models/deepseek_v4/language.py:745")
+def deepseek_v4_indexer():
+    """From ``index_block * index_keep`` pools on (1,024 by default), pools are chosen among means of blocks, and those behind
+    the last whole block never are. Right (transformers, modeling_deepseek_v4.py, DeepseekV4Indexer): the best of all.
+    """
+    from mlx_vlm.models.cache import PoolingCache
+    from mlx_vlm.models.deepseek_v4.language import DeepseekV4RoPE, Indexer
+
+    def chosen(**settings):
+        indexer = filled(Indexer(config_of("deepseek_v4", index_topk=4, **settings), 4))
+        cache, rope = PoolingCache(4), DeepseekV4RoPE(8, 400.0)
+        indexer(noise(8, 1, 60, 64), noise(9, 1, 60, 24), rope, cache, 0)  # 15 pools
+        return mx.sort(indexer(noise(10, 1, 1, 64), noise(11, 1, 1, 24), rope, cache, 60), axis=-1)
+
+    return chosen(index_block=4, index_keep=2), chosen(index_block=0)
+
+
+@case("deepseek_v41", at="models/deepseek_v41/language.py:1282")
+def deepseek_v41_tables():
+    """Without the map of the n-grams' tokens (no engram_token_map.json and no tokenizer.json beside the weights), the answer
+    is that of a model without its tables, and nothing is said. Right: an error, or the tables.
+    """
+    from mlx_vlm.models.deepseek_v41.engram import NgramHashState
+
+    model, whole = tiny("deepseek_v41"), tiny("deepseek_v41")
+    model.model_path = "a/folder/without/them"
+    language = whole.language_model
+    kinds = [token // 4 for token in range(160)]
+    language.engram_hash = NgramHashState(language.config, language.layout, token_map=kinds)
+    return first_logprobs(model, text(7, 12)), first_logprobs(whole, text(7, 12))
+
+
+def dropped_groups(package):
+    """Which experts a gate with two groups takes, of which one is dropped, and which the published one does."""
+    gate = importlib.import_module(f"mlx_vlm.models.{package}.language").MoEGate
+    settings = {"num_experts_per_tok": 2, "norm_topk_prob": True, "n_routed_experts": 8, "routed_scaling_factor": 1.0}
+    settings |= {"n_group": 2, "topk_group": 1, "hidden_size": 16, "topk_method": "noaux_tc"}
+    gate, x = gate(SimpleNamespace(**settings)), noise(3, 1, 6, 16)
+    gate.weight, gate.e_score_correction_bias = noise(1, 8, 16), noise(2, 8) - 0.8
+    choice = mx.sigmoid(x @ gate.weight.T) + gate.e_score_correction_bias
+    ranks = mx.sort(choice.reshape(1, 6, 2, 4), axis=-1)[..., -2:].sum(axis=-1)
+    allowed = mx.repeat(ranks >= ranks.max(axis=-1, keepdims=True), 4, axis=-1)
+    right = mx.argsort(mx.where(allowed, choice, -mx.inf), axis=-1)[..., -2:]
+    return mx.sort(gate(x)[0], axis=-1), mx.sort(right, axis=-1)
+
+
+@case("kimi_k25", "mistral_large3", at="models/deepseek_v3/language.py:167")
+def deepseek_v3_groups():
+    """An expert of a dropped group has a score of zero, which beats a kept one of less. Right (DeepSeek's own code;
+    transformers, modeling_deepseek_v3.py:151): it is out of the choice.
+    """
+    return dropped_groups("deepseek_v3")
+
+
+@case("kimi_vl", at="models/kimi_vl/language.py:252")
+def kimi_vl_groups():
+    """As deepseek_v3."""
+    return dropped_groups("kimi_vl")
+
+
+@case("youtu_vl", at="models/youtu_vl/language.py:186")
+def youtu_vl_groups():
+    """As deepseek_v3."""
+    return dropped_groups("youtu_vl")
+
+
+@case("glm4v_moe", at="models/glm4v_moe/language.py:179")
+def glm4v_moe_groups():
+    """As deepseek_v3 (transformers, modeling_glm4v_moe.py:301)."""
+    return dropped_groups("glm4v_moe")
 
 
 if __name__ == "__main__":

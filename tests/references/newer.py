@@ -400,6 +400,57 @@ MINIMAX_M3_VL = (
 )
 
 
+# DeepSeek-V4 ----------------------------------------------------------------------------------------------------------
+
+
+def deepseek_v4_text(zoo: nn.Module) -> torch.nn.Module:
+    """Its third layer's pools are as small as the zoo's."""
+    ours = zoo.config
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    ]
+    names += ["q_lora_rank", "num_experts_per_tok", "n_routed_experts", "routed_scaling_factor", "rope_theta"]
+    names += ["compress_rope_theta", "hc_mult", "swiglu_limit", "sliding_window", "o_groups", "o_lora_rank"]
+    names += ["index_n_heads", "index_head_dim", "index_topk", "rms_norm_eps", "compress_ratios", "num_hash_layers"]
+    names += ["qk_rope_head_dim", "max_position_embeddings"]
+    rates = {"compressed_sparse_attention": 4}
+    rates["heavily_compressed_attention"] = zoo.language_model.layers[2].attn.compress_ratio
+    config = transformers.DeepseekV4Config(**same(ours, *names), compress_rates=rates, tie_word_embeddings=False)
+    return transformers.DeepseekV4ForCausalLM(config)
+
+
+def deepseek_v4_weights(weights: Weights) -> Weights:
+    """Heads' groups of the output side by side."""
+    return {path: np.concatenate(list(value)) if ".wo_a." in path else value for path, value in weights.items()}
+
+
+DEEPSEEK_V4 = (
+    (r"^language_model\.", ""),
+    (r"\.attn\.indexer\.weights_proj", r".attn.compressor.indexer.scorer.weights_proj"),
+    (r"\.attn\.indexer\.wq_b", r".attn.compressor.indexer.q_b_proj"),
+    (r"\.attn\.indexer\.compressor\.", r".attn.compressor.indexer."),
+    (r"(compressor.*)\.wkv\.", r"\1.kv_proj."),
+    (r"(compressor.*)\.wgate\.", r"\1.gate_proj."),
+    (r"(compressor.*)\.ape$", r"\1.position_bias"),
+    (r"(compressor.*)\.norm\.", r"\1.kv_norm."),
+    (r"\.attn\.wq_([ab])\.", r".attn.q_\1_proj."),
+    (r"\.attn\.q_norm\.", ".attn.q_a_norm."),
+    (r"\.attn\.wkv\.", ".attn.kv_proj."),
+    (r"\.attn\.wo_([ab])\.", r".attn.o_\1_proj."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"hc_head\.(fn|base|scale)$", r"hc_head.hc_\1"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+)
+
+
 # Step 3.7 -------------------------------------------------------------------------------------------------------------
 
 
@@ -527,8 +578,10 @@ NEMOTRON_H_NANO_OMNI = (
 
 #: What each family's ``Recipe`` is made of.
 NEWER: dict[str, dict[str, Any]] = {
+    "deepseek_v4_text": {"build": deepseek_v4_text, "rename": DEEPSEEK_V4, "regroup": deepseek_v4_weights},
     "glm5_next": {"build": glm5_next, "rename": GLM5_NEXT, "regroup": glm5_next_weights},
     "kimi_k25": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
+    "kimi_k25_groups": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
     # The same model but for videos, which Kimi-VL has not: transformers has K2.5 alone.
     "kimi_vl": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_vl_weights, "inputs": kimi_k25_inputs},
     "mistral_large3": {

@@ -13,18 +13,23 @@ from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 def build() -> nn.Module:
     """Four layers of 64, the last three of four experts (one group of them, as published)."""
+    return made(seed=61, n_group=1, topk_group=1)
+
+
+def made(seed: int, **groups: int) -> nn.Module:
+    """The model with experts in groups."""
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="kimi_k25",
             vocab_size=VOCABULARY,
             media_placeholder_token_id=IMAGE,
             eos_token_id=[END_OF_TEXT],
-            text_config=upstream.TextConfig(**TEXT, **LATENT, num_key_value_heads=4, n_group=1, topk_group=1),
+            text_config=upstream.TextConfig(**{**TEXT, **LATENT, **groups}, num_key_value_heads=4),
             vision_config=upstream.VisionConfig(**VISION),
         )
     )
     small_table(model)
-    enliven(model, seed=61, rules=VISION_RULES, quiet=HEAD)
+    enliven(model, seed=seed, rules=VISION_RULES, quiet=HEAD)
     return model
 
 

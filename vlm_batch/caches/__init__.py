@@ -2,6 +2,7 @@
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.listed import ListedCache
+from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
 from vlm_batch.caches.shared import can_share, take_row
@@ -16,6 +17,7 @@ __all__ = [
     "LayerCache",
     "ListedCache",
     "Placement",
+    "PoolCache",
     "RecurrentCache",
     "RingSlabCache",
     "RowMasks",

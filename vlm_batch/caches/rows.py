@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_vlm.models.cache import cache_nbytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class RowsCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(cache.nbytes) for cache in self.places if cache is not None)
+        return sum(cache_nbytes(cache) for cache in self.places)
 
     def arrays(self) -> list[mx.array]:
         """Every array that is held, to be evaluated."""

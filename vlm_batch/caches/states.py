@@ -17,8 +17,10 @@ from mlx_vlm.turboquant import TurboQuantMSEState
 
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
+from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, TurboCache, of_parts
 from vlm_batch.caches.retained import RetainedPromptCache
+from vlm_batch.caches.whole import WholeCache
 
 
 class LayerState(Protocol):
@@ -179,6 +181,51 @@ class ListState:
 
     def arrays(self) -> list[mx.array]:
         return [array for state in self.states for array in state.arrays()]
+
+
+@dataclass(frozen=True)
+class WholeState(ListState):
+    """A layer with several caches that no batch takes apart."""
+
+    @classmethod
+    def of(cls, cache: WholeCache, length: int) -> LayerState:
+        """A copy, if it has parts of other kinds than these."""
+        if all(type(part) in _SAVERS for part in cache.caches):
+            return cls(tuple(save_layer(part, length) for part in cache.caches))
+        return CopiedState.of(cache, length)
+
+    def restore(self, length: int) -> WholeCache:
+        return WholeCache(*super().restore(length).caches)
+
+
+@dataclass(frozen=True)
+class PoolState(_OnePart):
+    """Pooled keys, and the tokens that the next will be made of: good for one length only."""
+
+    pooled: mx.array | None
+    rest: tuple[mx.array, ...]
+    before: tuple[mx.array, ...]
+    ratio: int
+    overlaps: bool
+    length: int
+    is_whole = False
+
+    @classmethod
+    def of(cls, cache: PoolCache, length: int) -> PoolState:
+        pooled = None if cache.pooled is None else own_array(cache.pooled)
+        rest, before = (tuple(map(own_array, part)) for part in (cache.rest, cache.before))
+        return cls(pooled, rest, before, cache.ratio, cache.overlaps, length)
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length
+
+    def restore(self, length: int) -> PoolCache:
+        cache = PoolCache(self.ratio, overlaps=self.overlaps)
+        cache.pooled, cache.rest, cache.before = self.pooled, self.rest, self.before
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [*(() if self.pooled is None else (self.pooled,)), *self.rest, *self.before]
 
 
 @dataclass(frozen=True)
@@ -383,7 +430,9 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     LateCache: LateState.of,
     BlockCache: lambda cache, length: BlockState.of(cache),
     RetainedPromptCache: lambda cache, length: RetainedState.of(cache),
+    PoolCache: PoolState.of,
     CacheList: lambda cache, length: ListState(tuple(save_layer(part, length) for part in cache.caches)),
+    WholeCache: WholeState.of,
 }
 
 
@@ -394,6 +443,8 @@ LAYER_STATES: tuple[type, ...] = (
     RecurrentState,
     CrossState,
     ListState,
+    WholeState,
+    PoolState,
     QuantizedState,
     TurboState,
     LateState,

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from vlm_batch.models.attention import attend_apart
 from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.models.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -73,6 +74,7 @@ class GLM4V(MRoPEAdapter):
             "vision positions are interpolated bicubically up to the border, as in transformers; mlx-vlm does it "
             "linearly with zeros outside (glm4v_moe/vision.py:126)",
             "the vision blocks' norms take the configured epsilon; mlx-vlm fixes 1e-6 (glm4v_moe/vision.py:232)",
+            "a dropped group of experts is out of the choice, as in transformers and for kimi_k25 (glm4v_moe/language.py:179)",
         ),
     )
 )
@@ -81,9 +83,13 @@ class GLM4VMoe(GLM4V):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.glm4v_moe.language import MoEGate
         from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
 
-        return {Glm4vVisionEmbeddings: bicubic_embeddings(Glm4vVisionEmbeddings)}
+        return {
+            Glm4vVisionEmbeddings: bicubic_embeddings(Glm4vVisionEmbeddings),
+            MoEGate: dropped_groups(MoEGate),
+        }
 
 
 @register(

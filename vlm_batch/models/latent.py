@@ -13,6 +13,7 @@ from vlm_batch.models.base import Adapter
 from vlm_batch.models.llava import use_tanh_gelu
 from vlm_batch.models.mistral3 import Pixtral
 from vlm_batch.models.modules import LastPosition, resized_positions
+from vlm_batch.models.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -72,6 +73,8 @@ class _Kimi(Adapter):
         notes=(
             "MoonViT's GELU has its tanh form, as published and as for kimi_k25 (kimi_vl/vision.py:228)",
             "positions are resized by PyTorch's rule, as for kimi_k25",
+            "a dropped group of experts is out of the choice, as in DeepSeek-V3 and transformers; mlx-vlm gives it a score of "
+            "zero, which beats a kept expert of less (kimi_vl/language.py:252); published checkpoints have one group",
         ),
     )
 )
@@ -82,9 +85,13 @@ class KimiVL(_Kimi):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.kimi_vl.language import MoEGate
         from mlx_vlm.models.kimi_vl.vision import Learnable2DInterpPosEmb
 
-        return {Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb)}
+        return {
+            MoEGate: dropped_groups(MoEGate),
+            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
+        }
 
 
 @register(
@@ -96,6 +103,8 @@ class KimiVL(_Kimi):
             "exact one (kimi_k25/vision.py:245)",
             "positions are resized by PyTorch's rule; without Metal mlx-vlm takes what lies past an edge for zeros "
             "(mlx_vlm/models/kernels.py:165)",
+            "a dropped group of experts is out of the choice, as in DeepSeek-V3 and transformers; mlx-vlm gives it a score of "
+            "zero, which beats a kept expert of less (deepseek_v3/language.py:167); published checkpoints have one group",
         ),
     )
 )
@@ -104,11 +113,12 @@ class KimiK25(_Kimi):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention
+        from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention, MoEGate
         from mlx_vlm.models.kimi_k25.vision import Learnable2DInterpPosEmb
 
         return {
             DeepseekV3Attention: latent_attention(DeepseekV3Attention),
+            MoEGate: dropped_groups(MoEGate),
             Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
         }
 
@@ -123,8 +133,8 @@ class KimiK25(_Kimi):
         notes=(
             "pictures reach the decoder; mlx-vlm's embeds the placeholders' ids in their place, for this family's text "
             "model ignores the embeddings that it is given (deepseek_v3/language.py:519)",
-            "experts are weighed by a softmax, as in vLLM (configs/mistral.py, _remap_moe_args) and in transformers' Mistral 4; "
-            "mlx-vlm weighs them by sigmoids, as DeepSeek-V3's (deepseek_v3/language.py:159)",
+            "experts, in one group, are weighed by a softmax, as in vLLM (configs/mistral.py, _remap_moe_args) and in "
+            "transformers' Mistral 4; mlx-vlm weighs them by sigmoids, as DeepSeek-V3's (deepseek_v3/language.py:159)",
             "positions are as config.json says (rope_scaling). mlx-vlm's translation of params.json leaves out its YaRN and "
             "the growth of queries after 8,192 tokens (mistral_large3/config.py:78), and so do checkpoints made with it",
         ),
@@ -156,12 +166,18 @@ class MistralLarge3(Pixtral):
                     weights = weights / weights.sum(axis=-1, keepdims=True)
                 return chosen, weights * self.routed_scaling_factor
 
-        return {LanguageModel: TakesEmbeddings, MoEGate: SoftmaxGate, **KimiK25.mends()}
+        return {**KimiK25.mends(), LanguageModel: TakesEmbeddings, MoEGate: SoftmaxGate}
 
     shorten = KimiK25.shorten  # type: ignore[assignment]
 
 
-@register(ModelSpec(family="youtu_vl", model_types=("youtu_vl",)))
+@register(
+    ModelSpec(
+        family="youtu_vl",
+        model_types=("youtu_vl",),
+        notes=("a dropped group of experts is out of the choice, as for kimi_k25 (youtu_vl/language.py:186)",),
+    )
+)
 class YoutuVL(Adapter):
     """Latent attention; windows in the vision tower."""
 
@@ -170,6 +186,6 @@ class YoutuVL(Adapter):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.youtu_vl.language import YoutuAttention
+        from mlx_vlm.models.youtu_vl.language import MoEGate, YoutuAttention
 
-        return {YoutuAttention: latent_attention(YoutuAttention)}
+        return {YoutuAttention: latent_attention(YoutuAttention), MoEGate: dropped_groups(MoEGate)}

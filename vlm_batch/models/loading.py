@@ -13,6 +13,7 @@ from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import leave_on_disk
 from vlm_batch.models.single import SingleRow
 from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
 from vlm_batch.registry import families, spec_for
@@ -35,6 +36,7 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
         raise UnsupportedModel(
             f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
         ) from error
+    leave_on_disk(model)
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())

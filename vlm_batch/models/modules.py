@@ -9,10 +9,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
 
 from vlm_batch.caches.rows import arrays_of
 from vlm_batch.digest import digest
 from vlm_batch.features import FeatureStore
+
+#: Modules that read the rows they are asked for from the checkpoint's files.
+OFFLOADED = (OffloadedEngramEmbedding,)
 
 
 def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
@@ -181,18 +185,30 @@ def join_rows(trees: Sequence[Any]) -> Any:
 
 
 def evaluate_arrays(module: nn.Module) -> None:
-    """Evaluate every array that a module tree holds, parameter or not.
+    """Evaluate every array that a module tree holds, parameter or not; tables that stay in files stay there.
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
     mx.eval(list(_arrays(module, set())))
 
 
+def leave_on_disk(module: nn.Module) -> None:
+    """Take from a module tree the tables that are read from the checkpoint's files row by row.
+
+    mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
+    """
+    for _, child in module.named_modules():
+        if isinstance(child, OFFLOADED):
+            for name in ("weight", "scales", "biases"):
+                child.pop(name, None)
+            child.__dict__.pop("_source_embedding", None)
+
+
 def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
     if isinstance(node, mx.array):
         yield node
         return
-    if id(node) in seen or isinstance(node, (str, bytes, int, float, type)):
+    if id(node) in seen or isinstance(node, (str, bytes, int, float, type, *OFFLOADED)):
         return
     seen.add(id(node))
     if isinstance(node, nn.Module):

@@ -1,0 +1,67 @@
+"""Keys that stand for windows of several tokens each, made of one row's tokens as their windows fill up."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+class PoolCache:
+    """One pooled key for every ``ratio`` tokens of a row, and what the next ones will be made of.
+
+    A token comes in as a value and a gate (1, L, W); whoever pools them appends what it has made, (1, N, D). Where
+    windows overlap, a pool is made of its window and of the one before, which is therefore kept.
+    """
+
+    def __init__(self, ratio: int, *, overlaps: bool) -> None:
+        self.ratio, self.overlaps = ratio, overlaps
+        self.pooled: mx.array | None = None  # (1, P, D)
+        self.rest: tuple[mx.array, ...] = ()  # value and gate (1, < ratio, W) of the window that is not full
+        self.before: tuple[mx.array, ...] = ()  # value and gate (1, ratio, W) of the last full one, if windows overlap
+
+    @property
+    def offset(self) -> int:
+        """The number of pools."""
+        return 0 if self.pooled is None else int(self.pooled.shape[1])
+
+    def fill(self, value: mx.array, gate: mx.array) -> tuple[mx.array, ...]:
+        """Take tokens in; value and gate (1, N, ratio, W) of the N windows that are full now, oldest first.
+
+        Where windows overlap and there is one before the first of them, N + 1 windows with that one in front.
+        """
+        parts: tuple[mx.array, ...] = (value, gate)
+        if self.rest:
+            parts = tuple(mx.concatenate([old, new], axis=1) for old, new in zip(self.rest, parts, strict=True))
+        full = parts[0].shape[1] // self.ratio * self.ratio
+        self.rest = tuple(mx.contiguous(part[:, full:]) for part in parts) if full < parts[0].shape[1] else ()
+        windows = tuple(part[:, :full] for part in parts)
+        if self.overlaps and full:
+            if self.before:
+                windows = tuple(
+                    mx.concatenate([old, new], axis=1) for old, new in zip(self.before, windows, strict=True)
+                )
+            self.before = tuple(mx.contiguous(part[:, -self.ratio :]) for part in windows)
+        count = windows[0].shape[1] // self.ratio
+        return tuple(mx.unflatten(part, 1, (count, self.ratio)) for part in windows)
+
+    def append(self, pools: mx.array) -> None:
+        """Keep new pools (1, N, D)."""
+        self.pooled = pools if self.pooled is None else mx.concatenate([self.pooled, pools], axis=1)
+
+    def visible(self, length: int, offset: int) -> mx.array | None:
+        """Which pools the tokens at offset, ..., offset + length - 1 may see: (length, P) bool, or None if all.
+
+        A pool is seen from its window's last token on.
+        """
+        if self.pooled is None or length == 1:
+            return None
+        ends = mx.arange(offset + 1, offset + length + 1)[:, None] // self.ratio
+        return mx.arange(self.offset)[None] < ends
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """Every array that is held."""
+        return (*(() if self.pooled is None else (self.pooled,)), *self.rest, *self.before)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)

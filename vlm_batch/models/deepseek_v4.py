@@ -1,0 +1,318 @@
+"""DeepSeek-V4: sliding windows beside keys pooled from windows of tokens, chosen by an indexer; experts; four streams."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.cache import RotatingKVCache
+
+from vlm_batch.caches import PoolCache, RowsCache, WholeCache
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.attention import attention
+from vlm_batch.models.base import Adapter
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Picture
+
+#: Of the ids that follow the vocabulary, those that begin and end a picture (processing_deepseek_v4.py:14).
+START, END, NUM_MARKS = 0, 4, 5
+#: What goes with each picture, beside its patches.
+PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
+
+
+@register(
+    ModelSpec(
+        family="deepseek_v4",
+        model_types=("deepseek_v4",),
+        notes=(
+            "a pool of four tokens is made of them and the four before, as in transformers and DeepSeek's own code; mlx-vlm "
+            "forgets the four before at every chunk, at every decoded token and in prompts of up to eight tokens "
+            "(deepseek_v4/language.py:403 and :857)",
+            "every pool is scored by the indexer, as in transformers; from 1,024 pools on (4,096 tokens) mlx-vlm chooses among "
+            "means of blocks and never takes the last, incomplete block's (deepseek_v4/language.py:685 and :745)",
+            "attention runs a row at a time over the row's own window and pools; projections and experts run for all rows "
+            "at once",
+            "not mended: DeepSeek's own code rounds keys and pools to 8 and 4 bits as in training; mlx-vlm does not, nor does "
+            "transformers",
+        ),
+    )
+)
+class DeepseekV4(Adapter):
+    """Pictures are spans of ids past the vocabulary, whose tokens see each other both ways in the sliding windows."""
+
+    input_keys = Adapter.input_keys | {
+        *PER_PICTURE,
+        "image_types",
+        "image_type_offsets",
+        "image_permutations",
+    }
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.deepseek_v4 import language as upstream
+
+        class Compressor(upstream.Compressor):
+            """Pools that see the window before theirs, whatever has cut the two apart."""
+
+            def project(self, x: mx.array) -> tuple[mx.array, mx.array]:
+                """(B, L, D) -> value and gate (B, L, W)"""
+                return self.wkv(x), self.wgate(x)
+
+            def pool(self, value: mx.array, gate: mx.array, cache: PoolCache) -> mx.array | None:
+                """One row's tokens (1, L, W) into its pools: all it has now (1, P, D), or None."""
+                has_before = bool(cache.before)
+                values, gates = cache.fill(value, gate)
+                if values.shape[1]:
+                    new = self.norm(self.mix(values, gates + self.ape, has_before).astype(value.dtype))
+                    cache.append(self.rope(new[:, None], offset=cache.offset * self.compress_ratio).squeeze(1))
+                return cache.pooled
+
+            def mix(self, values: mx.array, gates: mx.array, has_before: bool) -> mx.array:
+                """(1, N, R, W) of tokens, their means by the gates' softmax, channel by channel: (1, N, D), float32.
+
+                With overlap, channels are of two halves: a pool is made of its own window's second and of the first of
+                the one before, which a row's first window has not.
+                """
+                if self.overlap:
+                    values, gates = (
+                        mx.concatenate([before, own], axis=2)
+                        for before, own in (self.halves(values, 0, has_before), self.halves(gates, -mx.inf, has_before))
+                    )
+                return (values * mx.softmax(gates.astype(mx.float32), axis=2)).sum(axis=2)
+
+            def halves(self, windows: mx.array, missing: float, has_before: bool) -> tuple[mx.array, mx.array]:
+                """The first halves of the windows before, and the second halves of the windows."""
+                first, second = mx.split(windows, 2, axis=-1)
+                if has_before:
+                    return first[:, :-1], second[:, 1:]
+                none = mx.full((1, 1, *first.shape[2:]), missing, first.dtype)
+                return mx.concatenate([none, first[:, :-1]], axis=1), second
+
+        class Indexer(upstream.Indexer):
+            """Which pools a token sees, chosen among all of them."""
+
+            def prepare(self, x: mx.array, residual: mx.array, rope: Any, offset: Any) -> tuple[mx.array, ...]:
+                """Queries (B, H, L, D), their heads' weights (B, L, H), value and gate of the indexer's own pools."""
+                batch, length, _ = x.shape
+                queries = self.wq_b(residual).reshape(batch, length, self.n_heads, self.head_dim).swapaxes(1, 2)
+                weights = self.weights_proj(x).astype(mx.float32) * self.n_heads**-0.5
+                return rope(queries, offset), weights, *self.compressor.project(x)
+
+            def choose(self, queries: mx.array, weights: mx.array, pooled: mx.array, seen: mx.array | None) -> mx.array:
+                """The ``index_topk`` best pools for each token: (1, L, K)."""
+                keys = pooled[:, None].swapaxes(-1, -2).astype(mx.float32)
+                scores = mx.maximum(queries.astype(mx.float32) @ keys, 0) * self.scale  # (1, H, L, P)
+                scores = (scores * weights.swapaxes(-1, -2)[..., None]).sum(axis=1)
+                if seen is not None:
+                    scores = mx.where(seen[None], scores, mx.finfo(scores.dtype).min)
+                return mx.argpartition(-scores, kth=self.index_topk - 1, axis=-1)[..., : self.index_topk]
+
+        class Attention(upstream.LocalAttention):
+            """Projections for all rows at once, and a row at a time what it sees."""
+
+            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **unread: Any) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                batch, length, _ = x.shape
+                offset = cache.offset
+                residual = self.q_norm(self.wq_a(x))
+                queries = self.wq_b(residual).reshape(batch, length, self.n_heads, self.head_dim)
+                queries = mx.fast.rms_norm(queries, None, self.config.rms_norm_eps).swapaxes(1, 2)
+                keys = self.kv_norm(self.wkv(x))[:, None]  # (B, 1, L, D_head), the values too
+                parts = (self.rope(queries, offset), self.rope(keys, offset), *self.prepare(x, residual, offset))
+                output = self.rope(self.attend(parts, mask, cache), offset, inverse=True)
+                output = output.reshape(batch, self.o_groups, -1, length, self.head_dim)
+                output = self.wo_a(output.transpose(0, 1, 3, 2, 4).flatten(-2))
+                return self.wo_b(output.swapaxes(1, 2).flatten(-2))
+
+            def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
+                """What else a row's attention needs of the layer's input, each with the rows along its first axis."""
+                return ()
+
+            def attend(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+                """(B, H, L, D_head); empty places answer zeros."""
+                if not isinstance(cache, RowsCache):
+                    return self.see(parts, mask, cache)
+                empty = mx.zeros_like(parts[0][:1])
+                return mx.concatenate(
+                    [
+                        empty if row is None else self.see(tuple(part[at : at + 1] for part in parts), None, row)
+                        for at, row in enumerate(cache.places)
+                    ]
+                )
+
+            def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+                """One row, or the rows of a slab, over the window: (B, H, L, D_head)."""
+                keys = self.window(parts[1], cache)
+                return self.over(parts[0], keys, mask, cache)
+
+            def window(self, keys: mx.array, cache: Any) -> mx.array:
+                """The keys in sight once new ones (B, 1, L, D_head) are among them."""
+                return cache.update_and_fetch(keys, mx.zeros((*keys.shape[:3], 0), keys.dtype))[0]
+
+            def over(self, queries: mx.array, keys: mx.array, mask: Any, cache: Any) -> mx.array:
+                sinks = self.attn_sink.astype(queries.dtype)
+                return attention(queries, keys, keys, cache, self.scale, mask, sinks)
+
+        class PooledAttention(Attention, upstream.CompressedAttention):
+            """The window, and all pools."""
+
+            def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
+                return self.compressor.project(x)
+
+            def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+                queries, keys, value, gate = parts
+                window, pools = cache.caches
+                length, offset = queries.shape[2], window.offset
+                keys = self.window(keys, window)
+                pooled = self.compressor.pool(value, gate, pools)
+                return self.over_both(queries, keys, pooled, mask, pools.visible(length, offset), window)
+
+            def over_both(
+                self,
+                queries: mx.array,
+                keys: mx.array,
+                pooled: mx.array | None,
+                mask: mx.array | None,
+                seen: mx.array | None,
+                window: Any,
+            ) -> mx.array:
+                """(1, H, L, D_head) over keys (1, 1, K, D_head) and pools (1, P, D_head), a part of each in sight."""
+                if pooled is None:
+                    return self.over(queries, keys, mask, window)
+                both = mx.concatenate([keys, pooled[:, None]], axis=2)
+                if mask is not None:
+                    count, length = pooled.shape[1], queries.shape[2]
+                    seen = mx.ones((length, count), mx.bool_) if seen is None else seen
+                    mask = mx.concatenate([mask, mx.broadcast_to(seen, (*mask.shape[:-1], count))], axis=-1)
+                return self.over(queries, both, mask, window)
+
+        class SparseAttention(PooledAttention, upstream.SparseCompressedAttention):
+            """The window, and the pools that the indexer chooses."""
+
+            def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
+                return *self.compressor.project(x), *self.indexer.prepare(x, residual, self.rope, offset)
+
+            def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+                queries, keys, value, gate, asked, weights, index_value, index_gate = parts
+                window, pools, index = cache.caches
+                length, offset = queries.shape[2], window.offset
+                keys = self.window(keys, window)
+                pooled = self.compressor.pool(value, gate, pools)
+                marks = self.indexer.compressor.pool(index_value, index_gate, index)
+                seen = pools.visible(length, offset)
+                if pooled is None or pooled.shape[1] <= self.indexer.index_topk:
+                    return self.over_both(queries, keys, pooled, mask, seen, window)
+                chosen = self.indexer.choose(asked, weights, marks, seen)
+                in_sight = None if seen is None else mx.take_along_axis(seen[None], chosen, axis=2)[:, None]
+                sinks = self.attn_sink.astype(queries.dtype)
+                return upstream._sparse_pooled_attention(
+                    queries, keys, pooled, chosen, mask, in_sight, self.scale, sinks
+                )
+
+        class Trunk(upstream.DeepseekV4Model):
+            """Upstream's on one machine, which reads nothing back from the device while it decodes."""
+
+            def __call__(self, ids: mx.array, inputs_embeds: mx.array | None = None, cache: Any = None) -> mx.array:
+                """(B, L) ids, which tell pictures and route some experts -> (B, L, D)"""
+                embeds = self.embed_tokens(ids) if inputs_embeds is None else inputs_embeds
+                batch, length, width = embeds.shape
+                streams = mx.contiguous(mx.broadcast_to(embeds[:, :, None], (batch, length, self.args.hc_mult, width)))
+                mask = None if length == 1 else self.mask(ids, cache[0])
+                for layer, own in zip(self.layers, cache, strict=True):
+                    if length == 1:
+                        is_apart = isinstance(own, (RowsCache, WholeCache))
+                        mask = None if is_apart else own.make_mask(1, window_size=self.args.sliding_window)
+                    streams = layer(streams, mask, own, ids)
+                return self.norm(self.hc_head(streams[:, -1:]))
+
+            def mask(self, ids: mx.array, cache: Any) -> mx.array:
+                """What a chunk (1, L) sees of the window's keys and of its own: (L, K) bool. It holds pictures whole."""
+                window = cache.caches[0] if isinstance(cache, WholeCache) else cache
+                size, length = self.args.sliding_window, ids.shape[1]
+                mask = window.make_mask(length, window_size=size, return_array=True)
+                if not self.args.vision_n_layers or int(ids.max()) < self.vocab_size:
+                    return mask
+                most = self.args.vision_max_n_token
+                inside = upstream.create_image_attention_mask(ids, self.vocab_size, size, most)[0, 0]
+                return mx.concatenate([mask[:, :-length], inside], axis=-1)
+
+        return {
+            upstream.Compressor: Compressor,
+            upstream.Indexer: Indexer,
+            upstream.LocalAttention: Attention,
+            upstream.CompressedAttention: PooledAttention,
+            upstream.SparseCompressedAttention: SparseAttention,
+            upstream.DeepseekV4Model: Trunk,
+        }
+
+    def shorten(self) -> None:
+        """The trunk answers for its last position by itself."""
+
+    def make_cache(self) -> list[Any]:
+        """A window for each layer, and beside it the pools, and the indexer's own, where the layer has them."""
+        caches: list[Any] = []
+        for layer in self.language.layers:
+            window, ratio = RotatingKVCache(max_size=self.config.sliding_window), layer.attn.compress_ratio
+            kinds = [layer.attn.compressor] if "compressor" in layer.attn else []
+            kinds += [layer.attn.indexer.compressor] if "indexer" in layer.attn else []
+            pools = [PoolCache(ratio, overlaps=kind.overlap) for kind in kinds]
+            caches.append(WholeCache(window, *pools) if pools else window)
+        return caches
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache)  # (B, 1, D)
+        return self.language.lm_head(hidden)[:, -1]
+
+    # Pictures
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def image_token_ids(self) -> frozenset[int]:
+        size = int(self.config.vocab_size)
+        return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what upstream would leave zeros in, or take for another prompt's."""
+        count = len(extra.get("image_grid_hw", ()))
+        given = sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra)) if count else 0
+        if (marks := self.count_image_tokens(ids, extra)) != given:
+            raise InvalidPrompt(f"{count} pictures need {given} ids past the vocabulary; the prompt has {marks}")
+        if count and np.any(np.array(extra["image_sample_indices"])):
+            raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")
+        return super().features(ids, extra)
+
+    def parts(self, extra: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Which of all ``image_types`` are each picture's."""
+        return list(itertools.pairwise(np.array(extra["image_type_offsets"]).tolist()))
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """One for each grid: its patches, from its first padding to its end."""
+        if "image_grid_hw" not in extra:
+            return ()
+        grids = np.array(extra["image_grid_hw"])
+        ends = np.cumsum(grids.prod(axis=1)).tolist()
+        starts = np.array(extra["image_offsets"]).tolist()
+        return tuple(
+            Picture(
+                start, start + last - first, {"pixels": extra["pixel_values"][end - grid.prod() : end], "grid": grid}
+            )
+            for start, end, grid, (first, last) in zip(starts, ends, grids, self.parts(extra), strict=True)
+        )
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """From a picture's start mark to its end mark; the padding before sees no further than text does."""
+        if not self.config.vision_n_layers:
+            return ()
+        tokens, size = np.array(ids[0]), int(self.config.vocab_size)
+        starts, ends = (np.flatnonzero(tokens == size + mark).tolist() for mark in (START, END))
+        return tuple((start, end + 1) for start, end in zip(starts, ends, strict=True))
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if "image_grid_hw" not in extra:
+            return ()
+        patch = int(self.config.vision_patch_size)
+        return tuple((wide * patch, high * patch) for high, wide in np.array(extra["image_grid_hw"]).tolist())

@@ -1,0 +1,175 @@
+"""DeepSeek-V4.1: layers that share pooled keys and the choice among them, tables of n-grams, rounded activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.caches import RowsCache
+from vlm_batch.digest import digest
+from vlm_batch.errors import InvalidPrompt, UnsupportedModel
+from vlm_batch.models.base import SAMPLES, Adapter
+from vlm_batch.models.modules import OFFLOADED, LastPosition, evaluate_arrays, leave_on_disk
+from vlm_batch.models.prompts import spans_of
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Picture
+
+
+class Rows:
+    """What upstream's layers ask of the one cache that they share, for rows that each have their own."""
+
+    def __init__(self, cache: RowsCache) -> None:
+        self.cache = cache
+
+    def map(self, function: Callable[..., mx.array], *arrays: mx.array | None) -> mx.array:
+        """A function of one row's cache and its parts (1, ...) of arrays (B, ...): (B, ...), zeros for empty places."""
+        answers = [
+            None
+            if row is None
+            else function(row, *(None if array is None else array[place : place + 1] for array in arrays))
+            for place, row in enumerate(self.cache.places)
+        ]
+        like = next(answer for answer in answers if answer is not None)
+        return mx.concatenate([mx.zeros_like(like) if answer is None else answer for answer in answers])
+
+    @property
+    def offset(self) -> mx.array:
+        """How many tokens each row has seen: (B,)."""
+        return self.cache.offset
+
+    def advance(self, width: int) -> None:
+        for row in self.cache.places:
+            if row is not None:
+                row.advance(width)
+
+
+@register(
+    ModelSpec(
+        family="deepseek_v41",
+        model_types=("deepseek_v41",),
+        notes=(
+            "attention, whose state all layers of a row share, runs a row at a time; its large projections, the experts "
+            "and the n-grams' tables run for all rows at once",
+            "a checkpoint without the map of its n-grams' tokens is refused; mlx-vlm leaves its tables out of the answer "
+            "and says nothing (deepseek_v41/language.py:1282)",
+            "activations are rounded to 8 and 4 bits as in training: a sum in another order can turn a code, and the answer "
+            "with it. The matrix compares the model without these roundings",
+            "kept rows stay in memory: files do not know the one cache",
+        ),
+    )
+)
+class DeepseekV41(Adapter):
+    """Pictures are spans of one id, causal like text. Positions are counts, in one cache for all layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        leave_on_disk(self.model)
+        try:
+            self.language._ensure_engram_hash()
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"the map of the n-grams' tokens is not this model's: (kinds of tokens, as config.json has them) = {error}"
+            ) from error
+        if self.language.layout is not None and self.language.engram_hash is None:
+            raise UnsupportedModel(
+                "the n-grams' tables cannot be read without the map of their tokens: the checkpoint's folder has neither "
+                "engram_token_map.json nor tokenizer.json, or the model was not loaded from a folder"
+            )
+        evaluate_arrays(self.language)
+
+    @property
+    def fingerprint(self) -> str:
+        """With some rows of every table that stays in its file."""
+        tables = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
+        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables if isinstance(table, OFFLOADED)]
+        return digest([super().fingerprint, rows]).hex() if rows else super().fingerprint
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.deepseek_v41 import language as upstream
+
+        rounded = upstream.fake_quant_fp8_ue8m0
+
+        class Attention(upstream.DeepseekV41Attention):
+            """Upstream's, whose projections from and to the layer's width are one product for all rows."""
+
+            def __call__(self, x: mx.array, cache: Any) -> mx.array:
+                """(B, L, D) -> (B, L, D)"""
+                if not isinstance(cache, Rows):
+                    return super().__call__(x, cache)
+                batch = x.shape[0]
+                residual = self.q_norm(self.wq_a(rounded(x)))
+                queries = self.wq_b(rounded(residual)).reshape(batch, 1, self.n_heads, self.head_dim).swapaxes(1, 2)
+                output = cache.map(self.see, x, residual, self.rope(queries, cache.offset))
+                output = self.rope(output, cache.offset, inverse=True)
+                output = output.reshape(batch, self.o_groups, -1, 1, self.head_dim)
+                output = self.wo_a(output.transpose(0, 1, 3, 2, 4).flatten(-2))
+                return self.wo_b(rounded(output.swapaxes(1, 2).flatten(-2)))
+
+            def see(self, row: Any, x: mx.array, residual: mx.array, queries: mx.array) -> mx.array:
+                """One row's token (1, 1, D) over its window and its pools: (1, H, 1, D_head)."""
+                window, mask = self._window_part(x, row.offset, row)
+                if self.compress_ratio:
+                    pool, chosen = self._compress_part(x, residual, row.offset, row)
+                    if pool.shape[1]:
+                        return self._sparse_attention(queries, window, pool, chosen, mask)
+                keys = window[:, None].astype(queries.dtype)
+                sinks = self.attn_sink.astype(queries.dtype)
+                return mx.fast.scaled_dot_product_attention(
+                    queries, keys, keys, scale=self.scale, mask=mask, sinks=sinks
+                )
+
+        return {upstream.DeepseekV41Attention: Attention}
+
+    def shorten(self) -> None:
+        """The head answers for the last position only."""
+        self.language.norm = LastPosition(self.language.norm)
+
+    @property
+    def token_table(self) -> Any:
+        return self.language.embed_tokens
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        """Ids go along: n-grams are of them, and a picture's are routed to other experts."""
+        shared = Rows(cache[0]) if isinstance(cache[0], RowsCache) else cache[0]
+        return self.language(ids, inputs_embeds=embeds, cache=[shared]).logits[:, -1]
+
+    # Pictures
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses pictures whose places are not this prompt's: upstream would write them over its words."""
+        spans = [(one.start, one.start + len(one.types)) for one in self.given(extra)]
+        marked = {at for span in spans_of(ids, self.image_token_ids()) for at in range(*span)}
+        if marked != {at for span in spans for at in range(*span)}:
+            needed = sum(end - start for start, end in spans)
+            raise InvalidPrompt(
+                f"{len(spans)} pictures need {needed} placeholder tokens at their places; the prompt has {len(marked)}"
+            )
+        return super().features(ids, extra)
+
+    def given(self, extra: Mapping[str, Any]) -> list[Any]:
+        """The pictures as mlx-vlm's processor makes them: patches, their grid, and what each of the span's ids is."""
+        prompts = extra.get("pixel_values") or [[]]
+        if len(prompts) > 1:
+            raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")
+        return list(prompts[0])
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        return tuple(
+            Picture(
+                one.start,
+                one.start + len(one.types),
+                {"pixels": one.patches, "grid": [one.n_vit_h, one.n_vit_w], "types": list(one.types)},
+            )
+            for one in self.given(extra)
+        )
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        patch = int(self.config.vision_patch_size)
+        return tuple((one.n_vit_w * patch, one.n_vit_h * patch) for one in self.given(extra))
