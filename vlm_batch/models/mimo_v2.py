@@ -13,8 +13,8 @@ from vlm_batch.registry import ModelSpec, register
         no_video="not verified: transformers has no such model to compare with",
         notes=(
             "audio and video are not verified, and refused",
-            "a window of sliding_window_size counts the token itself, as in mlx-vlm and vLLM; transformers' MiMoV2Flash adds one "
-            "(configuration_mimo_v2_flash.py)",
+            "a window of sliding_window_size counts the token itself, as in mlx-vlm and vLLM; transformers' MiMoV2Flash adds "
+            "one (configuration_mimo_v2_flash.py)",
         ),
     )
 )
