@@ -145,6 +145,44 @@ def mistral_large3_ignores_pictures():
     return language(ids, inputs_embeds=embeds).logits, language(ids[:, ::-1], inputs_embeds=embeds).logits
 
 
+@case("mistral_large3", at="models/mistral_large3/config.py:78")
+def mistral_large3_yarn():
+    """The translation of params.json leaves out YaRN, and the growth of queries (llama_4_scaling).
+
+    Right (vLLM's configs/mistral.py, _remap_mistral_yarn_args): positions are stretched by the published factor of 36.
+    """
+    from mlx_vlm.models.mistral_large3.config import config_from_params
+
+    params = dict.fromkeys(["vocab_size", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps"], 8)
+    params |= dict.fromkeys(["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"], 8)
+    experts = ["expert_hidden_dim", "num_experts", "num_shared_experts", "num_experts_per_tok", "first_k_dense_replace"]
+    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size", "patch_size"]
+    sizes += ["rope_theta", "image_token_id", "spatial_merge_size", "adapter_bias"]
+    params |= {"moe": dict.fromkeys(experts, 1), "vision_encoder": dict.fromkeys(sizes, 8)}
+    params |= {"rope_theta": 10000.0, "max_position_embeddings": 294912}
+    params["yarn"] = {
+        "original_max_position_embeddings": 8192,
+        "factor": 36,
+        "apply_scale": False,
+        "beta": 32,
+        "alpha": 1,
+    }
+    scaling = config_from_params(params)["text_config"].get("rope_scaling") or {"factor": 1}
+    return mx.array([float(scaling["factor"])]), mx.array([36.0])
+
+
+@case("mistral_large3", at="models/deepseek_v3/language.py:159")
+def mistral_large3_experts():
+    """Experts are weighed by sigmoids, as in DeepSeek-V3.
+
+    Right (vLLM's configs/mistral.py, _remap_moe_args, and transformers' Mistral 4): by a softmax.
+    """
+    gate = next(layer.mlp.gate for layer in tiny("mistral_large3").layers if "gate" in layer.mlp)
+    hidden = noise(12, 1, 5, 64)
+    chosen, weights = gate(hidden)
+    return weights, mx.softmax(mx.take_along_axis(hidden @ gate.weight.T, chosen, axis=-1), axis=-1)
+
+
 @case("zaya1_vl", at="models/zaya1_vl/language.py:680")
 def zaya1_vl_text_and_picture():
     """A picture beside a text in a batch: the mask is cut by ``int`` of the rows' offsets, which raises."""
