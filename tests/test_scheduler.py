@@ -158,9 +158,9 @@ def test_what_fits_is_saved_up_for_a_chunk_that_is_worth_it() -> None:
 
 
 def test_a_prompt_that_has_waited_long_may_stretch_the_gap() -> None:
-    """0.1 s and 120 tokens (above); 0.15 s leave room for 220 after 1.5 s, and 0.2 s for 320 from 2 s on."""
+    """0.1 s and 120 tokens (above); 0.15 s leave room for 220 after 0.75 s, and 0.2 s for 320 from 1 s on."""
     pace = measured(0.04, 0.1, 200)
-    budgets = [pace.budget(is_decoding=True, pending=4096, waited=waited) for waited in (0.9, 1.5, 2.0, 60.0)]
+    budgets = [pace.budget(is_decoding=True, pending=4096, waited=waited) for waited in (0.45, 0.75, 1.0, 60.0)]
     assert budgets == pytest.approx([120, 220, 320, 320], abs=6)
 
 

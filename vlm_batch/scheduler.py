@@ -158,7 +158,7 @@ class Pace:
     ``LONGEST_STRETCH`` times the config's ``token_gap``: steps in which few rows decode are what prompts wait for.
     """
 
-    PATIENCE = 10
+    PATIENCE = 5
     LONGEST_STRETCH = 2
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
