@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.zoo import FAMILIES, Inputs, Trace
+from tests.zoo import FAMILIES, Inputs, Trace, apart
 from tests.zoo import family as tiny_family
 from vlm_batch import generator as engine
 from vlm_batch.caches import Placement
@@ -152,8 +152,7 @@ def difference(answer: Answer, trace: Trace) -> float:
     assert answer.result is not None
     largest = 0.0
     for step, token in enumerate(answer.result.token_ids):
-        found, right = answer.logprobs[step], trace.logprobs[step]
-        largest = max(largest, float(np.abs(found - right).max())) if np.isfinite(found).all() else np.inf
+        largest = max(largest, apart(answer.logprobs[step], trace.logprobs[step]))
         if token != trace.tokens[step]:
             return max(largest, np.inf) if largest <= TOLERANCE else largest
     return largest

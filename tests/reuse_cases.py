@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import NUM_TOKENS, TOLERANCE, Answer, Ask, Inputs, every_family, inputs_of, run, shared_adapter
 from tests.recording import record_none
-from tests.zoo import Trace
+from tests.zoo import Trace, apart
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
 from vlm_batch.caches import Placement
@@ -112,8 +112,7 @@ def checked(name: str, answer: Answer, trace: Trace) -> float:
     assert result is not None
     assert result.error is None, result.error
     assert list(result.token_ids) == trace.tokens[: len(result.token_ids)], (name, answer.ask.key)
-    pairs = zip(answer.logprobs, trace.logprobs, strict=False)
-    worst = max((float(np.abs(found - right).max()) for found, right in pairs), default=0.0)
+    worst = max((apart(*pair) for pair in zip(answer.logprobs, trace.logprobs, strict=False)), default=0.0)
     assert worst <= TOLERANCE, (name, answer.ask.key, worst)
     return worst
 

@@ -19,7 +19,18 @@ def test_a_picture_for_a_text_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dots_ocr", "ernie4_5_moe_vl", "glm_ocr", "hunyuan_vl", "mage_vl", "paddleocr_vl", "qwen3_5", "zaya1_vl"]
+    "name",
+    [
+        "dots_ocr",
+        "ernie4_5_moe_vl",
+        "glm_ocr",
+        "hunyuan_vl",
+        "mage_vl",
+        "paddleocr_vl",
+        "qwen3_5",
+        "qwen4_exp",
+        "zaya1_vl",
+    ],
 )
 def test_a_prompt_without_room_for_its_picture(name: str) -> None:
     """Upstream's merges drop what they have no place for."""

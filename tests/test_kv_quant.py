@@ -14,6 +14,7 @@ import pytest
 from tests.harness import Answer, Ask, inputs_of, oracle, run, shared_adapter
 from tests.recording import record, record_none
 from tests.reuse_cases import followed_by, in_turns, only_resumable, request
+from tests.zoo import apart
 from tests.zoo._build import words
 from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.budget import ByteBudget
@@ -80,7 +81,7 @@ def check(name: str, answers: list[Answer], kv: KVQuantisation) -> float:
         assert answer.result.error is None, answer.result.error
         tokens, logprobs = alone(name, answer.ask.key, kv)
         for step, token in enumerate(answer.result.token_ids):
-            worst = float(np.abs(answer.logprobs[step] - logprobs[step]).max())
+            worst = apart(answer.logprobs[step], logprobs[step])
             assert worst <= allowed, (name, answer.ask.key, step, worst)
             largest = max(largest, worst)
             if token != tokens[step]:  # then they were as good as equal, and what follows is another text
@@ -129,7 +130,7 @@ def test_rows_are_what_they_are_alone(name: str, placement: Placement) -> None:
     answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
     record(name, "kv_8_bits", placement, check(name, answers, UNIFORM))
     exact = oracle(name, IMAGE).logprobs[0]
-    assert 0 < np.abs(answers[0].logprobs[0] - exact).max() < 1.0
+    assert 0 < apart(answers[0].logprobs[0], exact) < 1.0
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
@@ -176,7 +177,7 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
         assert found.result.error is None, found.result.error
         if shared:
             assert found.result.usage.cached_tokens >= first.usage.prompt_tokens
-        worst = float(np.abs(found.logprobs[0] - right.logprobs[0]).max())
+        worst = apart(found.logprobs[0], right.logprobs[0])
         assert worst <= ROUNDED[8], (name, worst)
         largest = max(largest, worst)
     record(name, "kv_8_bits_continued", placement, largest)

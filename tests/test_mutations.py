@@ -23,7 +23,16 @@ from tests.harness import (
 )
 from tests.zoo import Inputs, family
 from vlm_batch.batch import Row
-from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
+from vlm_batch.caches import (
+    IndexedCache,
+    Placement,
+    RecurrentCache,
+    RingSlabCache,
+    RowsCache,
+    SlabCache,
+    make_layer_cache,
+)
+from vlm_batch.models.molmo_point import MolmoPoint, general
 from vlm_batch.types import Encoded
 
 #: A broken engine is this far off at least.
@@ -55,6 +64,7 @@ POSITIONED = [
     "qwen3_omni_moe",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen4_exp",
 ]
 #: Positioned families whose text counts all tokens, pictures' included.
 WITHOUT_DELTAS = ["hunyuan_vl", "minicpmo", "minicpmv4_6"]
@@ -76,6 +86,7 @@ RECURRENT = [
     "qwen3_5_hadamard",
     "qwen3_5_moe",
     "qwen3_next",
+    "qwen4_exp",
     "zaya1_vl",
 ]
 COUNTED = [name for name in every_family() if name not in POSITIONED + UNPOSITIONED]
@@ -193,6 +204,31 @@ def test_a_recurrent_state_in_a_neighbours_place(
     assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(TEXT)], placement=placement)) > FAR
 
 
+def test_ngrams_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """qwen4_exp: the last tokens, of which the next n-grams are made, lie in the fourth slot of the recurrent layers."""
+    right = RecurrentCache.put
+
+    def misplaced(self: RecurrentCache, place: int, cache: Any) -> None:
+        right(self, place, cache)
+        if place == 1 and len(self.cache) == 4:
+            self.cache[3] = self.cache[3][::-1]
+
+    monkeypatch.setattr(RecurrentCache, "put", misplaced)
+    assert worst("qwen4_exp", run_family("qwen4_exp", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
+
+
+def test_an_index_read_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """qwen4_exp: other blocks of keys are picked, and the answer is another."""
+    right = IndexedCache.update_indexer
+
+    def backwards(self: IndexedCache, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        held, where = right(self, keys, positions)
+        return held[:, ::-1], where
+
+    monkeypatch.setattr(IndexedCache, "update_indexer", backwards)
+    assert worst("qwen4_exp", run_family("qwen4_exp", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
+
+
 def test_cross_attention_states_dropped_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """mllama in mlx-vlm's batch: the picture is lost after the first token."""
     adapter = shared_adapter("mllama")
@@ -215,6 +251,38 @@ def test_per_layer_inputs_of_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(type(adapter), "forward", reversed_rows)
     assert worst("gemma3n", run_family("gemma3n", [Ask(IMAGES[0]), Ask(TEXT)])) > FAR
+
+
+def test_patches_are_not_embedded_as_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """molmo_point: a chosen patch goes on as the token for patches in general."""
+    right = MolmoPoint.embed
+
+    def general_only(self: Any, tokens: Sequence[int], places: Sequence[Any]) -> mx.array:
+        kinds = [None if row is None else row.pictures.tokens for row in places]
+        pairs = zip(tokens, kinds, strict=True)
+        spelled = [token if kind is None else general(token, kind, self.config) for token, kind in pairs]
+        return right(self, spelled, places)
+
+    monkeypatch.setattr(MolmoPoint, "embed", general_only)
+    assert worst("molmo_point", run_family("molmo_point", [Ask(image) for image in IMAGES])) > FAR
+
+
+def test_points_at_a_neighbours_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """molmo_point: two pictures of one size, each row with the other's patches."""
+    right = MolmoPoint.with_points
+    pointers: list[Any] = []
+
+    def crossed(self: Any, logits: mx.array, asked: Any, row: Any, token: int) -> mx.array:
+        if not any(row is known for known in pointers):
+            pointers.append(row)
+            if len(pointers) == 2:
+                one, other = pointers
+                one.keys, other.keys = other.keys, one.keys
+                one.pictures, other.pictures = other.pictures, one.pictures
+        return right(self, logits, asked, row, token)
+
+    monkeypatch.setattr(MolmoPoint, "with_points", crossed)
+    assert worst("molmo_point", run_family("molmo_point", [Ask("image:1:1"), Ask("image:4:1")])) > FAR
 
 
 def test_points_not_fed_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
 #: Families with a layer whose kind of cache is copied as it is and goes into no file.
 _OF_ITS_OWN = "an indexer's cache is of a kind that files do not know: kept in memory only"
 NOT_WRITTEN = {
+    "molmo_point": "what a row can point at is kept in memory only",
     "deepseek_v41": "one cache for all layers is of a kind that files do not know: kept in memory only",
     "glm5_next": _OF_ITS_OWN,
     "minimax_m3_vl": _OF_ITS_OWN,

@@ -11,7 +11,7 @@ import pytest
 
 from vlm_batch import sampling
 from vlm_batch.errors import InvalidParameters
-from vlm_batch.sampling import SamplingRow, process, sample, to_list
+from vlm_batch.sampling import SamplingRow, process, sample, stack, to_list
 from vlm_batch.types import SamplingParams
 
 VOCABULARY = 50
@@ -202,3 +202,62 @@ def test_candidates_draw_what_the_whole_vocabulary_would(candidates: int, monkey
         with monkeypatch.context() as patch:
             patch.setattr(sampling, "NUM_CANDIDATES", candidates)
             assert sample(logits, rows).tokens.tolist() == whole
+
+
+WIDE = 20  # tokens that only one row has
+
+
+def of_two_widths(low: float) -> tuple[mx.array, mx.array]:
+    """Logits of a row of the usual width, all of them ``low`` or less, and of a row with more tokens."""
+    more = mx.array(np.random.default_rng(5).normal(0, 2, (1, WIDE)).astype(np.float32))
+    return low - mx.abs(logits_of(3)), mx.concatenate([logits_of(4), more], axis=1)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.5),
+        SamplingParams(temperature=1.5, top_p=0.9),
+        SamplingParams(temperature=1.5, top_k=7),
+        SamplingParams(temperature=1.5, min_p=0.01),
+    ],
+    ids=str,
+)
+def test_rows_of_other_widths_draw_what_they_do_alone(params: SamplingParams) -> None:
+    """However low a row's logits are, it never takes a token that only its neighbour has; and the noise is its own."""
+    short, wide = of_two_widths(low=-100.0)
+    together = stack([short, wide])
+    assert together.shape == (2, VOCABULARY + WIDE)
+    for step in range(20):
+        rows = [
+            SamplingRow(params, seed=7, step=step, vocabulary=VOCABULARY),
+            SamplingRow(params, seed=8, step=step, vocabulary=VOCABULARY + WIDE),
+        ]
+        alone = [to_list(sample(logits, [row]).tokens)[0] for logits, row in zip((short, wide), rows, strict=True)]
+        assert to_list(sample(together, rows).tokens) == alone
+
+
+def test_log_probabilities_name_no_token_of_a_neighbour() -> None:
+    params = SamplingParams(logprobs=60)
+    rows = [SamplingRow(params, seed=1, step=0, vocabulary=VOCABULARY), SamplingRow(params, seed=2, step=0)]
+    sampled = sample(stack(list(of_two_widths(0.0))), rows)
+    short, wide = sampled.read_logprobs([params] * 2, to_list(sampled.tokens)).values()
+    assert len(short.top) == VOCABULARY
+    assert len(wide.top) == 60
+    assert all(token < VOCABULARY and math.isfinite(value) for token, value in short.top)
+
+
+def test_processors_see_a_rows_own_tokens_only() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def processor(history: Any, logits: mx.array) -> mx.array:
+        seen.append(logits.shape)
+        return logits
+
+    params = SamplingParams(logits_processors=[processor])
+    together = stack(list(of_two_widths(0.0)))
+    for place, vocabulary in enumerate((VOCABULARY, None)):
+        row = SamplingRow(params, seed=1, step=0, history=mx.array([1]), vocabulary=vocabulary)
+        process(together[place : place + 1], row)
+    assert seen == [(1, VOCABULARY), (1, VOCABULARY + WIDE)]

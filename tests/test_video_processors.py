@@ -139,7 +139,7 @@ CASES = {
             f"<0.3 seconds><|vision_start|>{'#' * 6}<|vision_end|><1.5 seconds><|vision_start|>{'#' * 6}<|vision_end|>",
             4,
         )
-        for name in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+        for name in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
     },
     "gemma4": Case(gemma, " ".join(f"00:0{i // 5} <|begin|>{'#' * 63}<|end|>" for i in range(10)), 10),
     "gemma4_unified": Case(gemma, " ".join(f"00:0{i // 5} <|begin|>{'#' * 63}<|end|>" for i in range(10)), 10),

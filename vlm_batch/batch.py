@@ -50,6 +50,7 @@ class Row:
     image_tokens: int = 0
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     delta: int = 0
+    vocabulary: int | None = None  # how many tokens it chooses from, if not as many as all rows do
     decode_extras: Mapping[str, Any] = field(default_factory=dict)
     cache: list[Any] | None = None  # its single-row cache, until it joins the batch and after it has left
     traces: Traces | None = None  # what it takes from earlier rows and leaves for later ones

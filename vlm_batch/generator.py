@@ -23,7 +23,7 @@ from vlm_batch.compiled import CompiledDecode
 from vlm_batch.defaults import BESIDE_DECODE, MAX_TOGETHER, for_placement
 from vlm_batch.errors import PromptTooLong
 from vlm_batch.reuse import Reuse
-from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
+from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, stack, to_list
 from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, together
 from vlm_batch.text import Detokenizer, StopStrings
 from vlm_batch.types import (
@@ -204,7 +204,7 @@ class BatchGenerator:
         plan = self.scheduler.plan(prefilling, budget)
         joined = [row for group in self._together(plan) for row in self._prefill(group)]
         if joined:
-            self._launched.joined = self._sample(mx.concatenate([_last(row) for row in joined]), joined)
+            self._launched.joined = self._sample(stack([_last(row) for row in joined]), joined)
         if rows:
             self._pace.record(time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan))
         if not self._rows:
@@ -314,7 +314,7 @@ class BatchGenerator:
             row.params.max_tokens if context is None else min(row.params.max_tokens, context - encoded.length)
         )
         row.image_tokens, row.model_image_sizes = encoded.image_tokens, encoded.model_image_sizes
-        row.decode_extras = encoded.decode
+        row.decode_extras, row.vocabulary = encoded.decode, encoded.vocabulary
         if needs_history(row.params):
             row.history = mx.array([token for token in encoded.input_ids[0].tolist() if token >= 0], dtype=mx.int32)
         row.prefilled = cached
@@ -407,7 +407,7 @@ class BatchGenerator:
             alive = [row for row, one in zip(rows, picked, strict=True) if one is not None]
             if not alive:
                 return None
-            logits = mx.concatenate([one for one in picked if one is not None])
+            logits = stack([one for one in picked if one is not None])
         sampled = sample(logits, [_sampling_row(row) for row in alive])
         for index, row in enumerate(alive):
             row.next_token = sampled.tokens[index : index + 1].astype(mx.int32)
@@ -576,4 +576,4 @@ def _last(row: Row) -> mx.array:
 
 
 def _sampling_row(row: Row) -> SamplingRow:
-    return SamplingRow(row.params, row.seed, row.num_sampled, row.history)
+    return SamplingRow(row.params, row.seed, row.num_sampled, row.history, row.vocabulary)

@@ -62,8 +62,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("pp_doclayout_v3", "rfdetr", "rt_detr_v2", "sam3", "sam3_1", "yolo11"), _DETECTS),
     **dict.fromkeys(("moge3", "sam3d_body", "sam3d_objects", "video_depth_anything"), _GEOMETRY),
     "sapiens2": "it gives poses and dense maps of people in pictures, not text",
-    "molmo_point": "its model keeps a picture's points for the next request, so that a text after a picture gets another "
-    "answer than alone (molmo_point.py, _generate_forward)",
     "nemotron_voicechat": "it answers speech with speech, frame by frame",
     "mistral4": "it is the language half of mistral3, whose model type its checkpoints carry",
     **dict.fromkeys(
@@ -95,7 +93,6 @@ REFUSED: Mapping[str, str] = {
 }
 
 _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch"
-_UNVERIFIED = "its rows have not been verified in a batch"
 
 _TEXT_DECODERS = """
     afm7 afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 cohere2_moe dbrx deepseek
@@ -112,5 +109,4 @@ _TEXT_DECODERS = """
 #: Model type, after mlx-vlm's remapping, -> why it is not batched.
 ONE_AT_A_TIME: Mapping[str, str] = {
     **dict.fromkeys(_TEXT_DECODERS.split(), _TEXT_ONLY),
-    "qwen4_exp": _UNVERIFIED,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ class SamplingRow:
     seed: int
     step: int
     history: mx.array | None = None  # (T,) int, only for rows with processors or a repetition penalty
+    vocabulary: int | None = None  # how many of the columns are its own; None for all
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,18 @@ class Sampled:
         return [a for a in (self.tokens, self.chosen, self.top_ids, self.top) if a is not None]
 
     def read_logprobs(self, params: Sequence[SamplingParams], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """Host values of the rows that asked for log-probabilities, by row index."""
+        """Host values of the rows that asked for log-probabilities, by row index; of tokens that cannot come, none."""
         if self.chosen is None or self.top_ids is None or self.top is None:
             return {}
         chosen, ids, top = to_list(self.chosen), to_list(self.top_ids), to_list(self.top)
         return {
-            row: TokenLogprobs(tokens[row], chosen[i], tuple(zip(ids[i], top[i], strict=True))[: params[row].logprobs])
+            row: TokenLogprobs(tokens[row], chosen[i], _likely(ids[i], top[i])[: params[row].logprobs])
             for i, row in enumerate(self.logprob_rows)
         }
+
+
+def _likely(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    return tuple((token, value) for token, value in zip(ids, logprobs, strict=True) if value > -math.inf)
 
 
 def to_list(array: mx.array) -> list[Any]:
@@ -60,11 +66,22 @@ def needs_history(params: SamplingParams) -> bool:
     return bool(params.logits_processors) or params.repetition_penalty != 1.0
 
 
+def stack(rows: Sequence[mx.array]) -> mx.array:
+    """Rows (1, V) of logits as one array; where they differ in V, the shorter ones get columns that are never chosen."""
+    widest = max(row.shape[-1] for row in rows)
+    filled = [
+        row if row.shape[-1] == widest else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)
+        for row in rows
+    ]
+    return mx.concatenate(filled)
+
+
 def process(logits: mx.array, row: SamplingRow) -> mx.array:
     """One row's logits (1, V) after its repetition penalty and its own processors, in that order.
 
     Raises whatever a processor raises, and ValueError if it changes the shape.
     """
+    logits = logits[:, : row.vocabulary]
     shape = logits.shape
     if row.params.repetition_penalty != 1.0 and row.history is not None:
         logits = _repetition_penalty(
@@ -204,8 +221,10 @@ def _repetition_penalty(logits: mx.array, context: mx.array, penalty: float) -> 
 
 
 def _noise(row: SamplingRow, size: int) -> mx.array:
-    """Gumbel noise (V,) that depends on the row's seed and step alone."""
-    return mx.random.gumbel((size,), key=mx.random.key(_mix(row.seed, row.step)))
+    """Gumbel noise (V,) that depends on the row's seed and step alone, whatever the width of its neighbours' logits."""
+    own = size if row.vocabulary is None else row.vocabulary
+    noise = mx.random.gumbel((own,), key=mx.random.key(_mix(row.seed, row.step)))
+    return noise if own == size else mx.pad(noise, (0, size - own))
 
 
 def _mix(seed: int, step: int) -> int:

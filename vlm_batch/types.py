@@ -283,6 +283,7 @@ class Encoded:
     An id below zero is no token: some families mark their pictures' positions with one.
     ``decode`` holds what every later step of this row needs. ``atomic`` spans [start, end) may not be cut by a chunk.
     The first ``cached`` positions are in the row's caches already: what stands for them here is never read.
+    ``vocabulary`` is how many tokens this row chooses from, where requests of one model differ in that.
     """
 
     input_ids: Any  # (1, L)
@@ -294,6 +295,7 @@ class Encoded:
     image_tokens: int = 0
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     cached: int = 0
+    vocabulary: int | None = None
 
     @property
     def length(self) -> int:

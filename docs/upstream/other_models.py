@@ -6,6 +6,7 @@ from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from tiny import (
     CONFIGS,
     alone,
@@ -144,6 +145,44 @@ def mistral_large3_ignores_pictures():
     return language(ids, inputs_embeds=embeds).logits, language(ids[:, ::-1], inputs_embeds=embeds).logits
 
 
+@case("mistral_large3", at="models/mistral_large3/config.py:78")
+def mistral_large3_yarn():
+    """The translation of params.json leaves out YaRN, and the growth of queries (llama_4_scaling).
+
+    Right (vLLM's configs/mistral.py, _remap_mistral_yarn_args): positions are stretched by the published factor of 36.
+    """
+    from mlx_vlm.models.mistral_large3.config import config_from_params
+
+    params = dict.fromkeys(["vocab_size", "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps"], 8)
+    params |= dict.fromkeys(["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"], 8)
+    experts = ["expert_hidden_dim", "num_experts", "num_shared_experts", "num_experts_per_tok", "first_k_dense_replace"]
+    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size", "patch_size"]
+    sizes += ["rope_theta", "image_token_id", "spatial_merge_size", "adapter_bias"]
+    params |= {"moe": dict.fromkeys(experts, 1), "vision_encoder": dict.fromkeys(sizes, 8)}
+    params |= {"rope_theta": 10000.0, "max_position_embeddings": 294912}
+    params["yarn"] = {
+        "original_max_position_embeddings": 8192,
+        "factor": 36,
+        "apply_scale": False,
+        "beta": 32,
+        "alpha": 1,
+    }
+    scaling = config_from_params(params)["text_config"].get("rope_scaling") or {"factor": 1}
+    return mx.array([float(scaling["factor"])]), mx.array([36.0])
+
+
+@case("mistral_large3", at="models/deepseek_v3/language.py:159")
+def mistral_large3_experts():
+    """Experts are weighed by sigmoids, as in DeepSeek-V3.
+
+    Right (vLLM's configs/mistral.py, _remap_moe_args, and transformers' Mistral 4): by a softmax.
+    """
+    gate = next(layer.mlp.gate for layer in tiny("mistral_large3").layers if "gate" in layer.mlp)
+    hidden = noise(12, 1, 5, 64)
+    chosen, weights = gate(hidden)
+    return weights, mx.softmax(mx.take_along_axis(hidden @ gate.weight.T, chosen, axis=-1), axis=-1)
+
+
 @case("zaya1_vl", at="models/zaya1_vl/language.py:680")
 def zaya1_vl_text_and_picture():
     """A picture beside a text in a batch: the mask is cut by ``int`` of the rows' offsets, which raises."""
@@ -181,6 +220,71 @@ def qwen3_5_quantised():
     short, long = text(1, 9), text(2, 40)
     right = [batched(tiny("qwen3_5", text_config=config), one, **settings)[0] for one in (short, long)]
     return batched(tiny("qwen3_5", text_config=config), short, long, **settings), right
+
+
+def point_at(seed):
+    """A picture of four tokens from afar and four from near, between words, as molmo_point's processor lays it out."""
+    far, near = [164, *[165] * 4, 163], [162, *[160, 160, 161] * 2, 163]
+    ids = prompt(seed, [*far, *near])
+    return {
+        "input_ids": ids,
+        "token_type_ids": (ids >= 160).astype(mx.int32),
+        "pixel_values": noise(seed, 2, 16, 48),
+        "image_token_pooling": mx.arange(32).reshape(8, 4),
+        "image_grids": mx.array([[2, 2, 2, 2]]),
+        "image_num_crops": mx.array([2]),
+    }
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:624")
+def molmo_point_after_a_picture():
+    """A text after a picture is answered as if it had that picture: its tokens are chosen among points at it, too."""
+    model, after = tiny("molmo_point"), text(37, 9)
+    alone(model, point_at(1))
+    return alone(model, after, 8), alone(tiny("molmo_point"), after, 8)
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:394")
+def molmo_point_mask():
+    """``token_type_ids`` are read and dropped. Right (the published modeling_molmo_point.py, token_type_ids_mask_function):
+    all tokens of pictures see each other.
+    """
+    model, request = tiny("molmo_point"), point_at(1)
+    embeds = model.get_input_embeddings(**request).inputs_embeds
+    picture, places = request["token_type_ids"][0] > 0, mx.arange(embeds.shape[1])
+    mask = (places[None] <= places[:, None]) | (picture[None] & picture[:, None])
+    right = model.lm(inputs_embeds=embeds, mask=mask).logits[0, -1]
+    return first_logprobs(model, request), right - mx.logsumexp(right)
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:711")
+def molmo_point_first_token():
+    """The first token may be one of those that stand for a patch, a part or a place in general, whose logits later steps
+    give to points. Right (the published forward of MolmoPointForConditionalGeneration): never, in an answer to a picture.
+    """
+    logprobs = first_logprobs(tiny("molmo_point"), point_at(1))
+    return np.exp(logprobs[171:174]), [0.0, 0.0, 0.0]
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:653")
+def molmo_point_chunks():
+    """The keys of patches are made of the prompt's first chunk, at places that may lie in later ones."""
+    request = point_at(1)
+    found = attempt(lambda: alone(tiny("molmo_point"), request, 12, prefill_step_size=4))
+    return found, alone(tiny("molmo_point"), request, 12)
+
+
+@case("molmo_point", at="models/molmo_point/molmo_point.py:303")
+def molmo_point_nothing_left():
+    """After a patch whose last part the point before has had, no token at all may come. Right: some token (the published
+    code stops with an assertion).
+    """
+    from mlx_vlm.models.molmo_point.molmo_point import GeneratedTokenBounds, MolmoPointLogitProcessor
+
+    bounds = GeneratedTokenBounds(10, n_patches=3, n_subpatches=2, n_locations=9, no_more_points_class=True)
+    patch, last_part, place = 10, bounds.subpatch_end - 1, bounds.location_start
+    mask = MolmoPointLogitProcessor(bounds, True, True, True)([patch, last_part, place, patch], patch, 25)
+    return bool((mask == 0).any().item()), True
 
 
 @case("deepseek_v4", at="models/deepseek_v4/language.py:685 models/deepseek_v4/language.py:745")

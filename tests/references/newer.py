@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import transformers
 
+from tests.references.towers import PIXTRAL, RENAME, joined_experts, text_of, vision_of
 from tests.zoo import Inputs
 from tests.zoo.muse_spark import PATCH, THETA
 from tests.zoo.nemotron_h_nano_omni import PATCH as NEMOTRON_PATCH
@@ -297,6 +298,35 @@ def kimi_vl_weights(weights: Weights) -> Weights:
     )
 
 
+# Mistral Large 3 ------------------------------------------------------------------------------------------------------
+
+
+def mistral_large3(zoo: nn.Module) -> torch.nn.Module:
+    """Mistral Small 4 has the same text model, whose queries also grow."""
+    ours = zoo.config.text_config
+    names = ["num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"]
+    names += ["n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"]
+    names += ["first_k_dense_replace"]
+    turned = {"rope_type": "yarn", "factor": 1.0, "rope_theta": ours.rope_theta}  # the default turns whole heads
+    turned |= {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": ours.max_position_embeddings}
+    config = transformers.Mistral3Config(
+        text_config={**text_of(zoo), **same(ours, *names), "model_type": "mistral4", "rope_parameters": turned},
+        vision_config={"model_type": "pixtral", **vision_of(zoo), **PIXTRAL},
+        image_token_index=zoo.config.image_token_index,
+        spatial_merge_size=zoo.config.spatial_merge_size,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def mistral_large3_weights(weights: Weights) -> Weights:
+    """Published ones have no bias on the choice of experts (`use_load_balancing_bias`)."""
+    weights = {path: value for path, value in weights.items() if not path.endswith("e_score_correction_bias")}
+    join_latent(weights)
+    return weights
+
+
 # Qwen3-Next -----------------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +584,12 @@ NEWER: dict[str, dict[str, Any]] = {
     "kimi_k25_groups": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_k25_weights, "inputs": kimi_k25_inputs},
     # The same model but for videos, which Kimi-VL has not: transformers has K2.5 alone.
     "kimi_vl": {"build": kimi_k25, "rename": KIMI_K25, "regroup": kimi_vl_weights, "inputs": kimi_k25_inputs},
+    "mistral_large3": {
+        "build": mistral_large3,
+        "rename": RENAME,
+        "regroup": mistral_large3_weights,
+        "convert": joined_experts,
+    },
     "inkling": {"build": inkling, "rename": INKLING, "regroup": inkling_weights},
     "qwen3_next": {
         "build": qwen3_next,

@@ -8,7 +8,8 @@ answer is `generate` of transformers itself, greedy, float32 and eager attention
 those of transformers. A file holds, per request: a digest of the inputs, the tokens and the float32 log-probabilities
 of every step; and a digest of the weights.
 
-moondream3 and falcon_ocr have no class in transformers, so nothing is recorded for them.
+moondream3 and falcon_ocr have no class in transformers, so nothing is recorded for them; published.py records what a
+model's own published code answers.
 """
 
 from __future__ import annotations
@@ -180,6 +181,25 @@ def qwen3_5_moe(zoo: nn.Module) -> torch.nn.Module:
         "shared_expert_intermediate_size": ours.shared_expert_intermediate_size,
     }
     return transformers.Qwen3_5MoeForConditionalGeneration(transformers.Qwen3_5MoeConfig(**parts))
+
+
+def qwen4_exp(zoo: nn.Module) -> torch.nn.Module:
+    parts, ours = qwen3_5_parts(zoo), zoo.config.text_config
+    names = ["shared_expert_intermediate_size", "norm_topk_prob", "hc_count", "hc_lowrank", "output_gate_type", "seed"]
+    names += ["ple_layer_ids", "ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "eos_token_id"]
+    names += ["ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts", "indexer_n_heads"]
+    names += ["indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"]
+    parts["text_config"] |= experts(ours) | {name: getattr(ours, name) for name in names}
+    return transformers.Qwen4ExpForConditionalGeneration(transformers.Qwen4ExpConfig(**parts))
+
+
+def join_ngrams(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One table of n-grams; mlx-vlm keeps the shards of the checkpoint apart."""
+    tables: dict[str, list[np.ndarray]] = {}
+    for path in sorted(path for path in weights if ".shards." in path):
+        tables.setdefault(path.split("shards.")[0], []).append(weights[path])
+    others = {path: value for path, value in weights.items() if ".shards." not in path}
+    return others | {f"{prefix}weight": np.concatenate(parts) for prefix, parts in tables.items()}
 
 
 def glm4v_moe(zoo: nn.Module) -> torch.nn.Module:
@@ -595,6 +615,7 @@ RECIPES: dict[str, Recipe] = {
     "qwen3_vl_moe": Recipe(qwen3_vl_moe, VISUAL, token_types),
     "qwen3_5": Recipe(qwen3_5, VISUAL, token_types, less_one=r"(_layernorm|[qk]_norm|model\.norm)\.weight$"),
     "qwen3_5_moe": Recipe(qwen3_5_moe, VISUAL, token_types, less_one=r"(_layernorm|[qk]_norm|model\.norm)\.weight$"),
+    "qwen4_exp": Recipe(qwen4_exp, VISUAL, token_types, regroup=join_ngrams),
     "glm4v": Recipe(glm4v, VISUAL, token_types),
     "glm4v_moe": Recipe(glm4v_moe, VISUAL, token_types),
     "qwen3_omni_moe": Recipe(

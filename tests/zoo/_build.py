@@ -84,7 +84,7 @@ def enliven(model: nn.Module, seed: int, rules: Sequence[Rule] = (), quiet: str 
     weights = {path: _draw(seed, path, value.shape, fill) for path, value, fill in _plan(model, rules)}
     if quiet:
         weights[quiet][PLAIN:] *= 0.1
-    model.load_weights([(path, mx.array(value)) for path, value in weights.items()], strict=True)
+    model.load_weights([(path, mx.array(value)) for path, value in weights.items()], strict=False)
     model.eval()
     mx.eval(model.parameters())
 
@@ -96,7 +96,9 @@ def _plan(model: nn.Module, rules: Sequence[Rule]) -> Iterator[tuple[str, mx.arr
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    """All but int64, which are computed tables that a module lists among its parameters (a hash's multipliers)."""
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return [(path, value) for path, value in flat if value.dtype != mx.int64]
 
 
 def _fill_for(modules: dict[str, nn.Module], path: str, rules: Sequence[Rule]) -> Fill:

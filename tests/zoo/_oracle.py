@@ -52,7 +52,13 @@ def generate_alone(model: nn.Module, inputs: Inputs, num_tokens: int, **settings
             input_ids, model, pixel_values, mask, max_tokens=num_tokens, temperature=0.0, **arrays, **settings
         )
         pairs = [(int(token), np.array(logprobs, dtype=np.float32)) for token, logprobs in steps]
-    return Trace([token for token, _ in pairs], np.stack([logprobs for _, logprobs in pairs]))
+    return Trace([token for token, _ in pairs], of_one_width([logprobs for _, logprobs in pairs]))
+
+
+def of_one_width(rows: list[np.ndarray]) -> np.ndarray:
+    """(T, V) of rows (V,); where a step had fewer tokens to choose from, the others are impossible there."""
+    widest = max(map(len, rows))
+    return np.stack([np.pad(row, (0, widest - len(row)), constant_values=-np.inf) for row in rows])
 
 
 def generate_by_recomputing(logits: Callable[[list[int]], mx.array], num_tokens: int) -> Trace:
@@ -64,7 +70,7 @@ def generate_by_recomputing(logits: Callable[[list[int]], mx.array], num_tokens:
         row = np.array(last - mx.logsumexp(last), dtype=np.float32)
         rows.append(row)
         tokens.append(int(row.argmax()))
-    return Trace(tokens, np.stack(rows))
+    return Trace(tokens, of_one_width(rows))
 
 
 def generate_from_embeddings(model: nn.Module, prompt: mx.array, num_tokens: int) -> Trace:

@@ -19,12 +19,29 @@ END_OF_TEXT = VOCABULARY - 1
 """Declared as the end of text by every family, so that no tiny model stops by accident."""
 
 
+IMPOSSIBLE = -1e4
+"""A log-probability below this is that of a token which cannot come: models write -1e5, -1e9 or minus infinity."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """The answer of one request: greedy `tokens`, and `logprobs` (T, V) float32 from which each was taken."""
 
     tokens: list[int]
     logprobs: np.ndarray
+
+
+def apart(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference of log-probabilities (..., V); inf unless the same tokens are possible in both.
+
+    Where one row is the longer, what is beyond the other must be impossible.
+    """
+    width = min(one.shape[-1], other.shape[-1])
+    possible, same = one[..., :width] > IMPOSSIBLE, other[..., :width] > IMPOSSIBLE
+    beyond = [rows[..., width:] > IMPOSSIBLE for rows in (one, other)]
+    if (possible != same).any() or any(rest.any() for rest in beyond) or np.isnan(one).any() or np.isnan(other).any():
+        return np.inf
+    return float(np.abs(one[..., :width][possible] - other[..., :width][possible]).max(initial=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +78,8 @@ class TinyFamily:
     """Further requests by name, (seed) -> request, where the family has a case that the others do not show."""
     wrong_alone: tuple[str, ...] = ()
     """Requests (names of `requests_of`) that mlx-vlm's own loop answers wrongly, where `greedy` is another path."""
+    points: int | None = None
+    """The first id that stands for a point, where answers point at pictures. At most steps many tokens are impossible."""
     text_only: bool = False
     """Whether the model has no pictures: `image` then makes texts, of three lengths."""
 

@@ -74,7 +74,8 @@ def greedy(
         if deepstack:
             mask = np.concatenate([where, np.zeros((1, len(generated)), bool)], axis=1)
             more |= {"visual_pos_masks": mx.array(mask), "deepstack_visual_embeds": deepstack}
-        return language(mx.zeros(hidden.shape[:2], mx.int32), inputs_embeds=hidden, **more).logits[0, -1]
+        tokens = mx.concatenate([ids, mx.array([generated], dtype=ids.dtype)], axis=1)  # which n-grams are made of
+        return language(tokens, inputs_embeds=hidden, **more).logits[0, -1]
 
     with nothing_remembered(model):
         return generate_by_recomputing(logits, num_tokens)

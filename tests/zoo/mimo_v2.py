@@ -101,5 +101,5 @@ FAMILY = TinyFamily(
     window=WINDOW,
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step.",
-    no_reference="transformers has the text model of another version alone (MiMoV2Flash)",
+    only_texts_recorded="transformers has the text model alone (MiMoV2Flash, of which MiMo-V2's is unchanged)",
 )

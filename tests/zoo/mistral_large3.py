@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models import mistral_large3 as upstream
 from mlx_vlm.models.mistral_large3.config import TextConfig
 
-from ._build import enliven, text_request
+from ._build import Rule, enliven, spread, text_request
 from ._deepseek import HEAD, LATENT, RULES, TEXT
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
@@ -27,12 +30,15 @@ def build() -> nn.Module:
             vision_config=vision_config(),
         )
     )
-    enliven(model, seed=91, rules=RULES, quiet=HEAD)
+    enliven(model, seed=91, rules=[Rule(r"e_score_correction_bias$", spread(0.0)), *RULES], quiet=HEAD)
     return model
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
-    """The whole sequence at each step through the decoder's layers, which mlx-vlm's own loop gives ids instead."""
+    """The whole sequence at each step through the decoder's layers, which mlx-vlm's own loop gives ids instead.
+
+    Experts are weighed by a softmax, as in vLLM and in transformers' Mistral 4, which has the same text model.
+    """
     prompt = model.get_input_embeddings(**to_mx(inputs)).inputs_embeds
     language = model.language_model
 
@@ -44,7 +50,14 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
             hidden = layer(hidden, mask)
         return language.lm_head(language.model.norm(hidden))[0, -1]
 
-    return generate_by_recomputing(logits, num_tokens)
+    with mock.patch("mlx_vlm.models.deepseek_v3.language.group_expert_select", _by_softmax):
+        return generate_by_recomputing(logits, num_tokens)
+
+
+def _by_softmax(gates: mx.array, bias: mx.array, count: int, *settings: Any) -> tuple[mx.array, mx.array]:
+    """The likeliest experts, and their shares of what they have together."""
+    chosen = mx.argsort(-gates, axis=-1)[..., :count]
+    return chosen, mx.softmax(mx.take_along_axis(gates, chosen, axis=-1), axis=-1)
 
 
 FAMILY = TinyFamily(
@@ -55,7 +68,6 @@ FAMILY = TinyFamily(
     two_images=two_images,
     greedy=greedy,
     oracle_note="the whole sequence through the decoder's layers, beginning with the embeddings that mlx-vlm's model makes "
-    "and its decoder ignores.",
-    wrong_alone=("image_1", "two_images"),
-    no_reference="transformers has no class of this family (its checkpoints are in Mistral's own format)",
+    "and its decoder ignores, and with experts weighed by a softmax.",
+    wrong_alone=("text", "image_1", "two_images"),
 )

@@ -99,5 +99,5 @@ FAMILY = TinyFamily(
     greedy=generate_alone,
     oracle_note="mlx-vlm's generate_step, its prompt in one chunk. The tower is a linear stand-in: the real one's sizes "
     "are constants of its class. The merging of features and the whole language side are the real ones.",
-    no_reference="transformers has no class of this family (its Phi-3-Vision is remote code)",
+    only_texts_recorded="transformers has the language model (Phi3) and not the family, which is remote code",
 )

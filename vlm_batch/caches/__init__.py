@@ -1,6 +1,7 @@
 """The state of the live rows: per layer, one cache per row, one slab for all rows, or one recurrent state for all rows."""
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
+from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
@@ -14,6 +15,7 @@ __all__ = [
     "BlockCache",
     "BlockSlabCache",
     "DenseCache",
+    "IndexedCache",
     "LayerCache",
     "ListedCache",
     "Placement",

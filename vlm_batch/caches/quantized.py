@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache, create_attention_mask
 from mlx_vlm.turboquant import TurboQuantKVCache, _QuantizedStateProxy
 
+from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.slab import SlabCache, grow, put_columns
 
 #: What ``mx.quantize`` offers.
@@ -71,7 +72,7 @@ class KVQuantisation:
     def check_shapes(self, fresh: Sequence[Any]) -> None:
         """Raise ValueError if groups do not fit the heads of caches that have seen tokens: too much would be filler."""
         for cache in fresh:
-            for part in cache.caches if type(cache) is CacheList else (cache,):
+            for part in _parts(cache):
                 if self.scheme == "uniform" and type(part) is KVCache and part.keys is not None:
                     for what, array in (("keys", part.keys), ("values", part.values)):
                         depth = int(array.shape[-1])
@@ -86,6 +87,8 @@ class KVQuantisation:
     def _cache(self, cache: Any) -> Any:
         if type(cache) is CacheList:
             return CacheList(*(self._cache(part) for part in cache.caches))
+        if type(cache) is IndexedCache:
+            return IndexedCache(self._cache(cache.inner))
         if type(cache) is not KVCache:
             return cache
         if self.start:
@@ -107,7 +110,14 @@ def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
 
 
 def _has_full(cache: Any) -> bool:
-    return any(map(_has_full, cache.caches)) if type(cache) is CacheList else type(cache) is KVCache
+    return any(type(part) is KVCache for part in _parts(cache))
+
+
+def _parts(cache: Any) -> Sequence[Any]:
+    """The caches that a layer's cache is made of, or itself."""
+    if type(cache) is IndexedCache:
+        return (cache.inner,)
+    return cache.caches if type(cache) is CacheList else (cache,)
 
 
 class Layout(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -17,6 +17,7 @@ from mlx_vlm.turboquant import TurboQuantMSEState
 
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
+from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, Layout, QuantizedCache, TurboCache, of_parts
 from vlm_batch.caches.retained import RetainedPromptCache
@@ -34,6 +35,15 @@ class LayerState(Protocol):
     def restore(self, length: int) -> Any: ...
     def parts(self) -> tuple[LayerState, ...]: ...
     def arrays(self) -> list[mx.array]: ...
+
+
+@runtime_checkable
+class SavesItself(Protocol):
+    """A family's own single-row cache, which can be cut back to any length (adapters inherit from it)."""
+
+    def saved(self) -> LayerState:
+        """What it holds, to be restored."""
+        ...
 
 
 class _OnePart:
@@ -324,6 +334,40 @@ class LateState:
 
 
 @dataclass(frozen=True)
+class IndexedState:
+    """Keys and values beside an indexer's keys (1, L, D) and positions (3, 1, L); blocks are made of those again."""
+
+    state: LayerState
+    index_keys: mx.array
+    positions: mx.array
+
+    @classmethod
+    def of(cls, cache: IndexedCache, length: int) -> IndexedState:
+        return cls(save_layer(cache.inner, length), *(own_array(part) for part in cache.index))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state.is_whole
+
+    @property
+    def floor(self) -> int:
+        return self.state.floor
+
+    def reaches(self, length: int) -> bool:
+        return self.state.reaches(length)
+
+    def restore(self, length: int) -> IndexedCache:
+        inner = self.state.restore(length)
+        return IndexedCache.of(inner, self.index_keys[:, :length], self.positions[..., :length])
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return (self.state,)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.state.arrays(), self.index_keys, self.positions]
+
+
+@dataclass(frozen=True)
 class BlockState(_OnePart):
     """Attention within blocks of ``block`` positions: keys and values from the last one's ``start`` on, of ``length`` seen."""
 
@@ -428,6 +472,7 @@ _SAVERS: dict[type, Callable[[Any, int], LayerState]] = {
     QuantizedCache: lambda cache, length: QuantizedState.of(cache),
     TurboCache: lambda cache, length: TurboState.of(cache),
     LateCache: LateState.of,
+    IndexedCache: IndexedState.of,
     BlockCache: lambda cache, length: BlockState.of(cache),
     RetainedPromptCache: lambda cache, length: RetainedState.of(cache),
     PoolCache: PoolState.of,
@@ -448,6 +493,7 @@ LAYER_STATES: tuple[type, ...] = (
     QuantizedState,
     TurboState,
     LateState,
+    IndexedState,
     BlockState,
     RetainedState,
 )
@@ -457,6 +503,10 @@ def is_whole_kind(cache: Any) -> bool:
     """Whether a single-row cache can be cut back to any length."""
     if type(cache) is CacheList:
         return all(is_whole_kind(part) for part in cache.caches)
+    if type(cache) is IndexedCache:
+        return is_whole_kind(cache.inner)
+    if isinstance(cache, SavesItself):
+        return True
     return type(cache) in (KVCache, CrossCache, QuantizedCache, TurboCache, LateCache)
 
 
@@ -465,6 +515,8 @@ def save_layer(cache: Any, length: int) -> LayerState:
 
     Of a kind that is no cache of mlx-vlm's nothing can be restored.
     """
+    if isinstance(cache, SavesItself):
+        return cache.saved()
     saver = _SAVERS.get(type(cache))
     if saver is not None:
         return saver(cache, length)

@@ -171,6 +171,7 @@ class Adapter:
             image_tokens=self.count_image_tokens(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
             cached=cached,
+            vocabulary=self.vocabulary(extra),
         )
         self.forget()
         return encoded
@@ -263,6 +264,10 @@ class Adapter:
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         """Where the row stands; the default counts tokens."""
         return PositionState()
+
+    def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
+        """How many tokens the row chooses from, where the model's requests differ in that; its logits are as many."""
+        return None
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """Spans [start, end) of the prompt that one chunk must hold whole (bidirectional pictures)."""

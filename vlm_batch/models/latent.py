@@ -133,7 +133,10 @@ class KimiK25(_Kimi):
         notes=(
             "pictures reach the decoder; mlx-vlm's embeds the placeholders' ids in their place, for this family's text "
             "model ignores the embeddings that it is given (deepseek_v3/language.py:519)",
-            "a dropped group of experts is out of the choice, as for kimi_k25",
+            "experts, in one group, are weighed by a softmax, as in vLLM (configs/mistral.py, _remap_moe_args) and in "
+            "transformers' Mistral 4; mlx-vlm weighs them by sigmoids, as DeepSeek-V3's (deepseek_v3/language.py:159)",
+            "positions are as config.json says (rope_scaling). mlx-vlm's translation of params.json leaves out its YaRN and "
+            "the growth of queries after 8,192 tokens (mistral_large3/config.py:78), and so do checkpoints made with it",
         ),
     )
 )
@@ -142,7 +145,7 @@ class MistralLarge3(Pixtral):
 
     @classmethod
     def mends(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.deepseek_v3.language import LanguageModel
+        from mlx_vlm.models.deepseek_v3.language import LanguageModel, MoEGate
         from mlx_vlm.models.kimi_k25.language import LanguageModel as Embedded
 
         class TakesEmbeddings(LanguageModel):
@@ -150,7 +153,20 @@ class MistralLarge3(Pixtral):
 
             __call__ = Embedded.__call__
 
-        return {LanguageModel: TakesEmbeddings, **KimiK25.mends()}
+        class SoftmaxGate(MoEGate):
+            """Experts in one group."""
+
+            def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+                """(B, L, D) -> the experts and their weights, (B, L, K) each."""
+                scores = mx.softmax((x @ self.weight.T).astype(mx.float32), axis=-1)
+                ranked = mx.argpartition(-(scores + self.e_score_correction_bias), kth=self.top_k - 1, axis=-1)
+                chosen = ranked[..., : self.top_k]
+                weights = mx.take_along_axis(scores, chosen, axis=-1)
+                if self.norm_topk_prob:
+                    weights = weights / weights.sum(axis=-1, keepdims=True)
+                return chosen, weights * self.routed_scaling_factor
+
+        return {**KimiK25.mends(), LanguageModel: TakesEmbeddings, MoEGate: SoftmaxGate}
 
     shorten = KimiK25.shorten  # type: ignore[assignment]
 

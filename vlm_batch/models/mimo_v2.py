@@ -11,7 +11,11 @@ from vlm_batch.registry import ModelSpec, register
         family="mimo_v2",
         model_types=("mimo_v2",),
         no_video="not verified: transformers has no such model to compare with",
-        notes=("audio and video are not verified, and refused",),
+        notes=(
+            "audio and video are not verified, and refused",
+            "a window of sliding_window_size counts the token itself, as in mlx-vlm and vLLM; transformers' MiMoV2Flash adds "
+            "one (configuration_mimo_v2_flash.py)",
+        ),
     )
 )
 class MiMoV2(Adapter):

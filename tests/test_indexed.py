@@ -1,0 +1,82 @@
+"""The cache of layers that pick what they read by an index: mlx-vlm's index, grown in steps, saved, cut and quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.models.cache import KVCache
+from mlx_vlm.models.qwen4_exp.language import QSAKVCache
+
+from tests.harness import shared_adapter
+from vlm_batch.caches import IndexedCache
+from vlm_batch.caches.indexed import STEP
+from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
+from vlm_batch.caches.states import is_whole_kind, save_layer
+
+CHUNKS = (5, STEP - 7, 1, 1, 1, 40, 1)
+
+
+def tokens(seed: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """The indexer's keys (1, L, 8), their positions (3, 1, L), and keys that serve as values, too, (1, 2, L, 16)."""
+    random = np.random.RandomState(seed)
+    keys, states = random.standard_normal((1, count, 8)), random.standard_normal((1, 2, count, 16))
+    positions = random.randint(0, 999, (3, 1, count))
+    return (
+        mx.array(keys.astype(np.float32)),
+        mx.array(positions.astype(np.int32)),
+        mx.array(states.astype(np.float32)),
+    )
+
+
+def filled(cache: Any, chunks: tuple[int, ...] = CHUNKS) -> tuple[mx.array, mx.array]:
+    """What the last of some chunks of tokens is given of the index."""
+    for seed, count in enumerate(chunks):
+        keys, positions, states = tokens(seed, count)
+        found = cache.update_indexer(keys, positions if count > 1 else positions[0])
+        cache.update_and_fetch(states, states)
+    return found
+
+
+def test_the_index_is_upstreams() -> None:
+    cache, theirs = IndexedCache(), QSAKVCache()
+    for mine, right in zip(filled(cache), filled(theirs), strict=True):
+        np.testing.assert_array_equal(mine, right)
+    assert cache.offset == theirs.offset == sum(CHUNKS)
+
+
+@pytest.mark.parametrize("length", [3, 260, sum(CHUNKS)])
+def test_a_saved_index_is_cut_and_never_written_to(length: int) -> None:
+    cache = IndexedCache()
+    keys, positions = filled(cache)
+    state = save_layer(cache, cache.offset)
+    assert state.is_whole and is_whole_kind(cache)
+    filled(cache)  # what the row does later is its own affair
+    for _ in range(2):
+        again = state.restore(length)
+        assert again.offset == length
+        found, where = again.update_indexer(*tokens(99, 2)[:2])
+        np.testing.assert_array_equal(found[:, :length], keys[:, :length])
+        np.testing.assert_array_equal(where[..., :length], positions[..., :length])
+        np.testing.assert_array_equal(found[:, length:], tokens(99, 2)[0])
+        assert state.restore(length).offset == length
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        (KVQuantisation(8, 32), QuantizedCache),
+        (KVQuantisation(4, scheme="turboquant"), TurboCache),
+        (KVQuantisation(8, 32, start=9), LateCache),
+    ],
+)
+def test_keys_and_values_in_few_bits_beside_an_exact_index(how: KVQuantisation, kind: type) -> None:
+    fresh = shared_adapter("qwen4_exp").make_cache()
+    assert how.counts(fresh) == (2, 4)
+    assert [type(cache.inner) for cache in fresh if isinstance(cache, IndexedCache)] == [KVCache] * 2
+    quantised = [cache for cache in how.caches(fresh) if isinstance(cache, IndexedCache)]
+    assert [type(cache.inner) for cache in quantised] == [kind] * 2
+    found, _ = filled(quantised[0])
+    np.testing.assert_array_equal(found, filled(IndexedCache())[0])

@@ -1,0 +1,91 @@
+"""Keys and values of one row whose attention picks what it reads by an index of its own (Qwen4-Exp)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.cache import KVCache
+
+#: Columns by which the index grows.
+STEP = 256
+#: Of positions: time, height and width.
+AXES = 3
+
+
+class IndexedCache:
+    """One row's keys and values of one layer, in ``inner``, and the indexer's key and position of each token beside them.
+
+    What mlx-vlm's attention asks of its ``QSAKVCache``. There, every token copies the whole index; here it grows by
+    steps, and keys and values may be held in few bits.
+    """
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = KVCache() if inner is None else inner
+        self.index_offset = 0
+        #: Of whole blocks of tokens, made of the index by the attention: (1, 1, N, D), and how many tokens a block has.
+        self.index_block_keys: mx.array | None = None
+        self.index_block_ratio: int | None = None
+        self._keys: mx.array | None = None  # (1, capacity, D)
+        self._positions: mx.array | None = None  # (3, 1, capacity)
+
+    def update_indexer(self, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Append the indexer's keys (1, L, D) at positions (1, L) or (3, 1, L): all keys (1, N, D), positions (3, 1, N)."""
+        if positions.ndim == 2:
+            positions = mx.broadcast_to(positions[None], (AXES, *positions.shape))
+        start, end = self.index_offset, self.index_offset + keys.shape[1]
+        if self._keys is None or self._positions is None or end > self._keys.shape[1]:
+            capacity = -(-end // STEP) * STEP
+            self._keys = _grown(self._keys, 1, start, capacity, keys)
+            self._positions = _grown(self._positions, 2, start, capacity, positions)
+        self._keys[:, start:end] = keys
+        self._positions[..., start:end] = positions
+        self.index_offset = end
+        return self._keys[:, :end], self._positions[..., :end]
+
+    @property
+    def index(self) -> tuple[mx.array, mx.array]:
+        """The indexer's keys (1, N, D) and positions (3, 1, N). Raises LookupError before the first token."""
+        if self._keys is None or self._positions is None:
+            raise LookupError("the cache has seen no token")
+        return self._keys[:, : self.index_offset], self._positions[..., : self.index_offset]
+
+    @classmethod
+    def of(cls, inner: Any, keys: mx.array, positions: mx.array) -> IndexedCache:
+        """A cache with keys and values in ``inner``, and an index as ``index`` gives it."""
+        cache = cls(inner)
+        cache._keys, cache._positions, cache.index_offset = keys, positions, int(keys.shape[1])
+        return cache
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self.inner.update_and_fetch(keys, values)
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        return self.inner.make_mask(length, window_size=window_size, return_array=return_array)
+
+    @property
+    def offset(self) -> int:
+        """The number of tokens that the row has seen."""
+        return int(self.inner.offset)
+
+    @property
+    def state(self) -> list[Any]:
+        """Everything that is held, to be evaluated."""
+        held = [] if self._keys is None else [self._keys, self._positions]
+        blocks = [] if self.index_block_keys is None else [self.index_block_keys]
+        return [self.inner.state if self.offset else None, *held, *blocks]
+
+    @property
+    def nbytes(self) -> int:
+        own = (self._keys, self._positions, self.index_block_keys)
+        return int(self.inner.nbytes) + sum(array.nbytes for array in own if array is not None)
+
+
+def _grown(held: mx.array | None, axis: int, kept: int, capacity: int, like: mx.array) -> mx.array:
+    """``held`` with room for ``capacity`` columns along an axis, of which it keeps the first."""
+    shape = list(like.shape)
+    shape[axis] = capacity - kept
+    room = mx.zeros(shape, like.dtype)
+    if held is None:
+        return room
+    return mx.concatenate([held[:, :kept] if axis == 1 else held[..., :kept], room], axis=axis)

@@ -1,0 +1,460 @@
+"""Molmo-Point: Molmo 2 whose answers point at a picture, by tokens of the picture's own beyond the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.states import LayerState
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.modules import two_tables
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.sampling import stack
+from vlm_batch.types import DecodeStep, Encoded, Picture
+
+#: The logit of a token that the model does not choose from at a step (modeling_molmo_point.py, ``small_val``).
+SMALL = -100000.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which ids stand for what: a picture's patches, "no more points", the parts of a patch, and the places in a part."""
+
+    first: int
+    num_patches: int
+    num_parts: int
+    num_places: int
+    has_end: bool  # whether there is a token for "no more points"
+
+    @property
+    def parts(self) -> int:
+        """The first part's id; the patches, and the token for no more of them, come before it."""
+        return self.first + self.num_patches + self.has_end
+
+    @property
+    def places(self) -> int:
+        return self.parts + self.num_parts
+
+    @property
+    def end(self) -> int:
+        """One beyond the last place's id: how many tokens the row chooses from."""
+        return self.places + self.num_places
+
+    def is_patch(self, token: int) -> bool:
+        return self.first <= token < self.first + self.num_patches
+
+    def is_part(self, token: int) -> bool:
+        return self.parts <= token < self.places
+
+    def is_place(self, token: int) -> bool:
+        return self.places <= token < self.end
+
+    def is_no_more(self, token: int) -> bool:
+        return self.has_end and token == self.first + self.num_patches
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order points come: patches sorted, parts within a patch sorted, and whether a point may come again."""
+
+    sorted_patches: bool
+    sorted_parts: bool
+    no_repeats: bool
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What a row can point at: P patches, of S parts each, of all its pictures."""
+
+    tokens: Tokens
+    patches: mx.array  # (P, D) as they were added to the prompt's embeddings
+    parts: mx.array  # (P, S, D_vit)
+    part_keys: mx.array  # (P, S, E)
+    is_part: mx.array  # (P, S) bool
+    at: mx.array  # (P,) where in the prompt each patch's token stands
+    positions: mx.array  # (P,) for RoPE: the patches that can be chosen are counted
+    can_choose: mx.array  # (P,) bool
+    end: int  # of the prompt's part that holds them
+
+    def arrays(self) -> list[mx.array]:
+        return [value for value in vars(self).values() if isinstance(value, mx.array)]
+
+
+@dataclass(frozen=True)
+class PointerState:
+    """What a row that has seen its pictures can point at. What it has pointed at no other prompt can begin with."""
+
+    pictures: Pictures | None
+    keys: mx.array | None
+    is_whole = True
+    floor = 0
+
+    def reaches(self, length: int) -> bool:
+        return True
+
+    def restore(self, length: int) -> Pointer:
+        if self.pictures is None or length < self.pictures.end:
+            return Pointer()
+        return Pointer(self.pictures, self.keys)
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return ()
+
+    def arrays(self) -> list[mx.array]:
+        return Pointer(self.pictures, self.keys).state
+
+
+@dataclass
+class Pointer:
+    """What one row can point at and has pointed at: it lies beside the row's KV, as a layer's cache does."""
+
+    pictures: Pictures | None = None
+    keys: mx.array | None = None  # (P, E) of the patches, from the prompt's hidden states
+    recent: list[int] = field(default_factory=list)  # the last tokens, which no point is complete without
+    last: int | None = None  # the answer's last token
+    patch: int | None = None  # the id of the last patch of a complete point
+    part: int | None = None
+    pointed: int = -1  # the number of the last patch, complete or not
+    has_ended: bool = False
+    offset: int = 0
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array that is held, to be evaluated."""
+        held = [] if self.keys is None else [self.keys]
+        return held + ([] if self.pictures is None else self.pictures.arrays())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)
+
+    def saved(self) -> LayerState:
+        return PointerState(self.pictures, self.keys)
+
+    def take(self, token: int) -> None:
+        """The answer goes on by a token."""
+        assert self.pictures is not None
+        tokens = self.pictures.tokens
+        self.recent.append(token)
+        if len(self.recent) > (2 if tokens.num_places else 1):
+            done = self.recent.pop(0)
+            self.patch = done if tokens.first <= done < tokens.parts else self.patch
+            self.part = done if tokens.is_part(done) else self.part
+        self.has_ended |= tokens.is_no_more(token)
+        self.last = token
+
+    def forbidden(self, order: Order) -> list[tuple[int, int]]:
+        """The spans [start, end) of ids that may not come next (modeling_molmo_point.py, MolmoPointLogitProcessor)."""
+        assert self.pictures is not None and self.last is not None
+        tokens = self.pictures.tokens
+        if self.has_ended:
+            return [(tokens.first, tokens.end)]
+        if tokens.first <= self.last < tokens.parts:
+            spans = [(0, tokens.parts), (tokens.places, tokens.end)]
+            if order.sorted_parts and self.patch == self.last and self.part is not None:
+                # The published code stops where no part is left; here the last one may come again.
+                spans.append((tokens.parts, min(self.part + order.no_repeats, tokens.places - 1)))
+            return spans
+        if tokens.num_places and tokens.is_part(self.last):
+            return [(0, tokens.places)]
+        spans = [(tokens.parts, tokens.end)]
+        if self.patch is not None and order.sorted_patches:
+            spans.append((tokens.first, self.patch))
+        is_full = order.no_repeats and order.sorted_parts and self.part == tokens.places - 1
+        if self.patch is not None and is_full:
+            spans.append((self.patch, self.patch + 1))
+        return spans
+
+
+@register(
+    ModelSpec(
+        family="molmo_point",
+        model_types=("molmo_point",),
+        notes=(
+            "what a row can point at, and has pointed at, belongs to the row, and so does the width of its logits; mlx-vlm "
+            "keeps the last picture's on the model, for a text that follows, too (molmo_point.py:624)",
+            "all tokens of all pictures see each other, as in the published model (modeling_molmo_point.py, "
+            "token_type_ids_mask_function); mlx-vlm drops token_type_ids, and its pictures are causal (molmo_point.py:394)",
+            "an answer to a picture does not begin with one of the three tokens that stand for points in general, as in the "
+            "published model; mlx-vlm leaves them among the first token's choices (molmo_point.py:711)",
+            "the keys of patches are made of the chunk that holds the pictures, wherever others end; mlx-vlm takes the "
+            "first chunk's (molmo_point.py:653)",
+            "where a patch comes again and none of its parts is left, the last part comes again; mlx-vlm takes any word, and "
+            "the published code stops (molmo_point.py:303)",
+            "answers are text with the ids of points; coordinates are not worked out. Every step waits for the tokens of "
+            "the step before, which decide what is fed back, while a row has a picture",
+        ),
+    )
+)
+class MolmoPoint(Adapter):
+    """A patch's logit is that of the token for patches in general, at the patch that the hidden state points at."""
+
+    input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        config, inference = self.config, ("always", "inference")
+        self.order = Order(
+            sorted_patches=config.mask_patches in inference,
+            sorted_parts=config.mask_subpatches in inference,
+            no_repeats=config.mask_repeats in ("all", "inference"),
+        )
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.molmo_point.language import Molmo2Embedding
+
+        return {Molmo2Embedding: two_tables(Molmo2Embedding)}
+
+    def shorten(self) -> None:
+        """Patches' keys are made of all hidden states; the head is given the last one."""
+
+    def forget(self) -> None:
+        """Upstream keeps the last picture and what was pointed at in it."""
+        model = self.model
+        model._image_cache = model._token_bounds = model._last_predicted_patch_id = None
+        model._generated_ids_list = []
+
+    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Of the tower's layers those that are read."""
+        return [layer if index in self.model._vit_layers else None for index, layer in enumerate(result)]
+
+    # Encode
+    # -------------------------------------------------------------------------------------------------------------
+
+    def image_token_ids(self) -> frozenset[int]:
+        return frozenset({self.config.image_patch_id, self.config.image_non_indexable_patch_id})
+
+    def check_ids(self, ids: mx.array) -> None:
+        """Points of earlier answers have no embedding of their own: what they stood for is not in the prompt."""
+        size = self.num_words
+        beyond = [token for token in np.array(ids[0]).tolist() if token >= size]
+        if beyond:
+            raise InvalidPrompt(
+                f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model? A point of "
+                "an earlier answer cannot be given back"
+            )
+
+    @property
+    def num_words(self) -> int:
+        """How many tokens there are without points."""
+        return int(self.config.text_config.vocab_size + self.config.text_config.additional_vocab_size)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own steps; what it leaves on the model goes into ``Pictures``."""
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": self.model.lm.model.wte(ids)}
+        self._check(ids, extra)
+        embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds  # float32, for float16 would overflow
+        if (dtype := self.model.lm.model.wte.embedding.dtype) != mx.float16:
+            embeds = embeds.astype(dtype)
+        found = self.model._image_cache
+        tokens = self.tokens(extra)
+        at = found["image_indices"]
+        can_choose = found["is_indexable_flat"]  # (L,) of the prompt
+        pictures = Pictures(
+            tokens=tokens,
+            patches=found["image_features"].reshape(tokens.num_patches, -1),
+            parts=found["vit_features"][0],
+            part_keys=found["subpatch_k"][0],
+            is_part=found["vit_features_mask"][0],
+            at=at,
+            positions=(mx.cumsum(can_choose) - 1)[at],
+            can_choose=can_choose[at] > 0,
+            end=self.atomic_spans(ids, extra)[0][1],
+        )
+        return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
+
+    def _check(self, ids: mx.array, extra: Mapping[str, Any]) -> None:
+        """Refuse what upstream would take for something else."""
+        if missing := self.input_keys - extra.keys():
+            raise InvalidPrompt(f"a picture of molmo_point comes with {sorted(missing)}, which its processor returns")
+        has_patch: np.ndarray = np.array(extra["image_token_pooling"]).max(axis=1) >= 0
+        if not has_patch.all():
+            raise InvalidPrompt("a token of the picture pools no patch: image_token_pooling has a row below zero")
+        if (given := self.count_image_tokens(ids, extra)) != len(has_patch):
+            raise InvalidPrompt(f"the pictures need {len(has_patch)} placeholder tokens; the prompt has {given}")
+        ends = int((np.array(ids[0]) == self.config.image_end_token_id).sum())
+        if ends != 2 * len(extra["image_grids"]):
+            raise InvalidPrompt(
+                f"{len(extra['image_grids'])} pictures have two views each; the prompt has the ends of {ends}"
+            )
+
+    def tokens(self, extra: Mapping[str, Any]) -> Tokens:
+        """Which ids stand for what in a prompt with pictures."""
+        num_patches, num_parts = extra["image_token_pooling"].shape
+        places = 9 if self.config.patch_location else 0
+        return Tokens(self.num_words, num_patches, num_parts, places, bool(self.config.no_more_points_class))
+
+    def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
+        return self.tokens(extra).end if "image_token_pooling" in extra else self.num_words
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All of them are one, as they see each other; the kinds of the prompt's tokens are none of them."""
+        spans = self.atomic_spans(ids, extra)
+        inputs = {name: value for name, value in extra.items() if name != "token_type_ids"}
+        return tuple(Picture(start, end, inputs) for start, end in spans)
+
+    def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """From the first picture's first token to the last picture's last, whatever text lies between them."""
+        if "pixel_values" not in extra or "token_type_ids" not in extra:
+            return ()
+        marked = np.flatnonzero(np.array(extra["token_type_ids"][0]))
+        return ((int(marked[0]), int(marked[-1]) + 1),) if len(marked) else ()
+
+    # Prefill and decode
+    # -------------------------------------------------------------------------------------------------
+
+    def make_cache(self) -> list[Any]:
+        return [*super().make_cache(), Pointer()]
+
+    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+        *layers, pointer = cache
+        mask, pictures = None, encoded.prefill.get("pictures")
+        has_pictures = any(start <= first < end for first, _ in encoded.atomic)
+        if has_pictures:
+            picture = mx.array(encoded.prefill["is_picture"][:end])
+            rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
+            mask = ((columns <= rows) | (picture[start:][:, None] & picture[None, :]))[None, None]
+        states, hidden = self.trunk(encoded.inputs_embeds[:, start:end], layers, mask)
+        if has_pictures and pictures is not None:
+            pointer.pictures = pictures
+            pointer.keys = self.patch_keys(self.normed(hidden)[0, pictures.at - start], pictures)
+        logits = self.model.lm.lm_head(states[:, -1])  # (1, V)
+        if pointer.pictures is None:
+            return logits
+        extra = pointer.pictures.tokens.end - pointer.pictures.tokens.first
+        return mx.pad(self.words_only(logits), [(0, 0), (0, extra)], constant_values=SMALL)
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        """Rows with pictures embed and choose points of their own; the trunk runs once for all."""
+        *layers, pointers = step.caches
+        assert isinstance(pointers, RowsCache)
+        places: list[Pointer | None] = [None if row is None or row.pictures is None else row for row in pointers.places]
+        if not any(places):
+            states, _ = self.trunk(self.model.lm.model.wte(step.tokens), layers, None)
+            return self.model.lm.lm_head(states[:, -1])
+        tokens: list[int] = step.tokens[:, 0].tolist()  # type: ignore[assignment]
+        states, hidden = self.trunk(self.embed(tokens, places), layers, None)
+        logits = self.model.lm.lm_head(states[:, -1])  # (B, V)
+        hidden = hidden[:, -1]
+        asked = Questions.of(self.model.point_predictor, self.normed(hidden), hidden)
+        rows = []
+        for place, (row, token) in enumerate(zip(places, tokens, strict=True)):
+            words = logits[place : place + 1]
+            rows.append(words if row is None else self.with_points(words, asked.of_row(place), row, token))
+        return stack(rows)
+
+    def trunk(self, embeds: mx.array, layers: Sequence[Any], mask: Any) -> tuple[mx.array, mx.array]:
+        """(B, L, D) embeddings -> the same after all layers, normed for the head and as they are."""
+        states, hidden = self.model.lm.model(inputs_embeds=embeds, mask=mask, cache=layers, return_pre_ln=True)
+        return states, hidden
+
+    def normed(self, hidden: mx.array) -> mx.array:
+        """(..., D) as the point predictor reads it."""
+        norm = self.model.point_predictor.x_norm
+        return hidden / math.sqrt(hidden.shape[-1]) if norm is None else norm(hidden)
+
+    def patch_keys(self, states: mx.array, pictures: Pictures) -> mx.array:
+        """(P, E) of the normed states (P, D) at the patches' tokens; one more for "no more points"."""
+        predictor = self.model.point_predictor
+        keys = predictor.patch_k(states)
+        if predictor.patch_rotary is not None:
+            keys = predictor.patch_rotary(keys, pictures.positions)
+        return predictor.add_no_point_class_embed(keys[None])[0] if pictures.tokens.has_end else keys
+
+    def embed(self, tokens: Sequence[int], places: Sequence[Pointer | None]) -> mx.array:
+        """(B, 1, D): words as they are, a patch with its feature, a part of a patch as that part's feature."""
+        config = self.config
+        ids = [
+            token if row is None or row.pictures is None else general(token, row.pictures.tokens, config)
+            for token, row in zip(tokens, places, strict=True)
+        ]
+        embeds = self.model.lm.model.wte(mx.array(ids)[:, None])
+        rows = []
+        for place, (token, row) in enumerate(zip(tokens, places, strict=True)):
+            embed = embeds[place, 0]
+            if row is not None and row.pictures is not None:
+                pictures, kinds = row.pictures, row.pictures.tokens
+                if kinds.is_patch(token):
+                    embed = embed + pictures.patches[token - kinds.first].astype(embed.dtype)
+                elif kinds.is_part(token) and row.pointed >= 0:
+                    embed = self.model.build_vit_embedding(pictures.parts[row.pointed, token - kinds.parts])
+            rows.append(embed.astype(embeds.dtype))
+        return mx.stack(rows)[:, None]
+
+    def words_only(self, logits: mx.array) -> mx.array:
+        """(1, V) without the three tokens that stand for points in general."""
+        config, ids = self.config, mx.arange(logits.shape[-1])
+        general = (ids == config.patch_token_id) | (ids == config.subpatch_token_id) | (ids == config.location_token_id)
+        return mx.where(general, SMALL, logits)
+
+    def with_points(self, logits: mx.array, asked: Questions, row: Pointer, token: int) -> mx.array:
+        """Logits (1, V) of words -> (1, W) of words, patches, parts and places, of one row after ``token``."""
+        pictures, kinds = row.pictures, row.pictures.tokens if row.pictures else None
+        assert pictures is not None and kinds is not None and row.keys is not None
+        norm = self.config.norm_logits
+        query = asked.patch
+        rotary = self.model.point_predictor.patch_rotary
+        if rotary is not None and row.pointed >= 0:
+            query = rotary(query[None], pictures.positions[row.pointed : row.pointed + 1])[0]
+        scores = row.keys @ query  # (P,), and one for "no more points"
+        can_choose = pictures.can_choose
+        if kinds.has_end:
+            can_choose = mx.concatenate([can_choose, mx.array([True])])
+        best = mx.argmax(mx.where(can_choose, scores, -mx.inf))
+        patch = logits[0, self.config.patch_token_id]
+        patches = mx.where(mx.arange(kinds.parts - kinds.first) == best, patch, SMALL)
+        parts = mx.full((kinds.num_parts,), SMALL)
+        if kinds.is_patch(token):
+            number = token - kinds.first
+            scores = pictures.part_keys[number] @ asked.part
+            scores = scores / math.sqrt(row.keys.shape[-1]) if norm else scores
+            parts = mx.where(pictures.is_part[number], scores, SMALL)
+            row.pointed = number
+        places = mx.full((kinds.num_places,), SMALL)
+        if kinds.is_part(token) and asked.place is not None:
+            places = asked.place
+        row.take(token)
+        both = [self.words_only(logits)[0], *(part.astype(logits.dtype) for part in (patches, parts, places))]
+        whole, ids = mx.concatenate(both), mx.arange(kinds.end)
+        for start, end in row.forbidden(self.order):
+            whole = mx.where((ids >= start) & (ids < end), -mx.inf, whole)
+        return whole[None]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What hidden states ask the keys of pictures: of patches (..., E), of parts (..., E), and logits of places (..., 9)."""
+
+    patch: mx.array
+    part: mx.array
+    place: mx.array | None
+
+    @classmethod
+    def of(cls, predictor: Any, normed: mx.array, hidden: mx.array) -> Questions:
+        """(B, D) states -> (B, ...)"""
+        places = predictor.subpatch_loc_k
+        logits = None if places is None else places(hidden)
+        return cls(predictor.patch_q(normed), predictor.subpatch_q(normed), logits)
+
+    def of_row(self, place: int) -> Questions:
+        return Questions(self.patch[place], self.part[place], None if self.place is None else self.place[place])
+
+
+def general(token: int, tokens: Tokens, config: Any) -> int:
+    """The id whose embedding a token begins with."""
+    if tokens.first <= token < tokens.parts:
+        return int(config.patch_token_id)
+    if tokens.is_part(token):
+        return int(config.subpatch_token_id)
+    return int(config.location_token_id) if tokens.is_place(token) else token

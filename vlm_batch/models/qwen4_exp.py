@@ -1,0 +1,72 @@
+"""Qwen4-Exp: delta nets, hashed n-grams in some layers, sparse attention over blocks that an indexer picks in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.caches import IndexedCache
+from vlm_batch.models.attention import HOOKS, row_by_row
+from vlm_batch.models.base import Adapter
+from vlm_batch.models.grids import MRoPEAdapter
+from vlm_batch.models.hooks import put_hooks
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import DecodeStep
+from vlm_batch.videos import Sampling
+
+
+@register(
+    ModelSpec(
+        family="qwen4_exp",
+        model_types=("qwen4_exp",),
+        video=True,
+        notes=(
+            "sparse attention runs a row at a time, with the row's own indexer and blocks; delta nets, n-grams and experts "
+            "run for all rows at once. In mlx-vlm's batch the padding of one row takes the sparse mask from all "
+            "(qwen4_exp/language.py:1872)",
+        ),
+    )
+)
+class Qwen4Exp(MRoPEAdapter):
+    """M-RoPE, as Qwen3.5; n-grams are made of the prompt's ids, a picture's placeholders included."""
+
+    video_sampling = Sampling(frame_factor=1)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        put_hooks(["mlx_vlm.models.qwen4_exp.qsa_kernel"], HOOKS)  # where functions lie that its attention calls
+
+    @classmethod
+    def mends(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention
+
+        return {Qwen4ExpAttention: row_by_row(Qwen4ExpAttention)}
+
+    def make_cache(self) -> list[Any]:
+        from mlx_vlm.models.qwen4_exp.language import QSAKVCache
+
+        return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().make_cache()]
+
+    def decode(self, step: DecodeStep) -> mx.array:
+        """Without M-RoPE as one operation for all rows: attention runs a row at a time, and turns blocks of keys, too."""
+        return Adapter.decode(self, step)
+
+    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+        """(B, 1): one position a row for all three axes, so that the rows lie along the first axis."""
+        return {"position_ids": step.positions[:, None]}
+
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        """Trunk and head; for a new token upstream's ``LanguageModel.__call__`` takes a forward that is written beside the
+        modules (language.py, ``Qwen4ExpBatchInvariantForward``) and knows only caches of its own."""
+        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+        head = (
+            self.language.model.embed_tokens.as_linear
+            if self.language.args.tie_word_embeddings
+            else self.language.lm_head
+        )
+        return head(hidden)[:, -1]
