@@ -95,7 +95,7 @@ UNIFORM = KVQuantisation(8, 32)
 LATE = KVQuantisation(8, 32, start=20)
 #: Families that refuse, by name and with the reason.
 REFUSED = {
-    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41"), "no layer of full attention"),
+    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "glm5_next"), "no layer of full attention"),
     "kimi_k25": "cannot be run with kv_bits=8",
     "kimi_k25_groups": "cannot be run with kv_bits=8",
     "kimi_k3": "cannot be run with kv_bits=8",
@@ -107,7 +107,7 @@ REFUSED = {
 }
 _LATENT = "attention over the latent cuts the keys up itself"
 REASONS = {
-    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41"), "no layer of full attention"),
+    **dict.fromkeys(("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "glm5_next"), "no layer of full attention"),
     "kimi_k25": _LATENT,
     "kimi_k25_groups": _LATENT,
     "kimi_k3": _LATENT,
@@ -125,6 +125,8 @@ def test_rows_are_what_they_are_alone(name: str, placement: Placement) -> None:
     if name in REFUSED:
         refused(name, "kv_8_bits", TURBO)
         return
+    quantised, _ = UNIFORM.counts(shared_adapter(name).make_cache())
+    assert quantised, f"{name} has no layer that bits would apply to: it is to be refused"
     asks = [Ask(IMAGE), Ask(TEXT, tokens=3), Ask(OTHER, at=2), Ask(TEXT, at=3, cancel_at=7)]
     engine = generator(name, UNIFORM, placement=placement, config=SchedulerConfig(prefill_budget=5, idle_budget=5))
     answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
