@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The CUDA twin of scripts/bench: a model of Qwen2.5-VL-3B's sizes in bfloat16, random weights. Under 8 minutes, no network.
+# The CUDA twin of scripts/bench: a model of Qwen2.5-VL-3B's sizes in bfloat16, random weights. About 12 minutes, no network.
 # Runs from a source checkout with any interpreter that has mlx (CUDA), mlx-vlm and rich; matplotlib for the pictures.
 #   PYTHON=python3   that interpreter
 #   OUT=folder       where compare.json, compare.png, limits.json and limits.png go (default: build/bench)
@@ -10,6 +10,6 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
 out=${OUT:-build/bench}
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv || true
-timeout 120 "$python" -m benchmarks.limits --shape 3b --contexts 256 2048 4096 --rounds 1 --out "$out" || echo "limits failed: $?"
-timeout 360 "$python" -m benchmarks.compare --shape 3b --rounds 3 --seconds 270 --out "$out" \
+timeout 180 "$python" -m benchmarks.limits --shape 3b --contexts 256 2048 4096 --rounds 1 --out "$out" || echo "limits failed: $?"
+timeout 1200 "$python" -m benchmarks.compare --shape 3b --rounds 3 --seconds 480 --out "$out" \
     ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} "$@"

@@ -72,6 +72,20 @@ BAD: dict[str, tuple[Mapping[str, Any], SamplingParams, str]] = {
 }
 
 
+def test_a_row_that_raises_while_it_is_encoded_leaves_nothing_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(FAMILY)
+
+    def leaves_positions_and_raises(*_: Any) -> Any:
+        adapter.language._rope_deltas = mx.array([7])
+        raise RuntimeError("no positions")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "positions", leaves_positions_and_raises)
+        with pytest.raises(RuntimeError, match="no positions"):
+            adapter.encode(inputs(IMAGE))
+    assert adapter.language._rope_deltas is None
+
+
 @pytest.mark.parametrize("placement", list(Placement))
 @pytest.mark.parametrize("how", BAD)
 def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:

@@ -154,27 +154,28 @@ class Adapter:
         The first ``cached`` positions are in the row's caches already; if all of its pictures are among them, none is
         encoded. Raises InvalidPrompt for a key that the family does not know.
         """
-        extra = self._known_inputs(inputs)
-        ids = self.expand_ids(inputs["input_ids"], extra)
-        self.check_ids(ids)
-        is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
-        features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
-        embeds = features.pop("inputs_embeds")
-        prefill, decode = self.split(features)
-        encoded = Encoded(
-            input_ids=ids,
-            inputs_embeds=embeds,
-            position=self.positions(ids, extra, features),
-            prefill=prefill,
-            decode=decode,
-            atomic=self.atomic_spans(ids, extra),
-            image_tokens=self.count_image_tokens(ids, extra),
-            model_image_sizes=self.model_image_sizes(extra),
-            cached=cached,
-            vocabulary=self.vocabulary(extra),
-        )
-        self.forget()
-        return encoded
+        try:
+            extra = self._known_inputs(inputs)
+            ids = self.expand_ids(inputs["input_ids"], extra)
+            self.check_ids(ids)
+            is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
+            features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
+            embeds = features.pop("inputs_embeds")
+            prefill, decode = self.split(features)
+            return Encoded(
+                input_ids=ids,
+                inputs_embeds=embeds,
+                position=self.positions(ids, extra, features),
+                prefill=prefill,
+                decode=decode,
+                atomic=self.atomic_spans(ids, extra),
+                image_tokens=self.count_image_tokens(ids, extra),
+                model_image_sizes=self.model_image_sizes(extra),
+                cached=cached,
+                vocabulary=self.vocabulary(extra),
+            )
+        finally:
+            self.forget()  # also of a request that raised, whose positions the next one must not meet
 
     @runs_model
     def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
