@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlm_batch import Request, SamplingParams, VLMBatcher, blas
+from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.runtime import blas
 
 #: The medium model: the embedded checkpoint's architecture with these sizes and random weights, 37 M parameters.
 MEDIUM_TEXT = {

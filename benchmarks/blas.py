@@ -21,7 +21,7 @@ VARIANTS = {
 
 def measure() -> list[float]:
     """GFLOP/s of each shape: the best of three runs of a tenth of a second or more."""
-    from vlm_batch.blas import preload_openblas
+    from vlm_batch.runtime.blas import preload_openblas
 
     preload_openblas()
     import mlx.core as mx

@@ -17,24 +17,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlm_batch import blas
-from vlm_batch.blas import preload_openblas
+from vlm_batch.runtime import blas
+from vlm_batch.runtime.blas import preload_openblas
 
 preload_openblas()
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from vlm_batch.batch import DecodeBatch, Row  # noqa: E402
+from vlm_batch.adapters.base import Adapter  # noqa: E402
 from vlm_batch.caches import Placement  # noqa: E402
-from vlm_batch.caches.budget import ByteBudget  # noqa: E402
-from vlm_batch.caches.prefix import PrefixCache  # noqa: E402
 from vlm_batch.caches.quantized import KVQuantisation  # noqa: E402
-from vlm_batch.features import FeatureStore  # noqa: E402
-from vlm_batch.generator import BatchGenerator  # noqa: E402
-from vlm_batch.models.base import Adapter  # noqa: E402
-from vlm_batch.registry import adapter_for  # noqa: E402
-from vlm_batch.reuse import Reuse  # noqa: E402
+from vlm_batch.engine.batch import DecodeBatch, Row  # noqa: E402
+from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
+from vlm_batch.engine.reuse import Reuse  # noqa: E402
+from vlm_batch.models import adapter_for  # noqa: E402
+from vlm_batch.store.budget import ByteBudget  # noqa: E402
+from vlm_batch.store.features import FeatureStore  # noqa: E402
+from vlm_batch.store.prefix import PrefixCache  # noqa: E402
 from vlm_batch.types import DecodeStep, SamplingParams  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 512, 8, 4, 4096

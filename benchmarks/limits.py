@@ -25,7 +25,8 @@ from rich.table import Table
 from benchmarks.compare.measure import WorkClock
 from benchmarks.compare.recall import Contexts, RecallingAdapter
 from benchmarks.compare.shapes import IMAGE, SHAPES, VISION_END, VISION_START, Shape, build, parameters
-from vlm_batch import SamplingParams, blas
+from vlm_batch import SamplingParams
+from vlm_batch.runtime import blas
 
 STEPS = 24
 
@@ -135,9 +136,9 @@ def engine_step(model: Any, contexts: RandomContexts, rows: int, context: int) -
     """Seconds of a step of this library's engine, all rows live."""
     import mlx.core as mx
 
-    from vlm_batch.generator import BatchGenerator
-    from vlm_batch.models.loading import adapt
-    from vlm_batch.scheduler import SchedulerConfig
+    from vlm_batch.engine.generator import BatchGenerator
+    from vlm_batch.engine.scheduler import SchedulerConfig
+    from vlm_batch.loading import adapt
 
     config = SchedulerConfig(max_rows=rows, prefill_budget=rows * context, idle_budget=rows * context)
     adapter: Any = RecallingAdapter(adapt(model), contexts)
@@ -163,7 +164,7 @@ def encode_seconds(model: Any, shape: Shape, side: int, pictures: int) -> float:
     """Seconds to encode ``pictures`` pictures of ``side`` patches square, in one request."""
     import mlx.core as mx
 
-    from vlm_batch.models.loading import adapt
+    from vlm_batch.loading import adapt
 
     adapter = adapt(model)
     last = shape.vocabulary

@@ -8,6 +8,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes of pytest -n
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from vlm_batch.blas import preload_openblas
+from vlm_batch.runtime.blas import preload_openblas
 
 preload_openblas()

@@ -18,18 +18,18 @@ import pytest
 
 from tests.zoo import FAMILIES, Inputs, Trace, apart
 from tests.zoo import family as tiny_family
-from vlm_batch import generator as engine
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.prefix import PrefixCache
-from vlm_batch.compiled import CompiledDecode
-from vlm_batch.features import FeatureStore
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.registry import adapter_for
-from vlm_batch.reuse import Reuse
-from vlm_batch.sampling import SamplingRow, sample
-from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.engine import generator as engine
+from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.sampling import SamplingRow, sample
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.models import adapter_for
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Result, SamplingParams
 
 #: The largest difference of log-probabilities that is rounding. float32 has a unit roundoff of 6e-8; logits of a few
@@ -74,7 +74,7 @@ def shared_adapter(name: str) -> Adapter:
 
 def default_reuse(adapter: Adapter) -> Reuse:
     """What an engine of a scenario takes over from its earlier rows."""
-    return Reuse(adapter, PrefixCache(ByteBudget(2**28)) if KEEPS and adapter.starts_afresh is None else None)
+    return Reuse(adapter, PrefixCache(ByteBudget(2**28)) if KEEPS and adapter.no_prefix_reuse is None else None)
 
 
 def inputs_of(name: str, key: str) -> Inputs:

@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.harness import TOLERANCE
 from tests.zoo import FAMILIES
-from vlm_batch import facts
-from vlm_batch.facts import FamilyFacts
+from vlm_batch.cli import facts
+from vlm_batch.cli.facts import FamilyFacts
 from vlm_batch.registry import ModelSpec
 
 ROOT = Path(__file__).parent.parent

@@ -13,12 +13,12 @@ from tests.recording import record_none
 from tests.zoo import Trace, apart
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.prefix import PrefixCache
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.reuse import Reuse
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import PromptKey
 
 #: Families whose whole prompt attends both ways: a longer or other prompt has nothing in common with it.
@@ -125,7 +125,7 @@ def cached(answer: Answer) -> int:
 
 def only_resumable(name: str, scenario: str | None = None) -> None:
     """Skips a family whose rows do not go on from others, with the reason that its adapter gives."""
-    if (why := shared_adapter(name).starts_afresh) is None:
+    if (why := shared_adapter(name).no_prefix_reuse) is None:
         return
     if scenario is not None:
         record_none(name, scenario, f"refused: {why}")

@@ -449,7 +449,7 @@ def test_a_family_without_an_adapter_runs_one_row_at_a_time_and_says_so(
     monkeypatch: pytest.MonkeyPatch, alone: Any
 ) -> None:
     """As if qwen2_vl were not verified: its requests queue for one place, and the answers are mlx-vlm's own."""
-    monkeypatch.setattr("vlm_batch.models.loading.spec_for", lambda model_type: None)
+    monkeypatch.setattr("vlm_batch.loading.spec_for", lambda model_type: None)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         own = VLMBatcher(CHECKPOINT)

@@ -17,10 +17,12 @@ from benchmarks.compare.engines import ENGINES, WANTED, ThisLibrary
 from benchmarks.compare.recall import Contexts
 from benchmarks.compare.shapes import SHAPES, build
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload
-from vlm_batch import VLMBatcher, bench, cli
+from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.batch import DecodeBatch
 from vlm_batch.caches import Placement
+from vlm_batch.cli import bench
+from vlm_batch.cli import main as cli
+from vlm_batch.engine.batch import DecodeBatch
 
 TINY = SHAPES["tiny"]
 CASES = [(name, engine) for name in WANTED for engine in WANTED[name] if engine != "vllm-mlx"]

@@ -39,13 +39,13 @@ def test_importing_the_package_makes_products_fast() -> None:
 
 
 def test_it_says_which_library_serves() -> None:
-    code = "from vlm_batch.blas import preload_openblas as load; a = load(); b = load(); print(a if a == b else '')"
+    code = "from vlm_batch.runtime.blas import preload_openblas as load; a = load(); b = load(); print(a if a == b else '')"
     assert Path(run(code)).is_file()
 
 
 @pytest.mark.parametrize("case", ["after mlx", "opted out"])
 def test_it_does_nothing_where_it_is_no_use(case: str) -> None:
-    code = "from vlm_batch.blas import preload_openblas; print(preload_openblas())"
+    code = "from vlm_batch.runtime.blas import preload_openblas; print(preload_openblas())"
     if case == "opted out":
         assert run(code, VLM_BATCH_NO_BLAS="1") == "None"
     else:
@@ -54,7 +54,7 @@ def test_it_does_nothing_where_it_is_no_use(case: str) -> None:
 
 def test_the_users_number_of_threads_stands() -> None:
     code = """
-from vlm_batch import blas
+from vlm_batch.runtime import blas
 blas.preload_openblas()
 blas.limit_threads(1)
 print(blas._loaded.openblas_get_num_threads())

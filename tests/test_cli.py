@@ -13,7 +13,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from vlm_batch import cli, console, families
+from vlm_batch import families
+from vlm_batch.cli import console
+from vlm_batch.cli import main as cli
 from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage, Video
 
 

@@ -25,11 +25,11 @@ from tests.zoo.deepseek_v4 import VISION, made, settings
 from tests.zoo.deepseek_v41 import token_map
 from vlm_batch import SamplingParams, VLMBatcher
 from vlm_batch.caches import PoolCache
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
+from vlm_batch.loading import load_model
+from vlm_batch.models import adapter_for
 from vlm_batch.models.deepseek_v41 import DeepseekV41
-from vlm_batch.models.loading import load_model
-from vlm_batch.registry import adapter_for
-from vlm_batch.scheduler import SchedulerConfig
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 NAMES = ["begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "deepseek_image"]

@@ -15,7 +15,9 @@ from tests import models_page
 from tests.harness import TOLERANCE
 from tests.test_parity import SCENARIOS
 from tests.zoo import FAMILIES
-from vlm_batch import cli, facts, families
+from vlm_batch import families
+from vlm_batch.cli import facts
+from vlm_batch.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -107,7 +109,7 @@ def test_the_readme_counts_what_mlx_vlm_gets_right() -> None:
 
 
 def test_the_adapter_guide_names_hooks_that_exist() -> None:
-    from vlm_batch.models.base import Adapter
+    from vlm_batch.adapters.base import Adapter
 
     table = (ROOT / "docs/adding-a-family.md").read_text(encoding="utf-8").split("| hook |")[1].split("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}

@@ -7,9 +7,9 @@ import pytest
 
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, difference, inputs_of, run, shared_adapter
 from tests.zoo import family
+from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.loading import adapt
-from vlm_batch.models.processing import as_mlx
+from vlm_batch.loading import adapt
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
+from vlm_batch.adapters import grids
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.prefix import PrefixCache
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models import grids
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.reuse import Reuse
-from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Event, Result, SamplingParams
 
 FAMILY = "qwen2_vl"
@@ -329,7 +329,7 @@ def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there(monkeypatch
     sides = np.array(inputs(SAME[0])["image_grid_thw"])
     monkeypatch.setattr(grids, "MAX_PATCHES", 2 * int(sides.prod()))
     given = [inputs(key) for key in SAME]
-    looked = shared_adapter(FAMILY).look(given)
+    looked = shared_adapter(FAMILY).encode_together(given)
     assert [new is old for new, old in zip(looked, given, strict=True)] == [False, False, True]
 
 
@@ -338,13 +338,13 @@ def looked_at(
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """How many requests' pictures went into each call, and the tokens of all."""
     adapter, seen = shared_adapter(FAMILY), []
-    look = adapter.look
+    encode = adapter.encode_together
 
     def counted(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         seen.append(len(requests))
-        return look(requests)
+        return encode(requests)
 
-    monkeypatch.setattr(adapter, "look", counted)
+    monkeypatch.setattr(adapter, "encode_together", counted)
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**24))) if keeps else None
     generator = engine(config=SchedulerConfig(encode_together=3), reuse=reuse)
     for number, key in enumerate(keys):

@@ -18,13 +18,13 @@ from mlx_vlm.models.muse_spark import language as muse_spark
 
 from tests.harness import Ask, inputs_of, run
 from tests.zoo import family
+from vlm_batch.adapters import kernels
+from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.base import RUNS_MODEL, Adapter
+from vlm_batch.adapters.hooks import hook, runs_model
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.models import kernels
-from vlm_batch.models.attention import HOOKS
-from vlm_batch.models.base import RUNS_MODEL, Adapter
-from vlm_batch.models.hooks import hook, runs_model
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.registry import adapter_for, families
+from vlm_batch.models import adapter_for, families
 
 IMAGE = "image:4:1"
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage
-from vlm_batch.images import load_image
+from vlm_batch.inputs.images import load_image
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "images"
 AWKWARD = FIXTURES / "awkward"

@@ -16,11 +16,9 @@ from tests.recording import record, record_none
 from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
 from tests.zoo._build import words
+from vlm_batch.adapters.quantisation import check_quantisation
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, SlabCache
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.files import can_write
-from vlm_batch.caches.prefix import PrefixCache
-from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import (
     KVQuantisation,
     LateCache,
@@ -31,15 +29,17 @@ from vlm_batch.caches.quantized import (
     attend_quantized,
     quantize,
 )
-from vlm_batch.caches.saved import common_length
 from vlm_batch.caches.states import save_layer
-from vlm_batch.compiled import CompiledDecode
+from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.models.quantisation import check_quantisation
-from vlm_batch.reuse import Reuse
-from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.files import can_write
+from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.store.prompt import PromptCache
+from vlm_batch.store.saved import common_length
 from vlm_batch.types import DecodeStep, SamplingParams
 
 IMAGE, TEXT, OTHER = "image:3:2", "text:5:26", "image:1:0"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vlm_batch.launches import SETTINGS
+from vlm_batch.runtime.launches import SETTINGS
 
 ASKED = f"import os, vlm_batch; print([os.environ.get(name) for name in {list(SETTINGS)}])"
 

@@ -17,8 +17,8 @@ from tests.zoo import family
 from tests.zoo._types import PLAIN, VOCABULARY
 from tests.zoo.molmo2 import COLUMN, END, LOW, LOW_START, NEW_IDS, PATCH, PATCH_TOKEN, SIDE, START
 from vlm_batch import SamplingParams, VLMBatcher
+from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.processing import as_mlx
 
 IMAGE = 168
 MARKERS = {

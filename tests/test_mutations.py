@@ -22,7 +22,6 @@ from tests.harness import (
     shared_adapter,
 )
 from tests.zoo import Inputs, family
-from vlm_batch.batch import Row
 from vlm_batch.caches import (
     IndexedCache,
     Placement,
@@ -32,6 +31,7 @@ from vlm_batch.caches import (
     SlabCache,
     make_layer_cache,
 )
+from vlm_batch.engine.batch import Row
 from vlm_batch.models.molmo_point import MolmoPoint, general
 from vlm_batch.types import Encoded
 
@@ -177,7 +177,7 @@ def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.Mon
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
     from tests.harness import SchedulerConfig
 
-    monkeypatch.setattr("vlm_batch.scheduler.chunk_end", lambda row, budget: min(row.length, row.done + budget))
+    monkeypatch.setattr("vlm_batch.engine.scheduler.chunk_end", lambda row, budget: min(row.length, row.done + budget))
     assert worst(name, run_family(name, [Ask(IMAGES[2])], config=SchedulerConfig(idle_budget=3))) > FAR
 
 

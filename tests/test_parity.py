@@ -23,12 +23,12 @@ from tests.harness import (
 from tests.recording import record
 from tests.zoo import IMPOSSIBLE
 from tests.zoo import family as tiny_family
+from vlm_batch.adapters import kernels
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models import kernels
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.registry import families, spec_for
-from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.models import families, spec_for
 from vlm_batch.types import SamplingParams
 
 IMAGES = ("image:1:0", "image:2:1", "image:3:2")

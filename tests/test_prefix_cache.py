@@ -32,18 +32,18 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family
 from tests.zoo._build import words
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.directory import RowFiles
-from vlm_batch.caches.files import Identity, can_write, read_row
-from vlm_batch.caches.index import BLOCK, BeginningIndex
-from vlm_batch.caches.prefix import MAX_POINTS, PrefixCache, thin
-from vlm_batch.caches.saved import Point, SavedRow, common_length
 from vlm_batch.caches.states import RecurrentState
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.reuse import Kept, Reuse
-from vlm_batch.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Kept, Reuse
+from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.directory import RowFiles
+from vlm_batch.store.files import Identity, can_write, read_row
+from vlm_batch.store.index import BLOCK, BeginningIndex
+from vlm_batch.store.prefix import MAX_POINTS, PrefixCache, thin
+from vlm_batch.store.saved import Point, SavedRow, common_length
 from vlm_batch.types import PromptKey, SamplingParams
 
 IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
@@ -562,7 +562,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path
     """Rows of a megabyte, written as fast as can be until the process is killed: the next one can read all that is there."""
     writer = (
         "import sys\nfrom pathlib import Path\nfrom tests.test_prefix_cache import saved\n"
-        "from vlm_batch.caches.directory import RowFiles\nfrom vlm_batch.caches.files import Identity\n"
+        "from vlm_batch.store.directory import RowFiles\nfrom vlm_batch.store.files import Identity\n"
         "files = RowFiles(Path(sys.argv[1]), 10**9, Identity('m'))\n"
         "for index in range(10**6):\n"
         "    files.put(saved([index] * 9, nbytes=2**20))\n"

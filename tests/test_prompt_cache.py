@@ -28,19 +28,19 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.files import Identity
-from vlm_batch.caches.prompt import PromptCache
 from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
 from vlm_batch.caches.retained import RetainedPromptCache
-from vlm_batch.caches.saved import save_row
 from vlm_batch.caches.states import save_layer
+from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import InvalidCache
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models.processing import as_mlx
 from vlm_batch.models.qwen_vl import Qwen2VL
+from vlm_batch.store.files import Identity
+from vlm_batch.store.prompt import PromptCache
+from vlm_batch.store.saved import save_row
 from vlm_batch.types import Result, SamplingParams
 
 IMAGE, TEXT = "image:1:0", "text:6:14"

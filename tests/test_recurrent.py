@@ -10,9 +10,9 @@ import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache
 
 from tests.harness import inputs_of, shared_adapter
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, make_layer_cache
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models.processing import as_mlx
+from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.types import SamplingParams
 
 

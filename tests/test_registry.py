@@ -13,9 +13,9 @@ from mlx_vlm.utils import MODEL_REMAPPING, get_model_type
 
 from vlm_batch import VLMBatcher
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.models.loading import adapt, check_model_type
-from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
-from vlm_batch.registry import families
+from vlm_batch.loading import adapt, check_model_type
+from vlm_batch.models import families
+from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 
 #: Registered beside mlx-vlm's own names: types that its loader gives other names to before it looks for a package.
 OTHER_NAMES = set(MODEL_REMAPPING)

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from vlm_batch import sampling
+from vlm_batch.arrays import stack_logits
+from vlm_batch.engine import sampling
+from vlm_batch.engine.sampling import SamplingRow, process, sample, to_list
 from vlm_batch.errors import InvalidParameters
-from vlm_batch.sampling import SamplingRow, process, sample, stack, to_list
 from vlm_batch.types import SamplingParams
 
 VOCABULARY = 50
@@ -227,7 +228,7 @@ def of_two_widths(low: float) -> tuple[mx.array, mx.array]:
 def test_rows_of_other_widths_draw_what_they_do_alone(params: SamplingParams) -> None:
     """However low a row's logits are, it never takes a token that only its neighbour has; and the noise is its own."""
     short, wide = of_two_widths(low=-100.0)
-    together = stack([short, wide])
+    together = stack_logits([short, wide])
     assert together.shape == (2, VOCABULARY + WIDE)
     for step in range(20):
         rows = [
@@ -241,7 +242,7 @@ def test_rows_of_other_widths_draw_what_they_do_alone(params: SamplingParams) ->
 def test_log_probabilities_name_no_token_of_a_neighbour() -> None:
     params = SamplingParams(logprobs=60)
     rows = [SamplingRow(params, seed=1, step=0, vocabulary=VOCABULARY), SamplingRow(params, seed=2, step=0)]
-    sampled = sample(stack(list(of_two_widths(0.0))), rows)
+    sampled = sample(stack_logits(list(of_two_widths(0.0))), rows)
     short, wide = sampled.read_logprobs([params] * 2, to_list(sampled.tokens)).values()
     assert len(short.top) == VOCABULARY
     assert len(wide.top) == 60
@@ -256,7 +257,7 @@ def test_processors_see_a_rows_own_tokens_only() -> None:
         return logits
 
     params = SamplingParams(logits_processors=[processor])
-    together = stack(list(of_two_widths(0.0)))
+    together = stack_logits(list(of_two_widths(0.0)))
     for place, vocabulary in enumerate((VOCABULARY, None)):
         row = SamplingRow(params, seed=1, step=0, history=mx.array([1]), vocabulary=vocabulary)
         process(together[place : place + 1], row)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end, together
+from vlm_batch.engine.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end, together
 from vlm_batch.types import Chunk
 
 SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))

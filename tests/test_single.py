@@ -9,11 +9,11 @@ import pytest
 
 from tests.harness import TOLERANCE, Answer, Ask, difference, inputs_of, oracle, run
 from tests.zoo import family, generate_alone
+from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches import Placement
-from vlm_batch.generator import BatchGenerator
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models.deepseek_v4 import DeepseekV4
-from vlm_batch.models.single import SingleRow
-from vlm_batch.scheduler import SchedulerConfig
 
 ONE = SchedulerConfig(max_rows=1, encode_ahead=0)
 #: Families whose state is of kinds that no other has: several caches a layer, and one for all layers.

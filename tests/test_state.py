@@ -13,14 +13,14 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from tests.harness import Ask, check, every_family, inputs_of, run, run_family
 from tests.zoo import family as tiny_family
-from vlm_batch.batch import DecodeBatch, Row
-from vlm_batch.caches import Placement, arrays_of
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.prefix import PrefixCache
-from vlm_batch.generator import BatchGenerator
-from vlm_batch.models.processing import as_mlx
-from vlm_batch.registry import adapter_for
-from vlm_batch.reuse import Reuse
+from vlm_batch.arrays import arrays_of, as_mlx
+from vlm_batch.caches import Placement
+from vlm_batch.engine.batch import DecodeBatch, Row
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.models import adapter_for
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import DecodeStep, Encoded, SamplingParams
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vlm_batch.text import Detokenizer, StopStrings
+from vlm_batch.engine.text import Detokenizer, StopStrings
 
 BYTES = "a é 漢字 👩‍👩‍👧 z".encode()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vlm_batch import threads
+from vlm_batch.runtime import threads
 
 NAME = "engine-of-test-threads"
 

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 import fixtures.training
 from fixtures.training import common, scenes
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.loading import adapt
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.loading import adapt
 
 CHECKPOINTS = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 NOT_FAMILIES = {"common", "evaluate", "patches", "scenes", "tokenizer", "train"}

@@ -20,9 +20,9 @@ from tests.zoo import family
 from tests.zoo._types import PLAIN
 from tests.zoo.llava_onevision import PINPOINTS
 from vlm_batch import InvalidVideo, Result, SamplingParams, Video, VLMBatcher
-from vlm_batch.models.processing import Processing
-from vlm_batch.registry import families
-from vlm_batch.videos import load_video
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.videos import load_video
+from vlm_batch.models import families
 
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 QWEN_TEMPLATE = (
@@ -163,7 +163,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def processing(name: str) -> Processing:
     adapter = shared_adapter(name)
-    return Processing(CASES[name].processor(name), adapter.config, type(adapter))
+    return Processing(adapter.processor(CASES[name].processor(name)), adapter.config, adapter.video_sampling)
 
 
 def test_every_family_with_videos_has_a_case() -> None:
@@ -214,7 +214,7 @@ def test_a_mixed_job_through_the_familys_own_processor(name: str, film: Path, tm
     assert isinstance(together[4].exception, InvalidVideo)
     assert together[3].video_sizes == ((4, 32, 24),)
     assert together[0].token_ids != together[5].token_ids
-    if shared_adapter(name).starts_afresh is None:
+    if shared_adapter(name).no_prefix_reuse is None:
         assert again[0].usage.cached_tokens > again[0].usage.image_tokens // 2  # the video was not seen again
 
 

@@ -22,10 +22,10 @@ from PIL import Image
 from tests.harness import TOLERANCE, Ask, difference, inputs_of, oracle, run, run_family, shared_adapter
 from tests.zoo import Inputs, family
 from vlm_batch import InvalidParameters, InvalidPrompt, InvalidVideo, SamplingParams, Video, VLMBatcher, assets
-from vlm_batch.images import load_image
-from vlm_batch.models.frames import each_frame_bounded
-from vlm_batch.models.processing import Processing
-from vlm_batch.videos import Clip, Sampling, load_video
+from vlm_batch.adapters.frames import each_frame_bounded
+from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.videos import Clip, Sampling, load_video
 
 CHECKPOINT = assets.default_checkpoint()
 PICTURES = Path(__file__).parent.parent / "fixtures" / "images"
@@ -150,15 +150,15 @@ def test_minicpm_looks_at_each_second(total: int, fps: float, count: int, head: 
 
 def test_a_header_that_counts_a_frame_too_many(film: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers count by duration: the frames that are there are sampled, again from the first to the last."""
-    monkeypatch.setattr("vlm_batch.videos._Capture.skip", _ends_at(29))
+    monkeypatch.setattr("vlm_batch.inputs.videos._Capture.skip", _ends_at(29))
     assert seen(load_video(film)) == [0, 9, 19, 28]  # 2.9 s make 5.8 frames, in twos
-    monkeypatch.setattr("vlm_batch.videos._Capture.skip", _ends_at(20))
+    monkeypatch.setattr("vlm_batch.inputs.videos._Capture.skip", _ends_at(20))
     with pytest.raises(InvalidVideo, match="damaged: its header says 30 frames, and it ends after 20"):
         load_video(film)
 
 
 def _ends_at(last: int) -> Any:
-    from vlm_batch.videos import _Capture
+    from vlm_batch.inputs.videos import _Capture
 
     right = _Capture.skip
     return lambda capture: capture.seen < last and right(capture)
@@ -289,7 +289,7 @@ def test_a_checkpoints_own_habits_go_first() -> None:
     _, processor = mlx_vlm.load(str(CHECKPOINT), lazy=True)
     processor.video_processor.fps, processor.video_processor.max_frames = 3.0, 64
     adapter = type(shared_adapter("qwen2_vl"))
-    found = Processing(processor, shared_adapter("qwen2_vl").config, adapter).sampling
+    found = Processing(processor, shared_adapter("qwen2_vl").config, adapter.video_sampling).sampling
     assert (found.fps, found.min_frames, found.max_frames, found.frame_factor) == (3.0, 4, 64, 2)
 
 

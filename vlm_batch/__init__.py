@@ -7,15 +7,15 @@
     with VLMBatcher("path or hub id") as batcher:
         print(batcher.submit("receipt.jpg", "What is the total?").result().text)
 
-Importing this package loads a fast BLAS on Linux CPUs (``vlm_batch.blas``; ``VLM_BATCH_NO_BLAS=1`` turns it off) and tells
-MLX's CUDA back end how to launch (``vlm_batch.launches``), which works only before ``mlx.core`` is imported: import it first.
-The engine itself is imported with its first use.
+Import this package before ``mlx.core``: on Linux it loads a fast BLAS for CPUs (``vlm_batch.runtime.blas``;
+``VLM_BATCH_NO_BLAS=1`` turns that off) and tells MLX's CUDA back end how to launch (``vlm_batch.runtime.launches``),
+which works only before. The engine itself is imported with its first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from vlm_batch.blas import preload_openblas
-from vlm_batch.launches import prefer_single_launches
+from vlm_batch.runtime.blas import preload_openblas
+from vlm_batch.runtime.launches import prefer_single_launches
 
 preload_openblas()
 prefer_single_launches()
@@ -34,7 +34,7 @@ from vlm_batch.errors import (  # noqa: E402
     UnsupportedModel,
     VLMBatchError,
 )
-from vlm_batch.registry import ModelSpec, families  # noqa: E402
+from vlm_batch.registry import ModelSpec  # noqa: E402
 from vlm_batch.types import (  # noqa: E402
     Request,
     Result,
@@ -47,6 +47,7 @@ from vlm_batch.types import (  # noqa: E402
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import Handle, PromptCache, Stats, VLMBatcher
+    from vlm_batch.models import families
 
 __all__ = [
     "BatcherClosed",
@@ -83,4 +84,8 @@ def __getattr__(name: str) -> Any:
         from vlm_batch import batcher
 
         return vars(batcher)[name]
+    if name == "families":
+        from vlm_batch.models import families
+
+        return families
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

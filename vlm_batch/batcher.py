@@ -18,26 +18,27 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vlm_batch import threads
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.files import Identity
-from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.adapters.quantisation import check_quantisation
+from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.caches.quantized import KVQuantisation, settings_of
+from vlm_batch.engine.generator import BatchGenerator, describe
+from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest, InvalidVideo
-from vlm_batch.features import FeatureStore
-from vlm_batch.generator import BatchGenerator, describe
 from vlm_batch.handle import Handle
-from vlm_batch.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
-from vlm_batch.models.chats import split_messages
-from vlm_batch.models.loading import adapt, load_model
-from vlm_batch.models.processing import Processing, as_mlx, as_numpy
-from vlm_batch.models.quantisation import check_quantisation
+from vlm_batch.inputs.chats import split_messages
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
+from vlm_batch.loading import adapt, load_model
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
-from vlm_batch.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
-from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.runtime import threads
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.files import Identity
+from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings, Video, VideoInput
-from vlm_batch.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
 
 #: Threads that read, decode and process pictures and videos ahead of the engine (Pillow and OpenCV release the GIL).
 NUM_LOADERS = 2
@@ -549,12 +550,12 @@ def _engine(
     budget = ByteBudget(kept.max_bytes)
     if kept.max_bytes:
         adapter.remember_features(FeatureStore(budget))
-    prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.starts_afresh is None else None
+    prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.no_prefix_reuse is None else None
     reuse = Reuse(adapter, prefix, identity)
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
-    processing = Processing(processor, model.config, type(adapter))
+    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
         decode_text=processing.decode,

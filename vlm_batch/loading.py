@@ -11,12 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import leave_on_disk
+from vlm_batch.adapters.single import SingleRow
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import leave_on_disk
-from vlm_batch.models.single import SingleRow
-from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
-from vlm_batch.registry import families, spec_for
+from vlm_batch.models import families, spec_for
+from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 
 
 def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:

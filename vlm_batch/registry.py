@@ -1,4 +1,4 @@
-"""The families that the library knows: one frozen ``ModelSpec`` each, registered by the file that holds its adapter."""
+"""Facts about families: one frozen ``ModelSpec`` each, registered by the file that holds its adapter."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from vlm_batch.errors import UnsupportedModel
-
 if TYPE_CHECKING:
-    from vlm_batch.models.base import Adapter
+    from vlm_batch.adapters.base import Adapter
 
 AdapterType = TypeVar("AdapterType", bound="type[Adapter]")
 
@@ -58,25 +56,6 @@ def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
     return add
 
 
-def families() -> tuple[ModelSpec, ...]:
-    """Every registered family, by name."""
-    _load()
+def registered() -> tuple[ModelSpec, ...]:
+    """The families registered so far, by name; ``vlm_batch.families()`` imports the library's own first."""
     return tuple(_SPECS[name] for name in sorted(_SPECS))
-
-
-def spec_for(model_type: str) -> ModelSpec | None:
-    """The family that serves a model type, or None."""
-    return next((spec for spec in families() if model_type in spec.model_types), None)
-
-
-def adapter_for(model_type: str) -> type[Adapter]:
-    """The adapter class of a model type. Raises UnsupportedModel, naming the known families, if there is none."""
-    spec = spec_for(model_type)
-    if spec is None or spec.adapter is None:
-        known = ", ".join(s.family for s in families())
-        raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {known}")
-    return spec.adapter
-
-
-def _load() -> None:
-    import vlm_batch.models  # noqa: F401  (importing it registers every family file)

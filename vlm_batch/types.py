@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from vlm_batch.errors import InvalidParameters, RequestFailed
 
 if TYPE_CHECKING:
-    from vlm_batch.caches.prompt import PromptCache
+    from vlm_batch.store.prompt import PromptCache
 
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]

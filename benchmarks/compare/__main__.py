@@ -231,7 +231,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--launches",
         choices=("own", "ours"),
         default="own",
-        help="ours: the other engines launch their CUDA work as this library does, too (vlm_batch.launches)",
+        help="ours: the other engines launch their CUDA work as this library does, too (vlm_batch.runtime.launches)",
     )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")

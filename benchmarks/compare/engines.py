@@ -85,13 +85,13 @@ def alone(model: Any, ask: Ask) -> Iterator[tuple[int, Any]]:
 
 
 class ThisLibrary:
-    """``vlm_batch.generator.BatchGenerator``, with its defaults but for the rows."""
+    """``vlm_batch.engine.generator.BatchGenerator``, with its defaults but for the rows."""
 
     def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
         from vlm_batch import SamplingParams
-        from vlm_batch.generator import BatchGenerator
-        from vlm_batch.models.loading import adapt
-        from vlm_batch.scheduler import SchedulerConfig
+        from vlm_batch.engine.generator import BatchGenerator
+        from vlm_batch.engine.scheduler import SchedulerConfig
+        from vlm_batch.loading import adapt
 
         self.params = SamplingParams
         config = SchedulerConfig(max_rows=workload.rows)

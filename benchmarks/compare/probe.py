@@ -120,7 +120,7 @@ def copied_bytes(make: Any, model: Any, workload: Workload, contexts: Any) -> di
 
 @contextmanager
 def _watch_ours(joins: list[int], leaves: list[int], rows: list[int]) -> Iterator[None]:
-    from vlm_batch.batch import DecodeBatch
+    from vlm_batch.engine.batch import DecodeBatch
 
     join, leave = DecodeBatch.join, DecodeBatch.leave
 

@@ -155,7 +155,7 @@ def build(shape: Shape, seed: int = 25) -> Any:
     import mlx.core as mx
     from mlx_vlm.models import qwen2_5_vl as upstream
 
-    from vlm_batch.registry import adapter_for
+    from vlm_batch.models import adapter_for
 
     size = shape.vocabulary
     model = upstream.Model(
@@ -174,7 +174,7 @@ def build(shape: Shape, seed: int = 25) -> Any:
     if mx.default_device().type == mx.DeviceType.gpu:
         # For every engine: on CUDA mlx-vlm's own vision tower ends the process (SIGFPE) at windows of no patches.
         tower = model.vision_tower
-        tower.__class__ = adapter_for("qwen2_5_vl").mends()[type(tower)]
+        tower.__class__ = adapter_for("qwen2_5_vl").patches()[type(tower)]
     enliven(model, getattr(mx, shape.dtype), seed)
     model.eval()
     return model

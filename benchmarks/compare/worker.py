@@ -20,7 +20,7 @@ class Worker:
     """An engine's process between two commands."""
 
     def __init__(self, engine: str, shape: str, threads: int) -> None:
-        from vlm_batch import blas  # before MLX: it loads the fast BLAS that every engine gets
+        from vlm_batch.runtime import blas  # before MLX: it loads the fast BLAS that every engine gets
 
         blas.limit_threads(threads)
         import mlx.core as mx

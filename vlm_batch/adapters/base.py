@@ -12,16 +12,16 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
-from vlm_batch.digest import as_words, digest
+from vlm_batch.adapters.attention import HOOKS
+from vlm_batch.adapters.hooks import files_of, put_hooks, runs_model
+from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
+from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.features import FeatureStore
-from vlm_batch.models.attention import HOOKS
-from vlm_batch.models.hooks import files_of, put_hooks, runs_model
-from vlm_batch.models.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
-from vlm_batch.models.prompts import cut, num_entries, pad_front, spans_of
+from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec
+from vlm_batch.store.digest import as_words, digest
+from vlm_batch.store.features import FeatureStore
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
-from vlm_batch.videos import Sampling
 
 #: Names under which models keep their vision towers.
 VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
@@ -29,8 +29,8 @@ VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "vi
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
-#: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.models.hooks``).
-RUNS_MODEL = frozenset({"encode", "look", "prefill", "prefill_together", "decode"})
+#: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
+RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_together", "decode"})
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
 #: most families do not count a video's seconds.
@@ -68,7 +68,7 @@ class Adapter:
     #: How the vision tower remembers what it saw.
     tower_class: ClassVar[type[RememberingTower]] = RememberingTower
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
-    starts_afresh: ClassVar[str | None] = None
+    no_prefix_reuse: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
         """A family's own version of a call that runs the model is one, too."""
@@ -78,13 +78,13 @@ class Adapter:
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
-        self.model: Any = clone_modules(model, self.mends())
+        self.model: Any = clone_modules(model, self.patches())
         self.language: Any = self.model.language_model
         put_hooks(files_of(self.language), HOOKS)
-        self.shorten()
+        self.last_position_logits()
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         """Module classes of mlx-vlm whose single-row result is wrong or that cannot hold rows apart -> what replaces them."""
         return {}
 
@@ -104,7 +104,7 @@ class Adapter:
         """The part of a processor that takes frames, or what replaces it where mlx-vlm's is not the published one."""
         return part
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """Let the trunk answer for its last position only."""
         self.language.model = LastPosition(self.language.model)
 
@@ -178,7 +178,7 @@ class Adapter:
             self.forget()  # also of a request that raised, whose positions the next one must not meet
 
     @runs_model
-    def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Processor outputs with their pictures' features beside them, made by one call of the encoder, where that is known to
         be the same; elsewhere as they are."""
         return list(requests)

@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingGridTower, split_patches
+from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import RememberingGridTower, split_patches
-from vlm_batch.models.prompts import cut
-from vlm_batch.models.rotary import hook_rotary
 from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState
 
 #: Patches that go through a tower in one call: 8 pictures of 448 pixels a side. More save no time (docs/benchmarks.md).
@@ -44,8 +44,8 @@ class GridAdapter(Adapter):
             )
         return super().features(ids, extra)
 
-    def look_at_grids(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """``look`` for towers that take the patches of several pictures in a row, and models that take features for pixels.
+    def encode_grids_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """``encode_together`` for towers that take patches of several pictures, and models that take features for pixels.
 
         As many of the first requests as have ``MAX_PATCHES`` together; the others are left as they are.
         """

@@ -11,38 +11,38 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
 
-from vlm_batch.caches.rows import arrays_of
-from vlm_batch.digest import digest
-from vlm_batch.features import FeatureStore
+from vlm_batch.arrays import arrays_of
+from vlm_batch.store.digest import digest
+from vlm_batch.store.features import FeatureStore
 
 #: Modules that read the rows they are asked for from the checkpoint's files.
 OFFLOADED = (OffloadedEngramEmbedding,)
 
 
-def clone_modules(module: nn.Module, mends: Mapping[type, type] | None = None) -> nn.Module:
+def clone_modules(module: nn.Module, patches: Mapping[type, type] | None = None) -> nn.Module:
     """A structural copy of a module tree: the same weight arrays, own modules and attributes.
 
     What a forward pass leaves on a module (mlx-vlm keeps positions there) stays on the copy, and so do our changes.
-    ``mends`` maps a module class to the subclass that takes its place.
+    ``patches`` maps a module class to the subclass that takes its place.
     """
-    return _clone(module, mends or {}, {})
+    return _clone(module, patches or {}, {})
 
 
-def _clone(node: Any, mends: Mapping[type, type], seen: dict[int, Any]) -> Any:
+def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any:
     if isinstance(node, nn.Module):
         if id(node) not in seen:
-            cls: Any = mends.get(type(node), type(node))
+            cls: Any = patches.get(type(node), type(node))
             seen[id(node)] = copy = dict.__new__(cls)  # a class's own may ask for its config
             copy.__dict__.update(node.__dict__)
             for name, child in node.items():
-                dict.__setitem__(copy, name, _clone(child, mends, seen))
+                dict.__setitem__(copy, name, _clone(child, patches, seen))
         return seen[id(node)]
     if type(node) is list:
-        return [_clone(child, mends, seen) for child in node]
+        return [_clone(child, patches, seen) for child in node]
     if type(node) is tuple:
-        return tuple(_clone(child, mends, seen) for child in node)
+        return tuple(_clone(child, patches, seen) for child in node)
     if type(node) is dict:
-        return {name: _clone(child, mends, seen) for name, child in node.items()}
+        return {name: _clone(child, patches, seen) for name, child in node.items()}
     return node
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.quantized import KVQuantisation
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.models.base import Adapter
 
 #: Two tokens of the smallest request, prefilled one after the other.
 PROBE = (1, 2)

@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
-from vlm_batch.models import kernels
-from vlm_batch.models.hooks import files_of
+from vlm_batch.adapters import kernels
+from vlm_batch.adapters.hooks import files_of
 
 APPLY = "apply_multimodal_rotary_pos_emb"
 

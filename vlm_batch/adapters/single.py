@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded
 
@@ -21,9 +21,9 @@ class SingleRow(Adapter):
 
     spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
     max_rows = 1
-    starts_afresh = "it runs one row at a time, through mlx-vlm's own path"
+    no_prefix_reuse = "it runs one row at a time, through mlx-vlm's own path"
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """Nothing is known of the trunk's result, so it stays as it is."""
 
     @staticmethod

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models import kernels
+from vlm_batch.adapters import kernels
 
 Run = tuple[int, int]  # how many windows follow each other, and the patches of each
 

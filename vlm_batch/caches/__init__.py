@@ -2,13 +2,13 @@
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.indexed import IndexedCache
+from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
-from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates, arrays_of
+from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
 from vlm_batch.caches.shared import can_share, take_row
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
-from vlm_batch.caches.store import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.whole import WholeCache
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "RowsCache",
     "SlabCache",
     "WholeCache",
-    "arrays_of",
     "can_share",
     "make_layer_cache",
     "take_row",

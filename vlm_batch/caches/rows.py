@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import cache_nbytes
 
+from vlm_batch.arrays import arrays_of
+
 
 @dataclass(frozen=True)
 class RowStates:
@@ -158,12 +160,3 @@ class RowsCache:
 
     def _states(self, rows: Sequence[Any | None]) -> RowStates:
         return RowStates(tuple(rows), tuple(self.places))
-
-
-def arrays_of(tree: Any) -> list[mx.array]:
-    """Every array in a tree of lists and tuples."""
-    if isinstance(tree, mx.array):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [array for item in tree for array in arrays_of(item)]
-    return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_vlm.models.cache import CacheList
 
-from vlm_batch.caches.rows import arrays_of
+from vlm_batch.arrays import arrays_of
 
 
 class WholeCache(CacheList):

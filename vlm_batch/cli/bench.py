@@ -20,7 +20,7 @@ from PIL import Image
 from rich import box
 from rich.table import Column, Table
 
-from vlm_batch.console import open_console
+from vlm_batch.cli.console import open_console
 from vlm_batch.handle import Handle
 from vlm_batch.types import Request, Result, SamplingParams
 

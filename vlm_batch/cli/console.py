@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from vlm_batch.facts import NOT_RECORDED, PREFIX_REUSE, QUANTISED_KV, FamilyFacts
+from vlm_batch.cli.facts import NOT_RECORDED, PREFIX_REUSE, QUANTISED_KV, FamilyFacts
 from vlm_batch.progress import Bar
 from vlm_batch.types import Result, Video
 

@@ -13,8 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from vlm_batch.refusals import ONE_AT_A_TIME, REFUSED
-from vlm_batch.registry import ModelSpec, families
+from vlm_batch.models import families
+from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
+from vlm_batch.registry import ModelSpec
 
 TWO_IMAGES = "two_images_in_a_row"
 #: What a scenario of this name shows a family to be able to do.

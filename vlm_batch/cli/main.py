@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TextIO, cast
 
-from vlm_batch import blas
+from vlm_batch.runtime import blas
 
 blas.preload_openblas()  # before anything imports mlx.core
 
@@ -27,7 +27,7 @@ from vlm_batch.assets import (  # noqa: E402
     default_checkpoint,
     sample_images,
 )
-from vlm_batch.console import Job, Report, print_families, print_family_details  # noqa: E402
+from vlm_batch.cli.console import Job, Report, print_families, print_family_details  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
 
@@ -106,7 +106,7 @@ def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch bench``: a chat load, and where its time goes."""
-    from vlm_batch import bench as load_test
+    from vlm_batch.cli import bench as load_test
 
     load = load_test.Load(
         requests=args.requests,
@@ -131,7 +131,7 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch families``: what is batched and verified, or all about some families."""
-    from vlm_batch import facts
+    from vlm_batch.cli import facts
 
     known = facts.all_facts()
     by_name = {name: one for one in known for name in (*one.spec.model_types, one.spec.family)}

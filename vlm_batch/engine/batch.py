@@ -10,16 +10,16 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
-from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import Point, SavedRow
 from vlm_batch.caches.states import LayerState
-from vlm_batch.text import Detokenizer, StopStrings
+from vlm_batch.engine.text import Detokenizer, StopStrings
+from vlm_batch.store.prompt import PromptCache
+from vlm_batch.store.saved import Point, SavedRow
 from vlm_batch.types import Encoded, PromptKey, SamplingParams, Status, TokenLogprobs
 
 
 @dataclass(eq=False)
 class Traces:
-    """What a row has of earlier rows, and what it keeps for later ones on its way (``vlm_batch.reuse``)."""
+    """What a row has of earlier rows, and what it keeps for later ones on its way (``vlm_batch.engine.reuse``)."""
 
     continues: PromptCache | None = None  # its user's
     is_returned: bool = False  # whether its result is to have its cache

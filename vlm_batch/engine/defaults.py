@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlm_batch.caches import Placement
-from vlm_batch.scheduler import SchedulerConfig
+from vlm_batch.engine.scheduler import SchedulerConfig
 
 #: Prompt tokens of a forward where rows have their own caches (CPUs): 1.42 ms a token, 1.87 at 1,024 (docs/benchmarks.md).
 ROWS_CHUNK = 256

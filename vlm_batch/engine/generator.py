@@ -15,17 +15,18 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.batch import DecodeBatch, Row, Traces
-from vlm_batch.caches import Placement, arrays_of, can_share, take_row
-from vlm_batch.caches.prompt import PromptCache
+from vlm_batch.arrays import arrays_of, stack_logits
+from vlm_batch.caches import Placement, can_share, take_row
 from vlm_batch.caches.quantized import KVQuantisation
-from vlm_batch.compiled import CompiledDecode
-from vlm_batch.defaults import BESIDE_DECODE, MAX_TOGETHER, for_placement
+from vlm_batch.engine.batch import DecodeBatch, Row, Traces
+from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.defaults import BESIDE_DECODE, MAX_TOGETHER, for_placement
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
+from vlm_batch.engine.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, together
+from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import PromptTooLong
-from vlm_batch.reuse import Reuse
-from vlm_batch.sampling import Sampled, SamplingRow, needs_history, process, sample, stack, to_list
-from vlm_batch.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, together
-from vlm_batch.text import Detokenizer, StopStrings
+from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import (
     Chunk,
     DecodeStep,
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 
 class ModelAdapter(Protocol):
-    """What the engine asks of a family (``vlm_batch.models.base.Adapter`` says what each call does)."""
+    """What the engine asks of a family (``vlm_batch.adapters.base.Adapter`` says what each call does)."""
 
     @property
     def compiles(self) -> bool: ...
@@ -56,9 +57,9 @@ class ModelAdapter(Protocol):
     @property
     def shares_prefill(self) -> bool: ...
     @property
-    def starts_afresh(self) -> str | None: ...
+    def no_prefix_reuse(self) -> str | None: ...
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
-    def look(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]: ...
+    def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]: ...
     def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded: ...
     def make_cache(self) -> list[Any]: ...
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
@@ -91,7 +92,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``decode_text`` turns token ids into text (needed for text and stop strings); ``eos_token_ids`` end an answer.
-    ``compile_decode`` runs decode steps as compiled graphs where the family allows it (``vlm_batch.compiled`` says when
+    ``compile_decode`` runs decode steps as compiled graphs where the family allows it (``vlm_batch.engine.compiled`` says when
     that pays). ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv``
     says how keys and values are quantised; by default they are not.
     """
@@ -204,7 +205,7 @@ class BatchGenerator:
         plan = self.scheduler.plan(prefilling, budget)
         joined = [row for group in self._together(plan) for row in self._prefill(group)]
         if joined:
-            self._launched.joined = self._sample(stack([_last(row) for row in joined]), joined)
+            self._launched.joined = self._sample(stack_logits([_last(row) for row in joined]), joined)
         if rows:
             self._pace.record(time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan))
         if not self._rows:
@@ -278,7 +279,7 @@ class BatchGenerator:
             return 1
         given = [row.inputs or {} for row in together]
         try:
-            looked = self.adapter.look(given)
+            looked = self.adapter.encode_together(given)
         except Exception:
             return 1  # each of them is encoded alone and told its own error
         for row, inputs in zip(together, looked, strict=True):
@@ -407,7 +408,7 @@ class BatchGenerator:
             alive = [row for row, one in zip(rows, picked, strict=True) if one is not None]
             if not alive:
                 return None
-            logits = stack([one for one in picked if one is not None])
+            logits = stack_logits([one for one in picked if one is not None])
         sampled = sample(logits, [_sampling_row(row) for row in alive])
         for index, row in enumerate(alive):
             row.next_token = sampled.tokens[index : index + 1].astype(mx.int32)

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.batch import Row, Traces
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.directory import RowFiles
-from vlm_batch.caches.files import Identity
-from vlm_batch.caches.prefix import Match, PrefixCache, match, thin
-from vlm_batch.caches.prompt import PromptCache
-from vlm_batch.caches.saved import SavedRow, common_length, save_constant, save_point, save_row
 from vlm_batch.caches.states import is_whole_kind
+from vlm_batch.engine.batch import Row, Traces
 from vlm_batch.errors import InvalidCache
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.directory import RowFiles
+from vlm_batch.store.files import Identity
+from vlm_batch.store.prefix import Match, PrefixCache, match, thin
+from vlm_batch.store.prompt import PromptCache
+from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_point, save_row
 from vlm_batch.types import PromptKey, Status
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
@@ -50,7 +50,7 @@ class Recogniser(Protocol):
     """What is asked of an adapter here."""
 
     @property
-    def starts_afresh(self) -> str | None: ...
+    def no_prefix_reuse(self) -> str | None: ...
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
 
 
@@ -147,7 +147,7 @@ class Reuse:
         traces = self._traces(row)
         if traces.key is None:
             if wanted:
-                raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.starts_afresh}")
+                raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
             return 0
         found = self._continued(traces) if traces.continues is not None else self._found(traces.key)
         if any(not is_whole_kind(cache) for cache in fresh):
@@ -255,7 +255,7 @@ class Reuse:
     def _traces(self, row: Row) -> Traces:
         if row.traces is None:
             row.traces = Traces()
-        if row.traces.key is None and self.adapter.starts_afresh is None and row.inputs is not None:
+        if row.traces.key is None and self.adapter.no_prefix_reuse is None and row.inputs is not None:
             row.traces.key = self.adapter.prompt_key(row.inputs)
         return row.traces
 

@@ -66,16 +66,6 @@ def needs_history(params: SamplingParams) -> bool:
     return bool(params.logits_processors) or params.repetition_penalty != 1.0
 
 
-def stack(rows: Sequence[mx.array]) -> mx.array:
-    """Rows (1, V) of logits as one array; where they differ in V, the shorter ones get columns that are never chosen."""
-    widest = max(row.shape[-1] for row in rows)
-    filled = [
-        row if row.shape[-1] == widest else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)
-        for row in rows
-    ]
-    return mx.concatenate(filled)
-
-
 def process(logits: mx.array, row: SamplingRow) -> mx.array:
     """One row's logits (1, V) after its repetition penalty and its own processors, in that order.
 

@@ -28,7 +28,7 @@ class SchedulerConfig:
     ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
     ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a
-    setting to the device (``vlm_batch.defaults.for_placement``).
+    setting to the device (``vlm_batch.engine.defaults.for_placement``).
     """
 
     max_rows: int = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +19,23 @@ from mlx_vlm.utils import (
 )
 from PIL import Image
 
+from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.chats import with_parts
+from vlm_batch.inputs.chats import with_parts
+from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
-from vlm_batch.videos import Clip, Sampling
 
 
 class Processing:
-    """One model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text."""
+    """One model's processor: renders prompts (any thread), makes inputs (one thread at a time), decodes text.
 
-    def __init__(self, processor: Any, config: Any, adapter: type[Adapter] = Adapter) -> None:
-        self.processor = adapter.processor(processor)
+    ``sampling`` says which frames of a video the family takes, where the processor does not.
+    """
+
+    def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
+        self.processor = processor
         self.config = config
-        self.sampling = _sampling(processor, adapter.video_sampling)
+        self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
@@ -151,34 +154,6 @@ def _metadata(clip: Clip) -> VideoMetadata:
         height=height,
         duration=clip.total / clip.fps,
     )
-
-
-def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays as numpy, evaluated in the caller's thread: a lazy mlx array cannot be used from another."""
-    return {name: _map_arrays(value, _to_numpy) for name, value in inputs.items()}
-
-
-def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Numpy arrays as mlx arrays; everything else as it is."""
-    return {name: _map_arrays(value, _to_mlx) for name, value in inputs.items()}
-
-
-def _map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (mx.array, np.ndarray)):
-        return change(value)
-    if isinstance(value, list):
-        return [_map_arrays(item, change) for item in value]
-    return value
-
-
-def _to_numpy(array: Any) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array
-    return np.array(array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array)
-
-
-def _to_mlx(array: Any) -> mx.array:
-    return array if isinstance(array, mx.array) else mx.array(array)
 
 
 def _count(ids: mx.array, wanted: frozenset[int]) -> int:

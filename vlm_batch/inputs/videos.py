@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo
-from vlm_batch.images import DEFAULT_MAX_PIXELS, URL_TIMEOUT_SECONDS, load_image
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, URL_TIMEOUT_SECONDS, load_image
 from vlm_batch.types import Video, VideoInput
 
 #: The most pixels that the frames of one video may have together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.models.qwen_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded
@@ -32,7 +32,7 @@ class CohereCompass(Qwen3VL):
     ignored_features = frozenset({"attention_mask"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.cohere_compass.language import Attention, DecoderLayer
 
         class RowAttention(Attention):

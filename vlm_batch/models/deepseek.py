@@ -11,9 +11,9 @@ import numpy as np
 from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
 from mlx_vlm.models.kernels import bicubic_interpolate
 
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 
@@ -50,7 +50,7 @@ class DeepseekVL2(Adapter):
                     module[name].eps = 1e-6
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 
         class RowGate(MoEGate):
@@ -157,7 +157,7 @@ class _OCR(Adapter):
     ignored_inputs = frozenset({"labels", "sft_format", "seq_lens", "num_image_tokens"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         return {**_sam(), **_clip()}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

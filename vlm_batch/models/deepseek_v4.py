@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import RotatingKVCache
 
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches import PoolCache, RowsCache, WholeCache
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture
 
@@ -51,7 +51,7 @@ class DeepseekV4(Adapter):
     }
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_v4 import language as upstream
 
         class Compressor(upstream.Compressor):
@@ -248,7 +248,7 @@ class DeepseekV4(Adapter):
             upstream.DeepseekV4Model: Trunk,
         }
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The trunk answers for its last position by itself."""
 
     def make_cache(self) -> list[Any]:

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.base import SAMPLES, Adapter
+from vlm_batch.adapters.modules import OFFLOADED, LastPosition, evaluate_arrays, leave_on_disk
+from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
-from vlm_batch.digest import digest
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
-from vlm_batch.models.base import SAMPLES, Adapter
-from vlm_batch.models.modules import OFFLOADED, LastPosition, evaluate_arrays, leave_on_disk
-from vlm_batch.models.prompts import spans_of
 from vlm_batch.registry import ModelSpec, register
+from vlm_batch.store.digest import digest
 from vlm_batch.types import Picture
 
 
@@ -88,7 +88,7 @@ class DeepseekV41(Adapter):
         return digest([super().fingerprint, rows]).hex() if rows else super().fingerprint
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_v41 import language as upstream
 
         rounded = upstream.fake_quant_fp8_ue8m0
@@ -124,7 +124,7 @@ class DeepseekV41(Adapter):
 
         return {upstream.DeepseekV41Attention: Attention}
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The head answers for the last position only."""
         self.language.norm = LastPosition(self.language.norm)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlm_batch.models.grids import GridAdapter
-from vlm_batch.models.modules import LastPosition
+from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -11,6 +11,6 @@ from vlm_batch.registry import ModelSpec, register
 class DotsOCR(GridAdapter):
     """Nothing is special but where the head is."""
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The head is the trunk's own here, so the last position is cut out before it."""
         self.language.model.norm = LastPosition(self.language.model.norm)

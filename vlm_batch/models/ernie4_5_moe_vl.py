@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from vlm_batch.models.attention import attend_apart
-from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.models.prompts import cut
+from vlm_batch.adapters.attention import attend_apart
+from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.prompts import cut
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 
@@ -36,7 +36,7 @@ class Ernie45MoeVL(MRoPEAdapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.ernie4_5_moe_vl import vision as upstream
 
         class PictureAttention(upstream.VisionAttention):

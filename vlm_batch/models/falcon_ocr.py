@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import bidirectional_mask, cut
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import bidirectional_mask, cut
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 

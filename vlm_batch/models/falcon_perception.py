@@ -54,7 +54,7 @@ class FalconPerception(FalconOCR):
     """A token for a coordinate or a size is embedded by what the state before it points at."""
 
     input_keys = FalconOCR.input_keys
-    starts_afresh = "what a row has pointed at is not kept"
+    no_prefix_reuse = "what a row has pointed at is not kept"
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own steps, without what it leaves on the model."""

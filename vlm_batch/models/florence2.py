@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 
@@ -37,7 +37,7 @@ def heads(projected: mx.array, count: int) -> mx.array:
 class Florence2(Adapter):
     """The first half of a row's caches is the decoder's own attention, the second its attention over the encoder."""
 
-    starts_afresh = "its encoder sees the whole prompt"
+    no_prefix_reuse = "its encoder sees the whole prompt"
     #: One row is not padded, and the decoder begins with its start token here.
     ignored_features = frozenset({"attention_mask", "decoder_inputs_embeds"})
 
@@ -45,7 +45,7 @@ class Florence2(Adapter):
     def token_table(self) -> Any:
         return self.language.model.shared
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The decoder runs one token at a time anyway."""
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

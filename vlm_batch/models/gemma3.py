@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import bidirectional_mask, put_features, spans_of
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import bidirectional_mask, put_features, spans_of
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 
@@ -31,7 +31,7 @@ class Gemma3(Adapter):
     ignored_inputs = frozenset({"num_crops"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.gemma3.language import Gemma3Model
 
         class TwoMasks(Gemma3Model):

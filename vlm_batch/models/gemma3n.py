@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture
 
@@ -35,7 +35,7 @@ class Gemma3n(Adapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.gemma3n.language import Gemma3nAttention
 
         class RowAttention(Gemma3nAttention):

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.frames import every_frame_kept
+from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.frames import every_frame_kept
-from vlm_batch.models.prompts import bidirectional_mask, spans_of
+from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
-from vlm_batch.videos import Sampling
 
 MASK_NOTE = (
     "where the checkpoint asks for it (use_bidirectional_attention 'vision'), a picture is one chunk and attends within "
@@ -46,7 +46,7 @@ class Gemma4(Adapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.gemma4.language import Gemma4TextModel
 
         class PictureMasks(Gemma4TextModel):

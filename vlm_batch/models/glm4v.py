@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.models.attention import attend_apart
-from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.models.routing import dropped_groups
+from vlm_batch.adapters.attention import attend_apart
+from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -44,7 +44,7 @@ class GLM4V(MRoPEAdapter):
             block.norm1.eps = block.norm2.eps = self.config.vision_config.rms_norm_eps
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm4v import vision as upstream
 
         class PictureAttention(upstream.Glm4vVisionAttention):
@@ -82,7 +82,7 @@ class GLM4VMoe(GLM4V):
     """GLM-4.1V's tower, which masks its pictures apart here, and a text model with experts."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm4v_moe.language import MoEGate
         from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from mlx_vlm.models.cache import CacheList
 
+from vlm_batch.adapters.attention import row_by_row
+from vlm_batch.adapters.grids import GridAdapter
 from vlm_batch.caches import WholeCache
-from vlm_batch.models.attention import row_by_row
-from vlm_batch.models.grids import GridAdapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -28,7 +28,7 @@ class Glm5Next(GridAdapter):
     """No positions: delta nets know the order. Videos are refused: they are not verified."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm5_next.language import Glm5NextAttention
 
         return {Glm5NextAttention: row_by_row(Glm5NextAttention)}

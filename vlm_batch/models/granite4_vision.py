@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
 from vlm_batch.models.llava import best_grid, pack, use_tanh_gelu
-from vlm_batch.models.prompts import put_features
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -10,10 +10,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.rope_utils import rotate_half
 
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import cut
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import cut
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
 
@@ -41,7 +41,7 @@ class HunyuanVL(Adapter):
     ignored_inputs = frozenset({"position_ids", "imgs_pos"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.hunyuan_vl.language import Attention
         from mlx_vlm.models.hunyuan_vl.vision import PatchEmbed
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.gated_delta import gated_delta_update
 
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 #: transformers, modeling_qwen3_next.py, l2norm: added to the sum of squares.
@@ -34,7 +34,7 @@ class Qwen3Next(Adapter):
     input_keys = frozenset()
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_next.language import Qwen3NextGatedDeltaNet
 
         class DeltaNet(Qwen3NextGatedDeltaNet):

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import LastPosition
-from vlm_batch.models.prompts import put_features
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import LastPosition
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -21,7 +21,7 @@ class Idefics3(Adapter):
 
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         self.language.norm = LastPosition(self.language.norm)
 
 
@@ -65,7 +65,7 @@ class Idefics2(Idefics3):
     input_keys = frozenset({"pixel_values", "pixel_attention_mask"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.idefics2.vision import VisionEmbeddings
 
         class EvenPositions(VisionEmbeddings):

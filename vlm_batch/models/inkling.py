@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches import RowMasks, RowsCache, SlabCache
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 #: What upstream writes where a key may not be seen (inkling/language.py, banded_additive_mask).
@@ -32,7 +32,7 @@ class Inkling(Adapter):
     """Keys and values beside the convolutions' states; sliding layers keep all keys, as upstream does."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.inkling.language import InklingAttention
 
         class RowAttention(InklingAttention):

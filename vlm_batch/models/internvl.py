@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -37,7 +37,7 @@ class InternVL(Adapter):
     ignored_inputs = frozenset({"image_token_index", "num_patches_list"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         return {nn.GELU: ExactGELU}
 
 

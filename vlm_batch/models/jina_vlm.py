@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import LastPosition, two_tables
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import LastPosition, two_tables
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -26,7 +26,7 @@ class JinaVLM(Adapter):
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.jina_vlm.language import ExtendedEmbedding, RoPE
 
         class RowRoPE(RoPE):
@@ -43,7 +43,7 @@ class JinaVLM(Adapter):
 
         return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         self.language.ln_f = LastPosition(self.language.ln_f)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.rows import RowsCache, attend_rows
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -19,7 +19,7 @@ class KimiK3(Adapter):
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.kimi_k3.language import KimiK3MLAAttention
 
         class RowLatentAttention(KimiK3MLAAttention):

@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import LastPosition, resized_positions
+from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.caches.rows import RowsCache, attend_rows
-from vlm_batch.models.base import Adapter
 from vlm_batch.models.llava import use_tanh_gelu
 from vlm_batch.models.mistral3 import Pixtral
-from vlm_batch.models.modules import LastPosition, resized_positions
-from vlm_batch.models.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -84,7 +84,7 @@ class KimiVL(_Kimi):
     input_keys = _Kimi.input_keys | {"_grid_shapes"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.kimi_vl.language import MoEGate
         from mlx_vlm.models.kimi_vl.vision import Learnable2DInterpPosEmb
 
@@ -112,7 +112,7 @@ class KimiK25(_Kimi):
     """The language model runs the trunk's layers itself. Videos are refused: they are not verified."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention, MoEGate
         from mlx_vlm.models.kimi_k25.vision import Learnable2DInterpPosEmb
 
@@ -122,7 +122,7 @@ class KimiK25(_Kimi):
             Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
         }
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         self.language.model.norm = LastPosition(self.language.model.norm)
 
 
@@ -144,7 +144,7 @@ class MistralLarge3(Pixtral):
     """Pixtral's tower and merger as in Mistral Small 3.1, DeepSeek-V3's text."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.deepseek_v3.language import LanguageModel, MoEGate
         from mlx_vlm.models.kimi_k25.language import LanguageModel as Embedded
 
@@ -166,9 +166,9 @@ class MistralLarge3(Pixtral):
                     weights = weights / weights.sum(axis=-1, keepdims=True)
                 return chosen, weights * self.routed_scaling_factor
 
-        return {**KimiK25.mends(), LanguageModel: TakesEmbeddings, MoEGate: SoftmaxGate}
+        return {**KimiK25.patches(), LanguageModel: TakesEmbeddings, MoEGate: SoftmaxGate}
 
-    shorten = KimiK25.shorten  # type: ignore[assignment]
+    last_position_logits = KimiK25.last_position_logits  # type: ignore[assignment]
 
 
 @register(
@@ -185,7 +185,7 @@ class YoutuVL(Adapter):
     ignored_inputs = frozenset({"pixel_attention_mask"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.youtu_vl.language import MoEGate, YoutuAttention
 
         return {YoutuAttention: latent_attention(YoutuAttention), MoEGate: dropped_groups(MoEGate)}

@@ -10,9 +10,9 @@ import mlx.nn as nn
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ChunkedKVCache
 
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.blocks import BlockCache
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -43,7 +43,7 @@ class Llama4(Adapter):
             layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.llama4.language import Attention, LlamaModel
 
         class RowAttention(Attention):

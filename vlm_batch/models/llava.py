@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import put_features
+from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.videos import Sampling
 
 #: The published grids of tiles (rows, columns), in the checkpoints' order; mlx-vlm does not keep the configured ones.
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import resized_positions
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import resized_positions
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -25,7 +25,7 @@ class LocateAnything(Adapter):
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.locateanything.vision import Learnable2DInterpPosEmb
 
         return {Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_batch.models.grids import GridAdapter
+from vlm_batch.adapters.grids import GridAdapter
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -11,13 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.frames import every_frame_kept
-from vlm_batch.models.grids import MRoPEAdapter
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.frames import every_frame_kept
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.inputs.videos import Sampling
 from vlm_batch.models.qwen_vl import Qwen35
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture, PositionState, Video
-from vlm_batch.videos import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -34,7 +34,7 @@ class MiniMaxM3VL(Adapter):
     ignored_features = frozenset({"visual_pos_masks"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.minimax_m3_vl.language import MiniMaxAttention
 
         class RowAttention(MiniMaxAttention):

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 #: transformers, modeling_mistral4.py, Mistral4RMSNorm.
@@ -63,7 +63,7 @@ class Mistral3(Pixtral):
                         norm.eps = LATENT_EPS
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.mistral3.language import Attention
         from mlx_vlm.models.mistral4.language import Mistral4Attention
 

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.base import cache_position_offset, create_attention_mask
 
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.digest import as_words, digest
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
 from vlm_batch.registry import ModelSpec, register
+from vlm_batch.store.digest import as_words, digest
 from vlm_batch.types import DecodeStep, Encoded, Picture, PromptKey
 
 
@@ -45,7 +45,7 @@ class Mllama(Adapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"cross_attention_states": None, "seen": 1}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.mllama import language as upstream
 
         class RowSelfAttention(upstream.MllamaTextSelfAttention):

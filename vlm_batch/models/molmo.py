@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import LastPosition, two_tables
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import LastPosition, two_tables
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, Picture
 
@@ -23,12 +23,12 @@ class Molmo(Adapter):
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.molmo.language import Embedding
 
         return {Embedding: two_tables(Embedding)}
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The trunk has the head in it."""
         self.language.model.ln_f = LastPosition(self.language.model.ln_f)
 
@@ -73,7 +73,7 @@ class Molmo2(Adapter):
                 block.feed_forward.act = nn.GELU(approx="precise")
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.molmo2.language import Molmo2Embedding
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}

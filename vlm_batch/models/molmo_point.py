@@ -11,13 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import two_tables
+from vlm_batch.arrays import stack_logits
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.states import LayerState
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import two_tables
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.sampling import stack
 from vlm_batch.types import DecodeStep, Encoded, Picture
 
 #: The logit of a token that the model does not choose from at a step (modeling_molmo_point.py, ``small_val``).
@@ -210,12 +210,12 @@ class MolmoPoint(Adapter):
         )
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.molmo_point.language import Molmo2Embedding
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """Patches' keys are made of all hidden states; the head is given the last one."""
 
     def forget(self) -> None:
@@ -352,7 +352,7 @@ class MolmoPoint(Adapter):
         for place, (row, token) in enumerate(zip(places, tokens, strict=True)):
             words = logits[place : place + 1]
             rows.append(words if row is None else self.with_points(words, asked.of_row(place), row, token))
-        return stack(rows)
+        return stack_logits(rows)
 
     def trunk(self, embeds: mx.array, layers: Sequence[Any], mask: Any) -> tuple[mx.array, mx.array]:
         """(B, L, D) embeddings -> the same after all layers, normed for the head and as they are."""

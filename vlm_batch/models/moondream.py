@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.attention import attention, fused_attention
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.attention import attention, fused_attention
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.crops import with_published_crops
-from vlm_batch.models.prompts import bidirectional_mask
+from vlm_batch.models._moondream import with_published_crops
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, Picture
 
@@ -124,7 +124,7 @@ class Moondream2(_Moondream):
     """Rotary attention with one projection."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.moondream2.language import Attention
         from mlx_vlm.models.moondream2.vision import VisionModel
 
@@ -155,7 +155,7 @@ class Moondream3(_Moondream):
     """Attention with tau, and experts."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.moondream3.language import Attention
         from mlx_vlm.models.moondream3.vision import VisionModel
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.multi_modality.vision import FastGELUActivation, SigLipVisionModel
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import put_features, repeat_placeholders
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -39,7 +39,7 @@ class MultiModality(Adapter):
                     norm.eps = 1e-6
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         class ExactGELU(FastGELUActivation):
             """Upstream's is the tanh form (multi_modality/vision.py:150)."""
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.base import create_attention_mask
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.hooks import Hook, files_of, hook, put_hooks
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import Hook, files_of, hook, put_hooks
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -37,7 +37,7 @@ class MuseSpark(Adapter):
         super().__init__(model)
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.muse_spark.language import MuseSparkTextModel
 
         class UnroundedTextModel(MuseSparkTextModel):

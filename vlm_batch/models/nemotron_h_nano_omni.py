@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.modules import LastPosition
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -22,7 +22,7 @@ class NemotronHNanoOmni(Adapter):
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The trunk has another name here."""
         self.language.backbone = LastPosition(self.language.backbone)
 

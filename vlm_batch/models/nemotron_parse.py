@@ -10,9 +10,9 @@ import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.base import Adapter
 from vlm_batch.models.florence2 import attend, heads
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded
@@ -37,7 +37,7 @@ class NemotronParse(Adapter):
     The decoder has no positions: the order of its tokens is what each of them has seen.
     """
 
-    starts_afresh = "its decoder has the whole picture before it from the first token on"
+    no_prefix_reuse = "its decoder has the whole picture before it from the first token on"
     input_keys = Adapter.input_keys | {"encoder_outputs"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"encoder_outputs": None}
 
@@ -45,7 +45,7 @@ class NemotronParse(Adapter):
     def token_table(self) -> Any:
         return self.language.model.shared
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """``answer`` gives the last position's logits only."""
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:

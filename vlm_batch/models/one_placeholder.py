@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import LastPosition
+from vlm_batch.adapters.prompts import put_features, repeat_placeholders
 from vlm_batch.models.llava import use_tanh_gelu
-from vlm_batch.models.modules import LastPosition
-from vlm_batch.models.prompts import put_features, repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 #: What LLaVA's own code writes where a picture belongs.
@@ -92,7 +92,7 @@ class LlavaBunny(OnePlaceholder):
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)
 
-    def shorten(self) -> None:
+    def last_position_logits(self) -> None:
         """The head is a part of the trunk here, behind its norm."""
         self.language.model.norm = LastPosition(self.language.model.norm)
 
@@ -123,7 +123,7 @@ class Phi4SigLip(OnePlaceholder):
     input_keys = OnePlaceholder.input_keys | {"spatial_shapes", "pixel_attention_mask"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.interpolate import resize_bilinear_nhwc
         from mlx_vlm.models.phi4_siglip.language import Attention
         from mlx_vlm.models.phi4_siglip.vision import VisionEmbeddings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
-from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.registry import ModelSpec, register
 
 

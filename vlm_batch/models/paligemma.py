@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.caches.rows import RowStates, attend_rows
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import put_features
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
 
@@ -34,7 +34,7 @@ class PaliGemma(Adapter):
     ignored_inputs = frozenset({"labels"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.paligemma.language import Attention
 
         class RowAttention(Attention):

@@ -10,12 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.digest import as_words, digest
+from vlm_batch.adapters.attention import fused_attention
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.attention import fused_attention
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
+from vlm_batch.store.digest import as_words, digest
 from vlm_batch.types import Encoded, PromptKey
 
 _LONG_ROPE = (
@@ -90,7 +90,7 @@ class Phi3V(_Phi):
     input_keys = frozenset({"pixel_values", "image_sizes"})
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.phi3_v.phi3_v import Attention
 
         return {Attention: _row_attention(Attention), **_long_rope()}
@@ -125,7 +125,7 @@ class Phi4MM(_Phi):
     input_keys = Adapter.input_keys | {"pixel_attention_mask", "spatial_shapes"}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.phi4mm.language import Attention
 
         return {Attention: _row_attention(Attention), **_long_rope()}

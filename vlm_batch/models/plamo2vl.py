@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.models.attention import attention
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -23,7 +23,7 @@ class Plamo2VL(Adapter):
     """Recurrent layers know the order; attention takes each row's own offset."""
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.plamo2vl.language import Attention
 
         class RowAttention(Attention):

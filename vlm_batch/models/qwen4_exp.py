@@ -8,14 +8,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.attention import HOOKS, row_by_row
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.hooks import put_hooks
 from vlm_batch.caches import IndexedCache
-from vlm_batch.models.attention import HOOKS, row_by_row
-from vlm_batch.models.base import Adapter
-from vlm_batch.models.grids import MRoPEAdapter
-from vlm_batch.models.hooks import put_hooks
+from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
-from vlm_batch.videos import Sampling
 
 
 @register(
@@ -40,7 +40,7 @@ class Qwen4Exp(MRoPEAdapter):
         put_hooks(["mlx_vlm.models.qwen4_exp.qsa_kernel"], HOOKS)  # where functions lie that its attention calls
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention
 
         return {Qwen4ExpAttention: row_by_row(Qwen4ExpAttention)}

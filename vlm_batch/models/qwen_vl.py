@@ -9,14 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.models.attention import seal_masks
-from vlm_batch.models.frames import each_frame_bounded
-from vlm_batch.models.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.models.prompts import cut
-from vlm_batch.models.qwen_vision import window_runs
+from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.frames import each_frame_bounded
+from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.windows import window_runs
+from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, PositionState
-from vlm_batch.videos import Sampling
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
 _FRAMES = (
@@ -31,10 +31,10 @@ class Qwen2VL(MRoPEAdapter):
 
     compiles = True
     shares_prefill = True
-    look = MRoPEAdapter.look_at_grids
+    encode_together = MRoPEAdapter.encode_grids_together
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen2_vl.language import Attention
 
         return {Attention: seal_masks(Attention)}
@@ -78,7 +78,7 @@ class Qwen25VL(Qwen2VL):
         return self.grid_positions(ids, extra, (seconds * rate).tolist())
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen2_5_vl.language import Attention
         from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
@@ -109,7 +109,7 @@ class Qwen3VL(MRoPEAdapter):
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_vl.language import Attention
 
         return {Attention: seal_masks(Attention)}
@@ -150,7 +150,7 @@ class Qwen3VLMoe(Qwen3VL):
             merger.act_fn = nn.GELU()
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_vl_moe.language import Attention
 
         return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107
@@ -173,7 +173,7 @@ class Qwen35(MRoPEAdapter):
     video_sampling = Sampling(frame_factor=1)
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention
 
         return {Qwen3_5Attention: seal_masks(Qwen3_5Attention)}  # cut to the longest row at qwen3_5/language.py:1024
@@ -215,7 +215,7 @@ class Qwen3OmniMoe(MRoPEAdapter):
         return [(self.model.thinker, "vision_tower")]
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_omni_moe.language import Attention
 
         return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_omni_moe/language.py:123

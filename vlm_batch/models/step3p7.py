@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_batch.models.base import Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
 
 

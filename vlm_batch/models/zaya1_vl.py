@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from vlm_batch.models.grids import GridAdapter
+from vlm_batch.adapters.grids import GridAdapter
 from vlm_batch.models.qwen_vl import distinct_windows
 from vlm_batch.registry import ModelSpec, register
 
@@ -27,7 +27,7 @@ class Zaya1VL(GridAdapter):
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"visual_pos_masks": 1}
 
     @classmethod
-    def mends(cls) -> Mapping[type, type]:
+    def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.zaya1_vl.vision import VisionModel
 
         return {VisionModel: distinct_windows(VisionModel)}

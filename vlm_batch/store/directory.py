@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vlm_batch.caches.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
-from vlm_batch.caches.index import BeginningIndex
-from vlm_batch.caches.saved import SavedRow, common_length
-from vlm_batch.digest import DIGEST_SIZE, digest
 from vlm_batch.errors import InvalidCache
+from vlm_batch.store.digest import DIGEST_SIZE, digest
+from vlm_batch.store.files import Identity, can_write, identity_of, read_header, read_keys, read_row, write_row
+from vlm_batch.store.index import BeginningIndex
+from vlm_batch.store.saved import SavedRow, common_length
 
 #: What the files are called behind their digest, and all of their names: nothing else in a directory is ever touched.
 SUFFIX = ".row.safetensors"

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.rows import arrays_of
+from vlm_batch.arrays import arrays_of
+from vlm_batch.store.budget import ByteBudget
 
 
 class FeatureStore:

@@ -14,10 +14,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.saved import Point, SavedRow
 from vlm_batch.caches.states import LAYER_STATES, LayerState
-from vlm_batch.digest import digest
 from vlm_batch.errors import InvalidCache
+from vlm_batch.store.digest import digest
+from vlm_batch.store.saved import Point, SavedRow
 
 FORMAT, VERSION = "vlm_batch.row", "1"
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from vlm_batch.caches.budget import ByteBudget
-from vlm_batch.caches.index import BLOCK, BeginningIndex
-from vlm_batch.caches.saved import Point, SavedRow
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.index import BLOCK, BeginningIndex
+from vlm_batch.store.saved import Point, SavedRow
 from vlm_batch.types import PromptKey
 
 #: Points that one saved row keeps: the first (what many prompts share) and the last ones. Recurrent states are large.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from vlm_batch.caches.files import Identity, read_row, write_row
-from vlm_batch.caches.saved import SavedRow
 from vlm_batch.errors import InvalidCache
+from vlm_batch.store.files import Identity, read_row, write_row
+from vlm_batch.store.saved import SavedRow
 
 
 class PromptCache:

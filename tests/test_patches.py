@@ -14,12 +14,12 @@ from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
 from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
+from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.caches import BlockCache, BlockSlabCache
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.models.deepseek import DeepseekVL2
-from vlm_batch.models.modules import clone_modules
 from vlm_batch.models.phi import Phi3V
-from vlm_batch.models.routing import dropped_groups
 
 BLOCK = 4
 
@@ -87,7 +87,7 @@ def gate(**settings: Any) -> tuple[Any, Any]:
     upstream.weight = mx.array(random.standard_normal((8, 16)).astype(np.float32))
     if "e_score_correction_bias" in upstream:
         upstream.e_score_correction_bias = mx.array(random.standard_normal(8).astype(np.float32))
-    return upstream, clone_modules(upstream, DeepseekVL2.mends())
+    return upstream, clone_modules(upstream, DeepseekVL2.patches())
 
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
@@ -145,7 +145,7 @@ def test_greedy_experts_are_mlx_vlms() -> None:
 
 def test_long_rope_is_each_rows_own_choice() -> None:
     rope = SuScaledRoPE(8, 100.0, 64, 8, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
-    mended: Any = clone_modules(rope, Phi3V.mends())
+    mended: Any = clone_modules(rope, Phi3V.patches())
     x = mx.array(np.random.RandomState(6).standard_normal((3, 2, 1, 8)).astype(np.float32))
     together = mended(x, offset=mx.array([2, 7, 30]))
     for row, offset in enumerate((2, 7, 30)):

@@ -1,0 +1,1 @@
+"""What families are made of: the ``Adapter`` and its parts. Nothing here knows a family."""

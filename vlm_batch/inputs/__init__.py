@@ -1,0 +1,1 @@
+"""From a request to a processor's output: pictures, videos, chats and processing."""
