@@ -37,7 +37,7 @@ from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.caches.states import save_layer
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import InvalidCache
-from vlm_batch.models.qwen_vl import Qwen2VL
+from vlm_batch.models.qwen2_vl import Qwen2VL
 from vlm_batch.store.files import Identity
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import save_row

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.models.qwen_vl import Qwen3VL
+from vlm_batch.models.qwen2_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded
 

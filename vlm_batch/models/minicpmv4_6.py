@@ -15,7 +15,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.frames import every_frame_kept
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.models.qwen_vl import Qwen35
+from vlm_batch.models.qwen2_vl import Qwen35
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Picture, PositionState, Video
 

@@ -11,7 +11,7 @@ from vlm_batch.adapters.attention import attention, fused_attention
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models._moondream import with_published_crops
+from vlm_batch.models._moondream2 import with_published_crops
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, Picture
 
