@@ -13,8 +13,7 @@ from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
 from tests.zoo import family
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.windows import window_runs
-from vlm_batch.models.qwen2_vl import distinct_windows
+from vlm_batch.adapters.windows import distinct_windows, window_runs
 
 SCALE = 0.25
 

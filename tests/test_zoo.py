@@ -31,8 +31,8 @@ from tests.zoo import (
 )
 from tests.zoo._moondream import averages
 from tests.zoo._oracle import generate_by_recomputing
+from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.models import spec_for
-from vlm_batch.models.moondream2 import adaptive_average
 
 STEPS = 8
 SEEN = 1e-2

@@ -115,6 +115,20 @@ def fused_attention(module: Any, project: Any, output: Any, x: mx.array, mask: A
     return output(attention(queries, keys, values, cache, module.scale, mask).swapaxes(1, 2).flatten(-2))
 
 
+def fuse_rows(attention_class: type[nn.Module], project: str, output: str) -> type[nn.Module]:
+    """The same attention by ``fused_attention``, for classes that call ``mx.fast`` past the hook, which knows no rows.
+
+    ``project`` and ``output`` name the module's projections.
+    """
+
+    class FusedRows(attention_class):  # type: ignore[misc,valid-type]
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            """(B, L, D) -> (B, L, D)"""
+            return fused_attention(self, self[project], self[output], x, mask, cache)
+
+    return FusedRows
+
+
 def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries: mx.array, scale: float) -> mx.array:
     """Attention of patches (1, N, H, D) within their own picture: (N, H * D). ``boundaries`` are 0, ..., N."""
     cuts: list[int] = np.array(boundaries[1:-1]).tolist()

@@ -125,3 +125,15 @@ def window_runs(tower_class: type[nn.Module]) -> type[nn.Module]:
             return module.proj(attend_runs(queries, keys, split[:, 2], runs, module.scale))
 
     return WindowRuns
+
+
+def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
+    """Qwen2.5-VL's vision tower without windows of length zero."""
+
+    class DistinctWindows(tower_class):  # type: ignore[misc,valid-type]
+        def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
+            """A padded grid has windows without patches, whose boundaries repeat (upstream: vision.py, __call__)."""
+            index, boundaries = super().get_window_index(grid_thw)
+            return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
+
+    return DistinctWindows

@@ -12,6 +12,7 @@ from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
 from mlx_vlm.models.kernels import bicubic_interpolate
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.vision import resize_linear
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
@@ -94,14 +95,6 @@ _CLIP = (
     "CLIP's layers have the sigmoid's GELU and norms with an epsilon of 1e-5, as published (deepencoder.py, quick_gelu and "
     "vit_model_cfg); mlx-vlm takes the exact GELU (deepseekocr/vision.py:56) and 1e-6 (deepseekocr/config.py:60)",
 )
-
-
-def resize_linear(table: mx.array, length: int) -> mx.array:
-    """A table (L, D) for another length, as ``F.interpolate(mode="linear")`` does without aligned corners."""
-    places = mx.clip((mx.arange(length) + 0.5) * (len(table) / length) - 0.5, 0, len(table) - 1)
-    before = mx.floor(places).astype(mx.int32)
-    share = (places - before)[:, None]
-    return (table[before] * (1 - share) + table[mx.minimum(before + 1, len(table) - 1)] * share).astype(table.dtype)
 
 
 def _sam() -> Mapping[type, type]:

@@ -6,19 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.base import create_attention_mask
-from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.adapters.attention import attention
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.caches.cross import CrossCache
+from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, PositionState
-
-
-def heads(projected: mx.array, count: int) -> mx.array:
-    """(B, L, H * D_head) -> (B, H, L, D_head)"""
-    return projected.reshape(*projected.shape[:2], count, -1).swapaxes(1, 2)
 
 
 @register(
@@ -34,19 +25,12 @@ def heads(projected: mx.array, count: int) -> mx.array:
         ),
     )
 )
-class Florence2(Adapter):
-    """The first half of a row's caches is the decoder's own attention, the second its attention over the encoder."""
+class Florence2(CrossingAdapter):
+    """The encoder reads picture and prompt at once; the decoder begins with the answer, one token at a time."""
 
     no_prefix_reuse = "its encoder sees the whole prompt"
     #: One row is not padded, and the decoder begins with its start token here.
     ignored_features = frozenset({"attention_mask", "decoder_inputs_embeds"})
-
-    @property
-    def token_table(self) -> Any:
-        return self.language.model.shared
-
-    def last_position_logits(self) -> None:
-        """The decoder runs one token at a time anyway."""
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The encoder reads everything at once."""
@@ -67,17 +51,10 @@ class Florence2(Adapter):
         """Whatever the encoder reads besides the prompt's words is counted with the prompt, not here."""
         return 0
 
-    def make_cache(self) -> list[Any]:
-        layers = self.language.model.decoder.layers
-        return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
-
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """The encoder over the whole prompt, then the decoder's start token."""
         model = self.language.model
-        states = model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale)  # (1, L, D)
-        for layer, single in zip(model.decoder.layers, cache[len(cache) // 2 :], strict=True):
-            over = layer.encoder_attn
-            single.hold(*(heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
+        self.hold(model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale), cache)  # (1, L, D)
         first = mx.array([[self.config.text_config.decoder_start_token_id]])
         return self.answer(first, mx.zeros((1,), dtype=mx.int32), cache)
 
@@ -94,22 +71,8 @@ class Florence2(Adapter):
         places = decoder.embed_positions(positions + decoder.offset)[:, None]
         hidden = decoder.layernorm_embedding(model.shared(tokens) + places)  # (B, 1, D)
         for layer, own, cross in zip(decoder.layers, caches[:half], caches[half:], strict=True):
-            module = layer.self_attn
-            mask = create_attention_mask(hidden, own)
-            fetched = own.update_and_fetch(
-                *(heads(project(hidden), module.num_heads) for project in (module.k_proj, module.v_proj))
-            )
-            hidden = layer.self_attn_layer_norm(hidden + attend(module, hidden, fetched, own, mask))
-            over = attend(layer.encoder_attn, hidden, cross.state, cross, None)
-            hidden = layer.encoder_attn_layer_norm(hidden + over)
+            hidden = layer.self_attn_layer_norm(hidden + attend_own(layer.self_attn, hidden, own))
+            hidden = layer.encoder_attn_layer_norm(hidden + attend_over(layer.encoder_attn, hidden, cross))
             widened = layer.fc2(layer.activation_fn(layer.fc1(hidden)))
             hidden = layer.final_layer_norm(hidden + widened)
         return self.language.lm_head(hidden)[:, -1]
-
-
-def attend(module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any) -> mx.array:
-    """Attention of (B, L, D) over fetched keys and values, projected."""
-    queries = heads(module.q_proj(hidden), module.num_heads)
-    keys, values = fetched
-    output = attention(queries, keys, values, cache, module.scaling, mask)
-    return module.out_proj(output.swapaxes(1, 2).flatten(-2))

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from vlm_batch.adapters.attention import attend_apart
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.adapters.routing import dropped_groups
+from vlm_batch.adapters.vision import cubic_weights
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -133,23 +134,10 @@ def bicubic_embeddings(embeddings_class: type[nn.Module]) -> type[nn.Module]:
                 ]
             )  # (N, 2) rows and columns of each patch's picture
             rows, columns = (
-                bicubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
+                cubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
                 for axis, coords in enumerate((h_coords, w_coords))
             )
             weights = (rows[:, :, None] * columns[:, None]).flatten(1)  # (N, side * side)
             return embeddings + (weights @ table.astype(mx.float32)).astype(table.dtype)
 
     return BicubicEmbeddings
-
-
-def bicubic_weights(points: mx.array, side: int) -> mx.array:
-    """Weights (N, side) of ``side`` samples for points (N,) between them; a tap beyond the border counts as the border.
-
-    Keys' kernel (1981) with a = -0.75, which is torch's choice.
-    """
-    taps = mx.floor(points)[:, None] + mx.arange(-1, 3)  # (N, 4)
-    distance = mx.abs(points[:, None] - taps)
-    near = (1.25 * distance - 2.25) * distance**2 + 1
-    far = -0.75 * (((distance - 5) * distance + 8) * distance - 4)
-    hits = mx.clip(taps, 0, side - 1)[..., None] == mx.arange(side)  # (N, 4, side)
-    return (mx.where(distance <= 1, near, far)[..., None] * hits).sum(axis=1)

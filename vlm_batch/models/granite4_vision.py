@@ -11,8 +11,9 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.towers import use_tanh_gelu
+from vlm_batch.adapters.vision import best_grid, pack_tiles
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.llava import best_grid, pack, use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -79,6 +80,6 @@ class Granite4Vision(Adapter):
         *_, states = self.model.vision_tower(tiles, output_hidden_states=True)
         skipped = int(self.config.vision_feature_select_strategy == "default")
         return [
-            pack(projector(states[layer][:, skipped:]), size, grid, self.model.image_newline)
+            pack_tiles(projector(states[layer][:, skipped:]), size, grid, self.model.image_newline)
             for (layer, projector), _ in self._projections()
         ]

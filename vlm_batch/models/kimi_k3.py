@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.latent import attend_latent
 from vlm_batch.caches.rows import RowsCache, attend_rows
 from vlm_batch.registry import ModelSpec, register
 
@@ -52,12 +53,3 @@ class KimiK3(Adapter):
             return ()
         patch = int(self.config.vision_config.patch_size)
         return tuple((grid[-1] * patch, grid[-2] * patch) for grid in extra["grid_thws"].tolist())
-
-
-def attend_latent(
-    queries: mx.array, latents: mx.array, keys: mx.array, cache: Any, scale: float, mask: mx.array | None
-) -> mx.array:
-    """Attention of (1, H, 1, R + D) queries over latents (1, 1, L, R), which are the values too, and keys (1, 1, L, D)."""
-    query, extra = mx.split(queries, [latents.shape[-1]], axis=-1)
-    scores = (extra * scale) @ keys.swapaxes(-1, -2)  # (1, H, 1, L), to which the latents' part is added
-    return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)

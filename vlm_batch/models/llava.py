@@ -11,6 +11,8 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.towers import use_tanh_gelu
+from vlm_batch.adapters.vision import best_grid, pack_tiles
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
@@ -71,7 +73,7 @@ class LlavaNext(Llava):
         for tiles, size in pictures:
             grid = self.grid(size)
             features = self.model.multi_modal_projector(self.states(tiles[: grid[0] * grid[1] + 1]))
-            packed.append(pack(features, size, grid, self.model.image_newline))
+            packed.append(pack_tiles(features, size, grid, self.model.image_newline))
         return mx.concatenate(packed)
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
@@ -122,37 +124,3 @@ class LlavaOnevision(Adapter):
     #: The paper's (arXiv:2408.03326, section 3.2: at most 32 frames, 196 tokens each).
     video_sampling = Sampling(num_frames=32, frame_factor=1)
     ignored_inputs = frozenset({"batch_num_images"})
-
-
-def use_tanh_gelu(tower: nn.Module) -> None:
-    """Give the working copy's tower GELU in its tanh form in place of the sigmoid's."""
-    for _, module in tower.named_modules():
-        if isinstance(module.get("activation_fn"), nn.GELU):
-            module.activation_fn = nn.GELU(approx="tanh")
-
-
-def best_grid(size: Sequence[int], tile: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Which grid (rows, columns) of tiles the processor cut a picture of (high, wide) pixels into."""
-    from transformers.image_processing_utils import select_best_resolution
-
-    best = select_best_resolution((size[0], size[1]), [(tile * rows, tile * columns) for rows, columns in grids])
-    return best[0] // tile, best[1] // tile
-
-
-def pack(features: mx.array, size: Sequence[int], grid: tuple[int, int], newline: mx.array) -> mx.array:
-    """The whole picture and then its tiles as one plane, a newline after each row, without the rows or columns that pad.
-
-    (1 + rows * columns, side * side, D) of a picture of (high, wide) pixels -> (tokens, D). The padding is counted as
-    in transformers (modeling_llava_next.py, unpad_image).
-    """
-    (high, wide), side = size, int(features.shape[1] ** 0.5)
-    plane = features[1:].reshape(*grid, side, side, -1).swapaxes(1, 2).reshape(grid[0] * side, grid[1] * side, -1)
-    rows, columns, width = plane.shape
-    if wide / high > columns / rows:
-        padding = (rows - int(round(high * (columns / wide), 7))) // 2
-        plane = plane[padding : rows - padding]
-    else:
-        padding = (columns - int(round(wide * (rows / high), 7))) // 2
-        plane = plane[:, padding : columns - padding]
-    ends = mx.broadcast_to(newline.astype(plane.dtype), (len(plane), 1, width))
-    return mx.concatenate([features[0], mx.concatenate([plane, ends], axis=1).reshape(-1, width)])

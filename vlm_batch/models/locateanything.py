@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import resized_positions
+from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.registry import ModelSpec, register
 
 

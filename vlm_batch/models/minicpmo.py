@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.slices import SlicedAdapter
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.minicpmv4_6 import SlicedAdapter
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.attention import attention, fused_attention
+from vlm_batch.adapters.attention import attention, fuse_rows
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask
+from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models._moondream2 import with_published_crops
 from vlm_batch.registry import ModelSpec, register
@@ -29,23 +30,6 @@ _CROPS = (
     "pictures are cut as in Moondream's own code (moondream/torch/image_crops.py); mlx-vlm chooses another grid and other "
     "cuts for pictures of more than one crop (moondream3/image_crops.py:13)"
 )
-
-
-def adaptive_average(grid: mx.array, size: int) -> mx.array:
-    """(H, W, D) -> (size, size, D), the average over rows floor(i H / size) to ceil((i + 1) H / size), columns alike.
-
-    torch's ``adaptive_avg_pool2d``: neighbouring windows overlap where H is no multiple of the size.
-    """
-    rows, columns = _windows(grid.shape[0], size), _windows(grid.shape[1], size)
-    return mx.einsum("ih,hwd,jw->ijd", rows, grid.astype(mx.float32), columns).astype(grid.dtype)
-
-
-def _windows(length: int, size: int) -> mx.array:
-    """(size, length) weights, each row an average."""
-    places, starts = mx.arange(length)[None], (mx.arange(size) * length // size)[:, None]
-    ends = ((mx.arange(1, size + 1) * length + size - 1) // size)[:, None]
-    inside = (places >= starts) & (places < ends)
-    return inside / inside.sum(axis=1, keepdims=True)
 
 
 def _adaptive_pooling(parent: type) -> type:
@@ -128,14 +112,8 @@ class Moondream2(_Moondream):
         from mlx_vlm.models.moondream2.language import Attention
         from mlx_vlm.models.moondream2.vision import VisionModel
 
-        class RowAttention(Attention):
-            """Upstream calls ``mx.fast`` past the hook (moondream2/language.py:61)."""
-
-            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                """(B, L, D) -> (B, L, D)"""
-                return fused_attention(self, self.qkv, self.proj, x, mask, cache)
-
-        return {Attention: RowAttention, VisionModel: _adaptive_pooling(VisionModel)}
+        # Upstream calls ``mx.fast`` itself (moondream2/language.py:61).
+        return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: _adaptive_pooling(VisionModel)}
 
 
 @register(

@@ -7,13 +7,10 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.base import create_attention_mask
-from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.caches.cross import CrossCache
+from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models.florence2 import attend, heads
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded
 
@@ -31,22 +28,12 @@ from vlm_batch.types import DecodeStep, Encoded
         ),
     )
 )
-class NemotronParse(Adapter):
-    """The first half of a row's caches is the decoder's own attention, the second its attention over the picture.
-
-    The decoder has no positions: the order of its tokens is what each of them has seen.
-    """
+class NemotronParse(CrossingAdapter):
+    """The decoder attends to its picture and has no positions: the order of its tokens is what each of them has seen."""
 
     no_prefix_reuse = "its decoder has the whole picture before it from the first token on"
     input_keys = Adapter.input_keys | {"encoder_outputs"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"encoder_outputs": None}
-
-    @property
-    def token_table(self) -> Any:
-        return self.language.model.shared
-
-    def last_position_logits(self) -> None:
-        """``answer`` gives the last position's logits only."""
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The ids (1, L) that the decoder begins with (nemotron_parse/language.py, NemotronParseLanguageModel)."""
@@ -75,18 +62,10 @@ class NemotronParse(Adapter):
         model = self.language.model
         return {"inputs_embeds": model.shared(ids) * model.decoder.embed_scale, "encoder_outputs": states}
 
-    def make_cache(self) -> list[Any]:
-        layers = self.language.model.decoder.layers
-        return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
-
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """The picture's keys and values with the first chunk, and the decoder over each."""
-        decoder = self.language.model.decoder
         if start == 0:
-            states = encoded.prefill["encoder_outputs"]
-            for layer, single in zip(decoder.layers, cache[len(cache) // 2 :], strict=True):
-                over = layer.encoder_attn
-                single.hold(*(heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
+            self.hold(encoded.prefill["encoder_outputs"], cache)
         return self.answer(encoded.inputs_embeds[:, start:end], cache)
 
     def decode(self, step: DecodeStep) -> mx.array:
@@ -98,13 +77,7 @@ class NemotronParse(Adapter):
         decoder, half = self.language.model.decoder, len(caches) // 2
         hidden = decoder.layernorm_embedding(embeds)
         for layer, own, cross in zip(decoder.layers, caches[:half], caches[half:], strict=True):
-            module, normed = layer.self_attn, layer.self_attn_layer_norm(hidden)
-            mask = create_attention_mask(normed, own)
-            fetched = own.update_and_fetch(
-                *(heads(project(normed), module.num_heads) for project in (module.k_proj, module.v_proj))
-            )
-            hidden = hidden + attend(module, normed, fetched, own, mask)
-            normed = layer.encoder_attn_layer_norm(hidden)
-            hidden = hidden + attend(layer.encoder_attn, normed, cross.state, cross, None)
+            hidden = hidden + attend_own(layer.self_attn, layer.self_attn_layer_norm(hidden), own)
+            hidden = hidden + attend_over(layer.encoder_attn, layer.encoder_attn_layer_norm(hidden), cross)
             hidden = hidden + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden))))
         return self.language.lm_head(decoder.layer_norm(hidden[:, -1]))

@@ -9,48 +9,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.attention import attention
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.modules import LastPosition
-from vlm_batch.adapters.prompts import put_features, repeat_placeholders
-from vlm_batch.models.llava import use_tanh_gelu
+from vlm_batch.adapters.placeholders import OnePlaceholder
+from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
 
 #: What LLaVA's own code writes where a picture belongs.
 NO_TOKEN = -200
 #: Pixels of a picture's side for each of FastViTHD's features.
 FASTVIT_STRIDE = 64
-
-
-class OnePlaceholder(Adapter):
-    """Every placeholder becomes as many positions as its picture has features."""
-
-    def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
-        if "pixel_values" not in extra:
-            return ids
-        (marker,) = self.image_token_ids()
-        return repeat_placeholders(ids, marker, self.count_features(extra))
-
-    def count_features(self, extra: Mapping[str, Any]) -> list[int]:
-        """How many features each picture has; it can be told before they are made."""
-        given = extra.get("cached_image_features")
-        return self.count_positions(extra) if given is None else [len(picture) for picture in given]
-
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        embeds = self.language.model.embed_tokens(mx.maximum(ids, 0))
-        if "pixel_values" in extra:
-            given = extra.get("cached_image_features")
-            pictures = self.encode_pictures(extra) if given is None else list(given)
-            embeds = put_features(embeds, ids, self.image_token_ids(), mx.concatenate(pictures))
-        return {"inputs_embeds": embeds}
-
-    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
-        """How many features the family's tower makes of each picture."""
-        raise NotImplementedError
-
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
-        """The features (tokens, D) of each picture."""
-        raise NotImplementedError
 
 
 @register(
@@ -138,20 +106,8 @@ class Phi4SigLip(OnePlaceholder):
                 tables = [resize_bilinear_nhwc(table[None].astype(mx.float32), size, antialias=True) for size in sizes]
                 return mx.concatenate([one.flatten(1, 2) for one in tables]).astype(table.dtype)
 
-        class RowAttention(Attention):
-            """Upstream calls ``mx.fast`` past the hook (phi4_siglip/language.py:66), which knows no rows."""
-
-            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                """(B, L, D) -> (B, L, D)"""
-                heads, kv_heads = self.n_heads, self.n_kv_heads
-                split = self.qkv_proj(x).reshape(*x.shape[:2], heads + 2 * kv_heads, self.head_dim).swapaxes(1, 2)
-                queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
-                queries, keys = (self.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
-                keys, values = cache.update_and_fetch(keys, values)
-                output = attention(queries, keys, values, cache, self.scale, mask)
-                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
-
-        return {Attention: RowAttention, VisionEmbeddings: BilinearEmbeddings}
+        # Upstream calls ``mx.fast`` itself (phi4_siglip/language.py:66).
+        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), VisionEmbeddings: BilinearEmbeddings}
 
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({NO_TOKEN})

@@ -85,18 +85,6 @@ class Qwen25VL(Qwen2VL):
         return {VisionModel: window_runs(VisionModel), Attention: seal_masks(Attention)}
 
 
-def distinct_windows(tower_class: type[nn.Module]) -> type[nn.Module]:
-    """Qwen2.5-VL's vision tower without windows of length zero."""
-
-    class DistinctWindows(tower_class):  # type: ignore[misc,valid-type]
-        def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
-            """A padded grid has windows without patches, whose boundaries repeat (upstream: vision.py, __call__)."""
-            index, boundaries = super().get_window_index(grid_thw)
-            return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
-
-    return DistinctWindows
-
-
 @register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",), video=True))
 class Qwen3VL(MRoPEAdapter):
     """M-RoPE and deepstack: features of several vision layers are added to the picture positions of the first text layers.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from vlm_batch.adapters.grids import GridAdapter
-from vlm_batch.models.qwen2_vl import distinct_windows
+from vlm_batch.adapters.windows import distinct_windows
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -1,0 +1,65 @@
+"""Adapters of encoder-decoders, whose decoder's layers each attend to their own tokens and then to an encoder's output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.base import create_attention_mask
+from mlx_vlm.models.cache import KVCache
+
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.caches.cross import CrossCache
+
+
+class CrossingAdapter(Adapter):
+    """The first half of a row's caches is the decoder's own attention, the second its attention over the encoder.
+
+    ``self.language.model.decoder.layers`` are BART's: ``self_attn`` and ``encoder_attn`` with projections ``q_proj``,
+    ``k_proj``, ``v_proj`` and ``out_proj``.
+    """
+
+    @property
+    def token_table(self) -> Any:
+        return self.language.model.shared
+
+    def last_position_logits(self) -> None:
+        """The family's ``answer`` gives the last position's logits only."""
+
+    def make_cache(self) -> list[Any]:
+        layers = self.language.model.decoder.layers
+        return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
+
+    def hold(self, states: mx.array, cache: Sequence[Any]) -> None:
+        """Keep each layer's keys and values of the encoder's output (1, T, D) in a row's caches."""
+        for layer, single in zip(self.language.model.decoder.layers, cache[len(cache) // 2 :], strict=True):
+            over = layer.encoder_attn
+            single.hold(*(split_heads(project(states), over.num_heads) for project in (over.k_proj, over.v_proj)))
+
+
+def attend_own(module: Any, hidden: mx.array, cache: Any) -> mx.array:
+    """Causal attention of tokens (B, L, D) to themselves and to those before them: (B, L, D)."""
+    mask = create_attention_mask(hidden, cache)
+    fetched = cache.update_and_fetch(
+        *(split_heads(project(hidden), module.num_heads) for project in (module.k_proj, module.v_proj))
+    )
+    return _attend(module, hidden, fetched, cache, mask)
+
+
+def attend_over(module: Any, hidden: mx.array, cache: Any) -> mx.array:
+    """Attention of tokens (B, L, D) to the keys and values that the row holds of its encoder: (B, L, D)."""
+    return _attend(module, hidden, cache.state, cache, None)
+
+
+def split_heads(projected: mx.array, count: int) -> mx.array:
+    """(B, L, H * D_head) -> (B, H, L, D_head)"""
+    return projected.reshape(*projected.shape[:2], count, -1).swapaxes(1, 2)
+
+
+def _attend(module: Any, hidden: mx.array, fetched: Any, cache: Any, mask: Any) -> mx.array:
+    queries = split_heads(module.q_proj(hidden), module.num_heads)
+    keys, values = fetched
+    output = attention(queries, keys, values, cache, module.scaling, mask)
+    return module.out_proj(output.swapaxes(1, 2).flatten(-2))

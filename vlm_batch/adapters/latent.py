@@ -1,0 +1,44 @@
+"""Attention over a latent (DeepSeek-V2, arXiv:2405.04434) for rows that keep their own caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches.rows import RowsCache, attend_rows
+
+
+def attend_latent(
+    queries: mx.array, latents: mx.array, rotated: mx.array, cache: Any, scale: float, mask: mx.array | None
+) -> mx.array:
+    """Attention of (1, H, 1, R + D_rope) queries over latents (1, 1, L, R) and rotated keys (1, 1, L, D_rope)."""
+    query, turned = mx.split(queries, [latents.shape[-1]], axis=-1)
+    scores = (turned * scale) @ rotated.swapaxes(-1, -2)  # (1, H, 1, L), the rest of the score is added to it
+    return mx.fast.scaled_dot_product_attention(query, latents, latents, scale=scale, mask=scores)
+
+
+def latent_attention(parent: type) -> type:
+    """An attention class over latents (B, 1, L, R) that takes rows which keep their own caches."""
+
+    class RowLatentAttention(parent):  # type: ignore[misc]
+        """Upstream multiplies what the cache returns (youtu_vl/language.py:119, deepseek_v3/language.py:120), which must
+        then be one array; rows that keep their own caches are multiplied one at a time."""
+
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            """(B, L, D) -> (B, L, D)"""
+            if not isinstance(cache, RowsCache):
+                return super().__call__(x, mask, cache)
+            batch = x.shape[0]
+            wide = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            queries = wide.reshape(batch, 1, self.num_heads, self.q_head_dim).swapaxes(1, 2)
+            queries, turned = mx.split(queries, [self.qk_nope_head_dim], axis=-1)
+            latent, rotated = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
+            latent, rotated = self.kv_a_layernorm(latent)[:, None], rotated[:, None]  # (B, 1, 1, R), (B, 1, 1, D_rope)
+            turned, rotated = (self.rope(part, cache.offset) for part in (turned, rotated))
+            latents, keys = cache.update_and_fetch(latent, rotated)
+            queries = mx.concatenate([self.embed_q(queries), turned], axis=-1)
+            output = attend_rows(attend_latent, queries, latents, keys, self.scale, None, None)
+            return self.o_proj(self.unembed_out(output).swapaxes(1, 2).flatten(-2))
+
+    return RowLatentAttention

@@ -1,0 +1,44 @@
+"""Adapters of families that cut a picture into slices, whose tokens lie between bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.types import Picture, PositionState
+
+
+class SlicedAdapter(MRoPEAdapter):
+    """Pictures in slices, whose tokens lie between bounds; positions are the count of tokens on all three axes."""
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, which checks itself that every slice has its tokens."""
+        return Adapter.features(self, ids, extra)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        return sum(int((bounds[:, 1] - bounds[:, 0]).sum()) for bounds in slice_bounds(extra))
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """All slices are one, from the first one's tokens to the last one's."""
+        found = slice_bounds(extra)
+        if not found:
+            return super().pictures(ids, extra)
+        bounds = np.concatenate(found)
+        return (Picture(int(bounds.min()), int(bounds.max()), extra),) if len(bounds) else ()
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Unknown: what the processor says are its slices."""
+        return ()
+
+
+def slice_bounds(extra: Mapping[str, Any]) -> list[np.ndarray]:
+    """[first, end) of each slice's tokens (slices, 2); none where the processor does not say."""
+    return [np.array(bounds).reshape(-1, 2) for bounds in extra.get("image_bound", ())]

@@ -1,0 +1,86 @@
+"""Arithmetic on pictures' features and tables of positions: resizing, pooling, packing tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+
+def best_grid(size: Sequence[int], tile: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The grid (rows, columns) of tiles that the processor cut a picture of (high, wide) pixels into."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    best = select_best_resolution((size[0], size[1]), [(tile * rows, tile * columns) for rows, columns in grids])
+    return best[0] // tile, best[1] // tile
+
+
+def pack_tiles(features: mx.array, size: Sequence[int], grid: tuple[int, int], newline: mx.array) -> mx.array:
+    """Lay out a whole picture and then its tiles as one plane, a newline after each row, without rows or columns that pad.
+
+    (1 + rows * columns, side * side, D) of a picture of (high, wide) pixels -> (tokens, D). The padding is counted as
+    in transformers (modeling_llava_next.py, unpad_image).
+    """
+    (high, wide), side = size, int(features.shape[1] ** 0.5)
+    plane = features[1:].reshape(*grid, side, side, -1).swapaxes(1, 2).reshape(grid[0] * side, grid[1] * side, -1)
+    rows, columns, width = plane.shape
+    if wide / high > columns / rows:
+        padding = (rows - int(round(high * (columns / wide), 7))) // 2
+        plane = plane[padding : rows - padding]
+    else:
+        padding = (columns - int(round(wide * (rows / high), 7))) // 2
+        plane = plane[:, padding : columns - padding]
+    ends = mx.broadcast_to(newline.astype(plane.dtype), (len(plane), 1, width))
+    return mx.concatenate([features[0], mx.concatenate([plane, ends], axis=1).reshape(-1, width)])
+
+
+def resize_bicubic(table: mx.array, size: tuple[int, int]) -> mx.array:
+    """Resize a table of positions (H, W, D) to another grid: (h, w, D), by PyTorch's bicubic rule without aligned corners.
+
+    What lies past an edge repeats it (``F.interpolate``). Without Metal mlx-vlm takes it for zeros and scales up what is
+    left (mlx_vlm/models/kernels.py:165), which moves every position of a small table and the edges of a large one.
+    """
+    rows, columns = (
+        cubic_weights(mx.array((np.arange(new) + 0.5) * old / new - 0.5, mx.float32), old)
+        for new, old in zip(size, table.shape[:2], strict=True)
+    )
+    return mx.einsum("hH,wW,HWd->hwd", rows, columns, table.astype(mx.float32)).astype(table.dtype)
+
+
+def resize_linear(table: mx.array, length: int) -> mx.array:
+    """Resize a table (L, D) to another length, as ``F.interpolate(mode="linear")`` does without aligned corners."""
+    places = mx.clip((mx.arange(length) + 0.5) * (len(table) / length) - 0.5, 0, len(table) - 1)
+    before = mx.floor(places).astype(mx.int32)
+    share = (places - before)[:, None]
+    return (table[before] * (1 - share) + table[mx.minimum(before + 1, len(table) - 1)] * share).astype(table.dtype)
+
+
+def cubic_weights(points: mx.array, side: int) -> mx.array:
+    """Weights (N, side) of ``side`` samples for points (N,) between them; a tap beyond the border counts as the border.
+
+    Keys' kernel (1981) with a = -0.75, which is torch's choice.
+    """
+    taps = mx.floor(points)[:, None] + mx.arange(-1, 3)  # (N, 4)
+    distance = mx.abs(points[:, None] - taps)
+    near = (1.25 * distance - 2.25) * distance**2 + 1
+    far = -0.75 * (((distance - 5) * distance + 8) * distance - 4)
+    hits = mx.clip(taps, 0, side - 1)[..., None] == mx.arange(side)  # (N, 4, side)
+    return (mx.where(distance <= 1, near, far)[..., None] * hits).sum(axis=1)
+
+
+def adaptive_average(grid: mx.array, size: int) -> mx.array:
+    """Average (H, W, D) to (size, size, D), over rows floor(i H / size) to ceil((i + 1) H / size), columns alike.
+
+    torch's ``adaptive_avg_pool2d``: neighbouring windows overlap where H is no multiple of the size.
+    """
+    rows, columns = _windows(grid.shape[0], size), _windows(grid.shape[1], size)
+    return mx.einsum("ih,hwd,jw->ijd", rows, grid.astype(mx.float32), columns).astype(grid.dtype)
+
+
+def _windows(length: int, size: int) -> mx.array:
+    """(size, length) weights, each row an average."""
+    places, starts = mx.arange(length)[None], (mx.arange(size) * length // size)[:, None]
+    ends = ((mx.arange(1, size + 1) * length + size - 1) // size)[:, None]
+    inside = (places >= starts) & (places < ends)
+    return inside / inside.sum(axis=1, keepdims=True)
