@@ -11,7 +11,8 @@ from mlx_vlm.models.moondream3.processing_moondream3 import Moondream3Processor
 from PIL import Image
 
 from vlm_batch.models._moondream2 import crop_grid, overlapping_crops, with_published_crops
-from vlm_batch.models.moondream2 import Moondream2, Moondream3
+from vlm_batch.models.moondream2 import Moondream2
+from vlm_batch.models.moondream3 import Moondream3
 
 SIDE, MOST, MARGIN, PATCH = 378, 12, 4, 14
 BORDER, WINDOW = MARGIN * PATCH, SIDE - 2 * MARGIN * PATCH

@@ -18,7 +18,7 @@ from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.caches import BlockCache, BlockSlabCache
 from vlm_batch.caches.retained import RetainedPromptCache
-from vlm_batch.models.deepseekocr import DeepseekVL2
+from vlm_batch.models.deepseek_vl_v2 import DeepseekVL2
 from vlm_batch.models.phi3_v import Phi3V
 
 BLOCK = 4

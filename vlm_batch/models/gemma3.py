@@ -32,26 +32,9 @@ class Gemma3(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.gemma3.language import Gemma3Model
+        from vlm_batch.models._gemma3 import PATCHES
 
-        class TwoMasks(Gemma3Model):
-            """Upstream gives a mask that it is given to all layers (gemma3/language.py:221); here it is a pair, for full
-            and for sliding layers, as transformers has it (modeling_gemma3.py, create_masks_for_vision_model)."""
-
-            def __call__(
-                self, inputs: mx.array, inputs_embeds: mx.array | None = None, mask: Any = None, cache: Any = None
-            ) -> mx.array:
-                """(B, L) ids or (B, L, D) embeddings -> (B, L, D)"""
-                if mask is None or inputs_embeds is None:
-                    return super().__call__(inputs, inputs_embeds, mask, cache)
-                full, sliding = mask
-                hidden = inputs_embeds * embedding_scale(self.config.hidden_size, inputs_embeds.dtype)
-                for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
-                    is_full = (index + 1) % self.sliding_window_pattern == 0
-                    hidden = layer(hidden, full if is_full else sliding, entry)
-                return self.norm(hidden)
-
-        return {Gemma3Model: TwoMasks}
+        return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings with the pictures in their places, divided by what the trunk multiplies all of them with."""

@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V and GLM-OCR: positions on three axes; in the first two, learned vision positions, interpolated."""
+"""GLM-4.1V: positions on three axes; learned vision positions, interpolated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import attend_apart
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.routing import dropped_groups
-from vlm_batch.adapters.vision import cubic_weights
+from vlm_batch.adapters.towers import bicubic_embeddings
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -62,82 +61,3 @@ class GLM4V(MRoPEAdapter):
             upstream.Glm4vVisionAttention: PictureAttention,
             upstream.Glm4vVisionEmbeddings: bicubic_embeddings(upstream.Glm4vVisionEmbeddings),
         }
-
-
-@register(
-    ModelSpec(
-        family="glm4v_moe",
-        model_types=("glm4v_moe",),
-        no_video="mlx-vlm's processor has no part for frames and leaves a video's placeholder (glm4v_moe/processing.py)",
-        notes=(
-            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm4v_moe/glm4v_moe.py:66) and "
-            "counts text positions from the second chunk on (glm4v_moe/language.py:577)",
-            "vision positions are interpolated bicubically up to the border, as in transformers; mlx-vlm does it "
-            "linearly with zeros outside (glm4v_moe/vision.py:126)",
-            "the vision blocks' norms take the configured epsilon; mlx-vlm fixes 1e-6 (glm4v_moe/vision.py:232)",
-            "a dropped group of experts is out of the choice, as in transformers and for kimi_k25 (glm4v_moe/language.py:179)",
-        ),
-    )
-)
-class GLM4VMoe(GLM4V):
-    """GLM-4.1V's tower, which masks its pictures apart here, and a text model with experts."""
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.glm4v_moe.language import MoEGate
-        from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
-
-        return {
-            Glm4vVisionEmbeddings: bicubic_embeddings(Glm4vVisionEmbeddings),
-            MoEGate: dropped_groups(MoEGate),
-        }
-
-
-@register(
-    ModelSpec(
-        family="glm_ocr",
-        model_types=("glm_ocr",),
-        notes=(
-            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm_ocr/glm_ocr.py:77) and "
-            "reads them in the decode steps of other rows (glm_ocr/language.py:482)",
-        ),
-    )
-)
-class GLMOCR(MRoPEAdapter):
-    """Pictures only, as GLM-4.1V."""
-
-    input_keys = GridAdapter.input_keys
-
-
-def bicubic_embeddings(embeddings_class: type[nn.Module]) -> type[nn.Module]:
-    """The class of a tower's learned positions, with the reference's interpolation."""
-
-    class BicubicEmbeddings(embeddings_class):  # type: ignore[misc,valid-type]
-        """Upstream samples linearly with zeros outside, on a comment that says bicubic (glm4v/vision.py:125);
-        transformers: grid_sample(bicubic, border, align_corners=False) (Glm4vVisionEmbeddings)."""
-
-        def __call__(
-            self,
-            embeddings: mx.array,
-            lengths: list[int],
-            image_shapes: mx.array,
-            h_coords: mx.array,
-            w_coords: mx.array,
-        ) -> mx.array:
-            """(N, D) patches plus their positions' embeddings."""
-            table = self.position_embedding.weight  # (side * side, D)
-            side = int(table.shape[0] ** 0.5)
-            sizes = mx.concatenate(
-                [
-                    mx.repeat(shape[None], length, axis=0)
-                    for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)
-                ]
-            )  # (N, 2) rows and columns of each patch's picture
-            rows, columns = (
-                cubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
-                for axis, coords in enumerate((h_coords, w_coords))
-            )
-            weights = (rows[:, :, None] * columns[:, None]).flatten(1)  # (N, side * side)
-            return embeddings + (weights @ table.astype(mx.float32)).astype(table.dtype)
-
-    return BicubicEmbeddings

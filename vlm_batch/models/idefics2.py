@@ -1,4 +1,4 @@
-"""Idefics 2 and 3 and SmolVLM: pictures of any number, in full size or as tiles, before a plain decoder."""
+"""Idefics 2: pictures in their own shapes, and a perceiver that makes the same number of latents of each."""
 
 from __future__ import annotations
 
@@ -9,32 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.adapters.prompts import put_features
+from vlm_batch.models.idefics3 import Idefics3
 from vlm_batch.registry import ModelSpec, register
-
-
-@register(ModelSpec(family="idefics3", model_types=("idefics3",)))
-class Idefics3(Adapter):
-    """Tiles of one size, and a language model without a trunk of its own."""
-
-    input_keys = Adapter.input_keys | {"pixel_attention_mask"}
-
-    def last_position_logits(self) -> None:
-        self.language.norm = LastPosition(self.language.norm)
-
-
-@register(
-    ModelSpec(
-        family="smolvlm",
-        model_types=("smolvlm",),
-        no_video="mlx-vlm's processor takes frames for pictures, without the words and times that the published one puts "
-        "between them (processing_smolvlm.py:161)",
-    )
-)
-class SmolVLM(Idefics3):
-    """Idefics 3 by another name. Videos are pictures to its model; they are not verified, and refused."""
 
 
 class TanhGELU(nn.GELU):

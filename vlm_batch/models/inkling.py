@@ -7,14 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.caches import RowMasks, RowsCache, SlabCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
-
-#: What upstream writes where a key may not be seen (inkling/language.py, banded_additive_mask).
-UNSEEN = -1e30
 
 
 @register(
@@ -33,62 +28,9 @@ class Inkling(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.inkling.language import InklingAttention
+        from vlm_batch.models._inkling import PATCHES
 
-        class RowAttention(InklingAttention):
-            """One new token for each place of a batch; a row alone takes upstream's own way."""
-
-            def __call__(self, x: mx.array, cache: Any = None, conv_mask: Any = None) -> mx.array:
-                """(B, 1, D) -> (B, 1, D)"""
-                kv, conv = cache[0], cache[1]
-                if not isinstance(kv, (RowsCache, SlabCache)):
-                    return super().__call__(x, cache, conv_mask)
-                batch, length, _ = x.shape
-                wide, key_wide, value_wide, _ = self.qkvr_dims
-                parts = mx.split(self.qkvr_proj(x), [wide, wide + key_wide, wide + key_wide + value_wide], axis=-1)
-                queries, keys, values = parts[0], self.k_sconv(parts[1], conv), self.v_sconv(parts[2], conv)
-                queries = self.q_norm(queries.reshape(batch, length, self.n_heads, -1)).swapaxes(1, 2)
-                keys = self.k_norm(keys.reshape(batch, length, self.n_kv, -1)).swapaxes(1, 2)
-                values = values.reshape(batch, length, self.n_kv, -1).swapaxes(1, 2)
-                positions = kv.offset
-                keys, values = kv.update_and_fetch(keys, values)
-                bias = parts[3].reshape(batch, self.n_heads, self.d_rel) @ self.rel_proj.astype(x.dtype)  # (B, H, E)
-                if self.log_floor is not None:
-                    scale = self.scale_of(positions).astype(x.dtype)
-                    queries, bias = queries * scale[..., None], bias * scale
-                output = attention(queries, keys, values, kv, self.scale, self.masks(bias, positions, keys))
-                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
-
-            def scale_of(self, positions: mx.array) -> mx.array:
-                """What queries at positions (B,) are multiplied with in layers without a window: (B, 1, 1)."""
-                past = mx.maximum((positions + 1).astype(mx.float32) / self.log_floor, 1.0)
-                return (1 + self.log_alpha * mx.log(past))[:, None, None]
-
-            def masks(self, bias: mx.array, positions: mx.array, keys: Any) -> mx.array | RowMasks:
-                """The additive masks (B, H, 1, L) of biases (B, H, E) by distance, one for each row if those are apart."""
-                if isinstance(keys, mx.array):
-                    return self.mask(bias, positions, keys.shape[2])
-                rows = [None if row is None else row.shape[2] for row in keys.rows]
-                return RowMasks(
-                    tuple(
-                        None
-                        if width is None
-                        else self.mask(bias[place : place + 1], positions[place : place + 1], width)
-                        for place, width in enumerate(rows)
-                    )
-                )
-
-            def mask(self, bias: mx.array, positions: mx.array, width: int) -> mx.array:
-                distance = (positions[:, None] - mx.arange(width))[:, None]  # (B, 1, L)
-                near = mx.clip(distance, 0, self.rel_extent - 1)
-                mask = mx.take_along_axis(bias, mx.broadcast_to(near, (*bias.shape[:2], width)), axis=-1)
-                mask = mx.where(distance >= self.rel_extent, 0, mask)
-                unseen = distance < 0
-                if self.sliding:
-                    unseen = unseen | (distance >= self.sliding)
-                return mx.where(unseen, mx.array(UNSEEN, bias.dtype), mask)[:, :, None]
-
-        return {InklingAttention: RowAttention}
+        return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it repeats or drops patches where the prompt has another number."""

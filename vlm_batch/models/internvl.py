@@ -1,13 +1,11 @@
-"""InternVL in its two formats: tiles through InternViT, a pixel shuffle, and a Qwen decoder."""
+"""InternVL in the format of transformers: tiles through InternViT, a pixel shuffle, and a Qwen decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
@@ -39,21 +37,3 @@ class InternVL(Adapter):
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         return {nn.GELU: ExactGELU}
-
-
-@register(
-    ModelSpec(
-        family="internvl_chat",
-        model_types=("internvl_chat",),
-        notes=("the vision side's GELU is exact, as for internvl",),
-    )
-)
-class InternVLChat(InternVL):
-    """The original format: the processor says which id stands for pictures."""
-
-    input_keys = Adapter.input_keys | {"image_token_index"}
-    ignored_inputs = frozenset({"num_patches_list"})
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        marker = extra.get("image_token_index", self.config.image_token_index)
-        return int((np.array(ids[0]) == int(marker)).sum())

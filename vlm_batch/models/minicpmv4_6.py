@@ -1,23 +1,20 @@
-"""MiniCPM-V 4.6 and 4.7: Qwen3.5's text model, with and without experts, and pictures in slices."""
+"""MiniCPM-V 4.6: pictures in slices, and Qwen3.5's text model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.frames import every_frame_kept
 from vlm_batch.adapters.slices import SlicedAdapter
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.models.qwen2_vl import Qwen35
+from vlm_batch.models.qwen3_5 import Qwen35
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import PositionState, Video
+from vlm_batch.types import Video
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,29 +68,3 @@ class MiniCPMV46(SlicedAdapter, Qwen35):
         super().__init__(model)
         for block in self.model.merger.mlp:
             block.act = nn.GELU()
-
-
-@register(
-    ModelSpec(
-        family="minicpmv4_7",
-        model_types=("minicpmv4_7",),
-        video=True,
-        notes=("positions and the merger's GELU: as minicpmv4_6",),
-    )
-)
-class MiniCPMV47(MiniCPMV46):
-    """The slices of a picture share a canvas, which gives their tokens positions on three axes."""
-
-    ignored_inputs = MiniCPMV46.ignored_inputs | {"image_bound"}
-    input_keys = MiniCPMV46.input_keys - {"image_bound"}
-
-    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
-        """The whole prompt's: the positions of its rest come with them."""
-        return self.features(ids, extra)
-
-    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        prompt, delta = features["position_ids"], features["rope_deltas"]
-        return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        return Adapter.count_image_tokens(self, ids, extra)

@@ -1,4 +1,4 @@
-"""Pixtral and Mistral 3: pictures of any size as one sequence of patches, Mistral text in four generations."""
+"""Mistral 3: Pixtral's pictures before Mistral, Ministral 3 or Mistral 4 text."""
 
 from __future__ import annotations
 
@@ -9,31 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.registry import ModelSpec, register
 
 #: transformers, modeling_mistral4.py, Mistral4RMSNorm.
 LATENT_EPS = 1e-6
-
-
-@register(ModelSpec(family="pixtral", model_types=("pixtral",)))
-class Pixtral(Adapter):
-    """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
-
-    input_keys = Adapter.input_keys | {"image_sizes"}
-
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
-        unit = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
-        sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
-        needed = sum((high // unit) * (wide // unit) for high, wide in sizes)
-        if (given := self.count_image_tokens(ids, extra)) != needed:
-            raise InvalidPrompt(f"{len(sizes)} pictures need {needed} placeholder tokens; the prompt has {given}")
-        return super().features(ids, extra)
-
-    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        return tuple((int(wide), int(high)) for high, wide in extra["image_sizes"].tolist()) if extra else ()
 
 
 @register(

@@ -8,20 +8,14 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.base import cache_position_offset, create_attention_mask
+from mlx_vlm.models.base import create_attention_mask
 
-from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.store.digest import as_words, digest
 from vlm_batch.types import DecodeStep, Encoded, Picture, PromptKey
-
-
-def _heads(projected: mx.array, head_dim: int) -> mx.array:
-    """(B, L, H * D_head) -> (B, H, L, D_head)"""
-    return projected.reshape(*projected.shape[:2], -1, head_dim).swapaxes(1, 2)
 
 
 @register(
@@ -46,59 +40,9 @@ class Mllama(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.mllama import language as upstream
+        from vlm_batch.models._mllama import PATCHES
 
-        class RowSelfAttention(upstream.MllamaTextSelfAttention):
-            """Upstream rotates every row by the batch's shared column (mllama/language.py:150)."""
-
-            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                queries, keys, values = (_heads(p(x), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-                queries, keys = (self.rope(rotated, offset=cache.offset) for rotated in (queries, keys))
-                keys, values = cache.update_and_fetch(keys, values)
-                output = attention(queries, keys, values, cache, self.scale, mask)
-                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
-
-        class RowCrossAttention(upstream.MllamaTextCrossAttention):
-            """Upstream stores nothing in the cache that it fetches from, and without pictures attends to halves of the
-            query (mllama/language.py:67-79); transformers computes keys and values once and keeps them."""
-
-            def __call__(
-                self,
-                hidden_states: mx.array,
-                cross_attention_states: mx.array | None = None,
-                attention_mask: mx.array | None = None,
-                cache: Any = None,
-            ) -> mx.array:
-                if (states := cross_attention_states) is not None:
-                    keys, values = (_heads(project(states), self.head_dim) for project in (self.k_proj, self.v_proj))
-                    cache.hold(self.k_norm(keys), values)
-                queries = self.q_norm(_heads(self.q_proj(hidden_states), self.head_dim))
-                keys, values = cache.state
-                output = attention(queries, keys, values, cache, self.scale, attention_mask)
-                return self.o_proj(output.swapaxes(1, 2).flatten(-2))
-
-        class SkippingLayer(upstream.MllamaCrossAttentionDecoderLayer):
-            """Upstream runs the layer on texts too (mllama/language.py:336); transformers skips it (:1128)."""
-
-            def __call__(
-                self,
-                hidden_states: mx.array,
-                cross_attention_states: mx.array | None,
-                attention_mask: mx.array | None = None,
-                full_text_row_masked_out_mask: mx.array | None = None,
-                cache: Any = None,
-            ) -> mx.array:
-                if cross_attention_states is None and not cache_position_offset(cache):
-                    return hidden_states
-                return super().__call__(
-                    hidden_states, cross_attention_states, attention_mask, full_text_row_masked_out_mask, cache
-                )
-
-        return {
-            upstream.MllamaTextSelfAttention: RowSelfAttention,
-            upstream.MllamaTextCrossAttention: RowCrossAttention,
-            upstream.MllamaCrossAttentionDecoderLayer: SkippingLayer,
-        }
+        return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's embeddings and vision states, and which tiles each token sees (its mask is cut per chunk here)."""

@@ -1,4 +1,4 @@
-"""Moondream 2 and 3: BOS and one picture attend to each other both ways; in 3 attention is scaled by a learned tau."""
+"""Moondream 2: BOS and one picture attend to each other both ways; rotary attention with one projection."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.attention import attention, fuse_rows
+from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask
-from vlm_batch.adapters.vision import adaptive_average
+from vlm_batch.adapters.towers import adaptive_pooling
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models._moondream2 import with_published_crops
 from vlm_batch.registry import ModelSpec, register
@@ -32,30 +32,15 @@ _CROPS = (
 )
 
 
-def _adaptive_pooling(parent: type) -> type:
-    class AdaptivePooling(parent):  # type: ignore[misc]
-        """Upstream pools over rounded windows (moondream3/vision.py:114-140, moondream2 the same); Moondream's own code
-        calls adaptive_avg_pool2d (moondream/torch/vision.py, vision_projection)."""
-
-        def _reconstruct_local_features(self, crops: list[mx.array], layout: tuple[int, int]) -> mx.array:
-            """Features (N, D) of each crop, row by row -> (N, D): neighbours' margins are cut off, the rest is pooled."""
-            size, margin = self.config.crop_size // self.config.patch_size, self.config.overlap_margin
-            high, wide = layout
-
-            def inner(index: int, count: int) -> slice:
-                return slice(margin if index else 0, size - margin if index < count - 1 else size)
-
-            grids = [crop.reshape(size, size, -1) for crop in crops]
-            rows = [
-                mx.concatenate([grids[r * wide + c][inner(r, high), inner(c, wide)] for c in range(wide)], axis=1)
-                for r in range(high)
-            ]
-            return adaptive_average(mx.concatenate(rows, axis=0), size).reshape(size * size, -1)
-
-    return AdaptivePooling
-
-
-class _Moondream(Adapter):
+@register(
+    ModelSpec(
+        family="moondream2",
+        model_types=("moondream2", "moondream1"),
+        multi_image=False,
+        notes=(_PREFIX, _POOLING, _CROPS),
+    )
+)
+class Moondream2(Adapter):
     """The prefix is one span; what follows is causal, so only the chunk that holds the prefix needs a mask."""
 
     compiles = True
@@ -95,65 +80,10 @@ class _Moondream(Adapter):
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"mask": bidirectional_mask(encoded.atomic, start, end)}
 
-
-@register(
-    ModelSpec(
-        family="moondream2",
-        model_types=("moondream2", "moondream1"),
-        multi_image=False,
-        notes=(_PREFIX, _POOLING, _CROPS),
-    )
-)
-class Moondream2(_Moondream):
-    """Rotary attention with one projection."""
-
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.moondream2.language import Attention
         from mlx_vlm.models.moondream2.vision import VisionModel
 
         # Upstream calls ``mx.fast`` itself (moondream2/language.py:61).
-        return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: _adaptive_pooling(VisionModel)}
-
-
-@register(
-    ModelSpec(
-        family="moondream3",
-        model_types=("moondream3",),
-        multi_image=False,
-        notes=(
-            _PREFIX,
-            _POOLING,
-            _CROPS,
-            "tau and RoPE take each row's own position, without reading offsets back (moondream3/language.py:116)",
-        ),
-    )
-)
-class Moondream3(_Moondream):
-    """Attention with tau, and experts."""
-
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.moondream3.language import Attention
-        from mlx_vlm.models.moondream3.vision import VisionModel
-
-        class RowAttention(Attention):
-            """Upstream rotates row by row after a read-back of the offsets and calls ``mx.fast`` past the hook
-            (moondream3/language.py:116-137); ``mx.fast.rope`` takes an offset per row, the hook takes rows."""
-
-            def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                """(B, L, D) -> (B, L, D)"""
-                length = x.shape[1]
-                qkv = self.qkv(x)  # (B, L, (H + 2 H_kv) * D_head)
-                offset = cache.offset  # an int, or (B,)
-                start = offset[:, None] if isinstance(offset, mx.array) else offset
-                tau_q, tau_v = self.tau(qkv, start + mx.arange(length))  # (B, H, L, 1)
-                heads, kv_heads = self.n_heads, self.n_kv_heads
-                split = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, self.head_dim).swapaxes(1, 2)
-                queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
-                queries = self.rope(queries * tau_q, offset=offset)
-                keys, values = cache.update_and_fetch(self.rope(keys, offset=offset), values * tau_v)
-                output = attention(queries, keys, values, cache, self.scale, mask)
-                return self.proj(output.swapaxes(1, 2).flatten(-2))
-
-        return {Attention: RowAttention, VisionModel: _adaptive_pooling(VisionModel)}
+        return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: adaptive_pooling(VisionModel)}

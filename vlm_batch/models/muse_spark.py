@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import Hook, files_of, hook, put_hooks
@@ -38,33 +37,9 @@ class MuseSpark(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.muse_spark.language import MuseSparkTextModel
+        from vlm_batch.models._muse_spark import PATCHES
 
-        class UnroundedTextModel(MuseSparkTextModel):
-            """The trunk of one process, without upstream's casts to bfloat16."""
-
-            def __call__(
-                self,
-                inputs: mx.array,
-                *,
-                cache: Sequence[Any],
-                inputs_embeds: mx.array | None = None,
-                mask: mx.array | None = None,
-            ) -> mx.array:
-                """(B, L) or (B, L, D) -> (B, L, D) in float32; the head casts to its own type."""
-                stream = (self.embed(inputs) if inputs_embeds is None else inputs_embeds).astype(mx.float32)
-                masks = {False: create_attention_mask(stream, cache[self.fa_idx])}
-                if self.swa_idx is not None:
-                    masks[True] = create_attention_mask(stream, cache[self.swa_idx], window_size=self.sliding_window)
-                norms = [layer.input_layernorm for layer in self.layers]
-                normed = norms[0](stream).astype(norms[0].weight.dtype)
-                for layer, single, following in zip(self.layers, cache, [*norms[1:], None], strict=True):
-                    stream, normed = layer(
-                        stream, mask=masks[layer.use_sliding], cache=single, attn_input=normed, next_norm=following
-                    )
-                return self.norm(stream)
-
-        return {MuseSparkTextModel: UnroundedTextModel}
+        return PATCHES
 
 
 def without_metal() -> dict[str, Hook]:

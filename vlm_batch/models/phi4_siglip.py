@@ -1,4 +1,4 @@
-"""Families whose prompts hold one id for each picture, often one that is no token: FastVLM, Bunny, Phi-4 with SigLIP."""
+"""Phi-4 with SigLIP 2: pictures of any shape as patches; a prompt holds an id that is no token for each picture."""
 
 from __future__ import annotations
 
@@ -6,71 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
-from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.adapters.placeholders import OnePlaceholder
-from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
 
 #: What LLaVA's own code writes where a picture belongs.
 NO_TOKEN = -200
-#: Pixels of a picture's side for each of FastViTHD's features.
-FASTVIT_STRIDE = 64
-
-
-@register(
-    ModelSpec(
-        family="fastvlm",
-        model_types=("fastvlm", "llava_qwen2"),
-        notes=("text between two pictures is cut where they are; mlx-vlm cuts one id too late (fastvlm.py:120)",),
-    )
-)
-class FastVLM(OnePlaceholder):
-    """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
-
-    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
-        """The stem halves a picture twice, and four patch embeddings once each, rounding up (fastvlm/vision.py)."""
-        count, _, height, width = extra["pixel_values"].shape
-        return [-(-height // FASTVIT_STRIDE) * -(-width // FASTVIT_STRIDE)] * count
-
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
-        tower = self.model.vision_tower
-        dtype = tower.vision_model.patch_embed.blocks[0].reparam_conv.weight.dtype
-        _, features, _ = tower(extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype))  # (N, H, W, C)
-        return list(self.model.mm_projector(features.flatten(1, 2)))
-
-
-@register(
-    ModelSpec(
-        family="llava_bunny",
-        model_types=("llava_bunny", "llava-qwen2", "bunny-llama"),
-        notes=(
-            "every picture has its place; mlx-vlm puts in the first one only (llava_bunny.py:135)",
-            "SigLIP's GELU has its tanh form, as for llava (llava_bunny/vision.py:8)",
-        ),
-    )
-)
-class LlavaBunny(OnePlaceholder):
-    """The tower's last layer without its norm, as upstream takes it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        use_tanh_gelu(self.model.vision_tower)
-
-    def last_position_logits(self) -> None:
-        """The head is a part of the trunk here, behind its norm."""
-        self.language.model.norm = LastPosition(self.language.model.norm)
-
-    def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
-        vision = self.config.vision_config
-        return [(vision.image_size // vision.patch_size) ** 2] * len(extra["pixel_values"])
-
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
-        *_, states = self.model.vision_tower(extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
-        return list(self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype)))
 
 
 @register(

@@ -1,19 +1,11 @@
-"""Text models with recurrent layers that mlx-vlm carries: Qwen3-Next and Falcon-H1."""
+"""Qwen3-Next: a text model of gated delta nets, attention and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import mlx.core as mx
-import mlx.nn as nn
-from mlx_vlm.models.gated_delta import gated_delta_update
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
-
-#: transformers, modeling_qwen3_next.py, l2norm: added to the sum of squares.
-L2_EPS = 1e-6
 
 
 @register(
@@ -35,38 +27,6 @@ class Qwen3Next(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen3_next.language import Qwen3NextGatedDeltaNet
+        from vlm_batch.models._qwen3_next import PATCHES
 
-        class DeltaNet(Qwen3NextGatedDeltaNet):
-            """Upstream's layer of rows without padding, with the published L2 norms."""
-
-            def __call__(self, inputs: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-                """(B, L, D) -> (B, L, D)"""
-                batch, length, _ = inputs.shape
-                *parts, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
-                new = mx.concatenate([part.reshape(batch, length, -1) for part in parts], axis=-1)
-                if mask is not None:
-                    new = mx.where(mask[..., None], new, 0)
-                kept = self.conv_kernel_size - 1
-                seen = mx.zeros((batch, kept, self.conv_dim), new.dtype) if cache[0] is None else cache[0]
-                window = mx.concatenate([seen, new], axis=1)
-                cache[0] = mx.contiguous(window[:, -kept:])
-                mixed = mx.split(nn.silu(self.conv1d(window)), [self.key_dim, 2 * self.key_dim], axis=-1)
-                queries, keys, values = (one.reshape(part.shape) for one, part in zip(mixed, parts, strict=True))
-                width = self.head_k_dim
-                queries = mx.fast.rms_norm(queries, None, L2_EPS / width) / width  # of length 1 / sqrt(width)
-                keys = mx.fast.rms_norm(keys, None, L2_EPS / width) * width**-0.5  # of length 1
-                out, cache[1] = gated_delta_update(
-                    queries, keys, values, a, b, self.A_log, self.dt_bias, cache[1], mask, use_kernel=not self.training
-                )
-                cache.advance(length)
-                return self.out_proj(self.norm(out, z).reshape(batch, length, -1))
-
-        return {Qwen3NextGatedDeltaNet: DeltaNet}
-
-
-@register(ModelSpec(family="falcon_h1", model_types=("falcon_h1",), images=False, multi_image=False))
-class FalconH1(Adapter):
-    """Mamba-2 and attention side by side in every layer, each with a cache of its own. Pictures are refused."""
-
-    input_keys = frozenset()
+        return PATCHES

@@ -1,0 +1,212 @@
+"""What replaces mlx-vlm's modules in DeepSeek-V4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.deepseek_v4 import language as upstream
+
+from vlm_batch.adapters.attention import attention
+from vlm_batch.caches.pooled import PoolCache
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.whole import WholeCache
+
+
+class Compressor(upstream.Compressor):
+    """Pools that see the window before theirs, whatever has cut the two apart."""
+
+    def project(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """(B, L, D) -> value and gate (B, L, W)"""
+        return self.wkv(x), self.wgate(x)
+
+    def pool(self, value: mx.array, gate: mx.array, cache: PoolCache) -> mx.array | None:
+        """One row's tokens (1, L, W) into its pools: all it has now (1, P, D), or None."""
+        has_before = bool(cache.before)
+        values, gates = cache.fill(value, gate)
+        if values.shape[1]:
+            new = self.norm(self.mix(values, gates + self.ape, has_before).astype(value.dtype))
+            cache.append(self.rope(new[:, None], offset=cache.offset * self.compress_ratio).squeeze(1))
+        return cache.pooled
+
+    def mix(self, values: mx.array, gates: mx.array, has_before: bool) -> mx.array:
+        """(1, N, R, W) of tokens, their means by the gates' softmax, channel by channel: (1, N, D), float32.
+
+        With overlap, channels are of two halves: a pool is made of its own window's second and of the first of
+        the one before, which a row's first window has not.
+        """
+        if self.overlap:
+            values, gates = (
+                mx.concatenate([before, own], axis=2)
+                for before, own in (self.halves(values, 0, has_before), self.halves(gates, -mx.inf, has_before))
+            )
+        return (values * mx.softmax(gates.astype(mx.float32), axis=2)).sum(axis=2)
+
+    def halves(self, windows: mx.array, missing: float, has_before: bool) -> tuple[mx.array, mx.array]:
+        """The first halves of the windows before, and the second halves of the windows."""
+        first, second = mx.split(windows, 2, axis=-1)
+        if has_before:
+            return first[:, :-1], second[:, 1:]
+        none = mx.full((1, 1, *first.shape[2:]), missing, first.dtype)
+        return mx.concatenate([none, first[:, :-1]], axis=1), second
+
+
+class Indexer(upstream.Indexer):
+    """Which pools a token sees, chosen among all of them."""
+
+    def prepare(self, x: mx.array, residual: mx.array, rope: Any, offset: Any) -> tuple[mx.array, ...]:
+        """Queries (B, H, L, D), their heads' weights (B, L, H), value and gate of the indexer's own pools."""
+        batch, length, _ = x.shape
+        queries = self.wq_b(residual).reshape(batch, length, self.n_heads, self.head_dim).swapaxes(1, 2)
+        weights = self.weights_proj(x).astype(mx.float32) * self.n_heads**-0.5
+        return rope(queries, offset), weights, *self.compressor.project(x)
+
+    def choose(self, queries: mx.array, weights: mx.array, pooled: mx.array, seen: mx.array | None) -> mx.array:
+        """The ``index_topk`` best pools for each token: (1, L, K)."""
+        keys = pooled[:, None].swapaxes(-1, -2).astype(mx.float32)
+        scores = mx.maximum(queries.astype(mx.float32) @ keys, 0) * self.scale  # (1, H, L, P)
+        scores = (scores * weights.swapaxes(-1, -2)[..., None]).sum(axis=1)
+        if seen is not None:
+            scores = mx.where(seen[None], scores, mx.finfo(scores.dtype).min)
+        return mx.argpartition(-scores, kth=self.index_topk - 1, axis=-1)[..., : self.index_topk]
+
+
+class Attention(upstream.LocalAttention):
+    """Projections for all rows at once, and a row at a time what it sees."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **unread: Any) -> mx.array:
+        """(B, L, D) -> (B, L, D)"""
+        batch, length, _ = x.shape
+        offset = cache.offset
+        residual = self.q_norm(self.wq_a(x))
+        queries = self.wq_b(residual).reshape(batch, length, self.n_heads, self.head_dim)
+        queries = mx.fast.rms_norm(queries, None, self.config.rms_norm_eps).swapaxes(1, 2)
+        keys = self.kv_norm(self.wkv(x))[:, None]  # (B, 1, L, D_head), the values too
+        parts = (self.rope(queries, offset), self.rope(keys, offset), *self.prepare(x, residual, offset))
+        output = self.rope(self.attend(parts, mask, cache), offset, inverse=True)
+        output = output.reshape(batch, self.o_groups, -1, length, self.head_dim)
+        output = self.wo_a(output.transpose(0, 1, 3, 2, 4).flatten(-2))
+        return self.wo_b(output.swapaxes(1, 2).flatten(-2))
+
+    def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
+        """What else a row's attention needs of the layer's input, each with the rows along its first axis."""
+        return ()
+
+    def attend(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+        """(B, H, L, D_head); empty places answer zeros."""
+        if not isinstance(cache, RowsCache):
+            return self.see(parts, mask, cache)
+        empty = mx.zeros_like(parts[0][:1])
+        return mx.concatenate(
+            [
+                empty if row is None else self.see(tuple(part[at : at + 1] for part in parts), None, row)
+                for at, row in enumerate(cache.places)
+            ]
+        )
+
+    def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+        """One row, or the rows of a slab, over the window: (B, H, L, D_head)."""
+        keys = self.window(parts[1], cache)
+        return self.over(parts[0], keys, mask, cache)
+
+    def window(self, keys: mx.array, cache: Any) -> mx.array:
+        """The keys in sight once new ones (B, 1, L, D_head) are among them."""
+        return cache.update_and_fetch(keys, mx.zeros((*keys.shape[:3], 0), keys.dtype))[0]
+
+    def over(self, queries: mx.array, keys: mx.array, mask: Any, cache: Any) -> mx.array:
+        sinks = self.attn_sink.astype(queries.dtype)
+        return attention(queries, keys, keys, cache, self.scale, mask, sinks)
+
+
+class PooledAttention(Attention, upstream.CompressedAttention):
+    """The window, and all pools."""
+
+    def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
+        return self.compressor.project(x)
+
+    def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+        queries, keys, value, gate = parts
+        window, pools = cache.caches
+        length, offset = queries.shape[2], window.offset
+        keys = self.window(keys, window)
+        pooled = self.compressor.pool(value, gate, pools)
+        return self.over_both(queries, keys, pooled, mask, pools.visible(length, offset), window)
+
+    def over_both(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        pooled: mx.array | None,
+        mask: mx.array | None,
+        seen: mx.array | None,
+        window: Any,
+    ) -> mx.array:
+        """(1, H, L, D_head) over keys (1, 1, K, D_head) and pools (1, P, D_head), a part of each in sight."""
+        if pooled is None:
+            return self.over(queries, keys, mask, window)
+        both = mx.concatenate([keys, pooled[:, None]], axis=2)
+        if mask is not None:
+            count, length = pooled.shape[1], queries.shape[2]
+            seen = mx.ones((length, count), mx.bool_) if seen is None else seen
+            mask = mx.concatenate([mask, mx.broadcast_to(seen, (*mask.shape[:-1], count))], axis=-1)
+        return self.over(queries, both, mask, window)
+
+
+class SparseAttention(PooledAttention, upstream.SparseCompressedAttention):
+    """The window, and the pools that the indexer chooses."""
+
+    def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
+        return *self.compressor.project(x), *self.indexer.prepare(x, residual, self.rope, offset)
+
+    def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
+        queries, keys, value, gate, asked, weights, index_value, index_gate = parts
+        window, pools, index = cache.caches
+        length, offset = queries.shape[2], window.offset
+        keys = self.window(keys, window)
+        pooled = self.compressor.pool(value, gate, pools)
+        marks = self.indexer.compressor.pool(index_value, index_gate, index)
+        seen = pools.visible(length, offset)
+        if pooled is None or pooled.shape[1] <= self.indexer.index_topk:
+            return self.over_both(queries, keys, pooled, mask, seen, window)
+        chosen = self.indexer.choose(asked, weights, marks, seen)
+        in_sight = None if seen is None else mx.take_along_axis(seen[None], chosen, axis=2)[:, None]
+        sinks = self.attn_sink.astype(queries.dtype)
+        return upstream._sparse_pooled_attention(queries, keys, pooled, chosen, mask, in_sight, self.scale, sinks)
+
+
+class Trunk(upstream.DeepseekV4Model):
+    """Upstream's on one machine, which reads nothing back from the device while it decodes."""
+
+    def __call__(self, ids: mx.array, inputs_embeds: mx.array | None = None, cache: Any = None) -> mx.array:
+        """(B, L) ids, which tell pictures and route some experts -> (B, L, D)"""
+        embeds = self.embed_tokens(ids) if inputs_embeds is None else inputs_embeds
+        batch, length, width = embeds.shape
+        streams = mx.contiguous(mx.broadcast_to(embeds[:, :, None], (batch, length, self.args.hc_mult, width)))
+        mask = None if length == 1 else self.mask(ids, cache[0])
+        for layer, own in zip(self.layers, cache, strict=True):
+            if length == 1:
+                is_apart = isinstance(own, (RowsCache, WholeCache))
+                mask = None if is_apart else own.make_mask(1, window_size=self.args.sliding_window)
+            streams = layer(streams, mask, own, ids)
+        return self.norm(self.hc_head(streams[:, -1:]))
+
+    def mask(self, ids: mx.array, cache: Any) -> mx.array:
+        """What a chunk (1, L) sees of the window's keys and of its own: (L, K) bool. It holds pictures whole."""
+        window = cache.caches[0] if isinstance(cache, WholeCache) else cache
+        size, length = self.args.sliding_window, ids.shape[1]
+        mask = window.make_mask(length, window_size=size, return_array=True)
+        if not self.args.vision_n_layers or int(ids.max()) < self.vocab_size:
+            return mask
+        most = self.args.vision_max_n_token
+        inside = upstream.create_image_attention_mask(ids, self.vocab_size, size, most)[0, 0]
+        return mx.concatenate([mask[:, :-length], inside], axis=-1)
+
+
+PATCHES = {
+    upstream.Compressor: Compressor,
+    upstream.Indexer: Indexer,
+    upstream.LocalAttention: Attention,
+    upstream.CompressedAttention: PooledAttention,
+    upstream.SparseCompressedAttention: SparseAttention,
+    upstream.DeepseekV4Model: Trunk,
+}

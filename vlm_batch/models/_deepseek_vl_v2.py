@@ -1,0 +1,30 @@
+"""What replaces mlx-vlm's modules in DeepSeek-VL2."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
+
+
+class RowGate(MoEGate):
+    """Upstream broadcasts rows against each other and leaves the bias out (language.py:336-366); DeepSeek's
+    MoEGate picks groups and experts by score and bias, and weighs them by the score (modeling_deepseek.py)."""
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """(B, L, D) -> experts and their weights (B, L, K)"""
+        if self.topk_method != "noaux_tc":
+            return super().__call__(x)
+        gates = x @ self.weight.T
+        scores = mx.sigmoid(gates) if self.scoring_func == "sigmoid" else mx.softmax(gates, -1, precise=True)
+        choice = scores + self.e_score_correction_bias
+        if self.topk_group < self.n_group:
+            grouped = mx.unflatten(choice, -1, (self.n_group, -1))
+            ranks = mx.topk(grouped, 2, axis=-1).sum(axis=-1, keepdims=True)
+            dropped = mx.argpartition(ranks, self.n_group - self.topk_group - 1, axis=-2)
+            dropped = dropped[..., : self.n_group - self.topk_group, :]
+            choice = mx.put_along_axis(grouped, dropped, mx.array(0.0), axis=-2).flatten(-2)
+        experts = mx.argpartition(-choice, self.top_k - 1, axis=-1)[..., : self.top_k]
+        return experts, mx.take_along_axis(scores, experts, axis=-1) * self.routed_scaling_factor
+
+
+PATCHES = {MoEGate: RowGate}

@@ -1,0 +1,31 @@
+"""What replaces mlx-vlm's modules in Gemma 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.gemma3.language import Gemma3Model
+
+from vlm_batch.models.gemma3 import embedding_scale
+
+
+class TwoMasks(Gemma3Model):
+    """Upstream gives a mask that it is given to all layers (gemma3/language.py:221); here it is a pair, for full
+    and for sliding layers, as transformers has it (modeling_gemma3.py, create_masks_for_vision_model)."""
+
+    def __call__(
+        self, inputs: mx.array, inputs_embeds: mx.array | None = None, mask: Any = None, cache: Any = None
+    ) -> mx.array:
+        """(B, L) ids or (B, L, D) embeddings -> (B, L, D)"""
+        if mask is None or inputs_embeds is None:
+            return super().__call__(inputs, inputs_embeds, mask, cache)
+        full, sliding = mask
+        hidden = inputs_embeds * embedding_scale(self.config.hidden_size, inputs_embeds.dtype)
+        for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
+            is_full = (index + 1) % self.sliding_window_pattern == 0
+            hidden = layer(hidden, full if is_full else sliding, entry)
+        return self.norm(hidden)
+
+
+PATCHES = {Gemma3Model: TwoMasks}

@@ -1,0 +1,101 @@
+"""What replaces mlx-vlm's modules in MiniMax M3 VL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.minimax_m3_vl.language import MiniMaxAttention
+
+from vlm_batch.adapters.attention import attention
+
+
+class RowAttention(MiniMaxAttention):
+    """Each row picks blocks over its own keys, and each of the indexer's heads picks its own for the attention heads
+    of its group (arXiv 2606.13392; transformers, MiniMaxM3VLIndexer). Upstream picks one set of blocks for all
+    heads, over the batch's padded columns (minimax_m3_vl/language.py:238 and :1466-1530)."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, position_ids: Any = None) -> mx.array:
+        """(B, L, D) -> (B, L, D)"""
+        if not self.has_sparse_index:
+            return super().__call__(x, mask, cache, position_ids)
+        parts = (
+            self._turned(x, cache, self.q_proj, "q_norm"),
+            self._turned(x, cache, self.k_proj, "k_norm"),
+            self._heads(x, self.v_proj, self.head_dim),
+            self._turned(x, cache, self.index_q_proj, "index_q_norm", self.index_dim),
+            self._turned(x, cache, self.index_k_proj, "index_k_norm", self.index_dim),
+        )
+        if isinstance(cache.offset, int):
+            output = self._row(cache, *parts)
+        else:
+            outputs = [
+                mx.zeros_like(parts[0][:1])
+                if single is None
+                else self._row(single, *(part[place : place + 1] for part in parts))
+                for place, single in enumerate(cache.places)
+            ]
+            output = mx.concatenate(outputs)
+        return self.o_proj(output.swapaxes(1, 2).flatten(-2))
+
+    def _heads(self, x: mx.array, project: Any, width: int) -> mx.array:
+        """(B, L, D) -> (B, H, L, width)"""
+        return project(x).reshape(*x.shape[:2], -1, width).swapaxes(1, 2)
+
+    def _turned(self, x: mx.array, cache: Any, project: Any, norm: str, width: int | None = None) -> mx.array:
+        """Projected, normed and rotated by each row's own position."""
+        heads = self._heads(x, project, width or self.head_dim)
+        normed = self[norm](heads) if norm in self else heads
+        return self.rope(normed, offset=cache.offset)
+
+    def _row(
+        self,
+        single: Any,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        index_queries: mx.array,
+        index_keys: mx.array,
+    ) -> mx.array:
+        """New tokens of one row, or of rows of one length, over the blocks that its index picks: (B, H, L, D)."""
+        keys, values = single.update_and_fetch(keys, values)
+        index_keys = single.update_index_and_fetch(index_keys)
+        length, new = index_keys.shape[2], queries.shape[2]
+        if length <= self.sparse_block_size * self.sparse_topk_blocks:
+            return attention(queries, keys, values, single, self.scale, "causal" if new > 1 else None)
+        here = mx.broadcast_to(mx.arange(length - new, length), (len(queries), new))
+        groups, outputs = index_queries.shape[1], []
+        for group in range(groups):
+            q, k, v, index = (
+                part[:, share(part.shape[1], group, groups)] for part in (queries, keys, values, index_queries)
+            )
+            outputs.append(self._over_blocks(single, q, k, v, index, index_keys, here))
+        return mx.concatenate(outputs, axis=1)
+
+    def _over_blocks(
+        self,
+        single: Any,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        index_queries: mx.array,
+        index_keys: mx.array,
+        here: mx.array,
+    ) -> mx.array:
+        """The attention heads of one head of the index, by upstream's choice for that head alone."""
+        blocks = self.indexer.select_blocks(index_queries, index_keys, 0, None, here)  # (B, L, picked)
+        for attend in (self._sparse_prefill_attention, self._sparse_decode_attention):  # where those are faster
+            output = attend(queries, keys, values, blocks, None, here)
+            if output is not None:
+                return output
+        mask = self.indexer.build_block_mask(blocks, None, index_keys.shape[2], queries.dtype, here)
+        return attention(queries, keys, values, single, self.scale, mask)
+
+
+def share(heads: int, group: int, groups: int) -> slice:
+    """The heads of a group, where heads are dealt out evenly; a head that several groups share is each one's."""
+    first = group * heads // groups
+    return slice(first, first + max(1, heads // groups))
+
+
+PATCHES = {MiniMaxAttention: RowAttention}

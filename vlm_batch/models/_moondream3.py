@@ -1,0 +1,35 @@
+"""What replaces mlx-vlm's modules in Moondream 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.moondream3.language import Attention
+from mlx_vlm.models.moondream3.vision import VisionModel
+
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.towers import adaptive_pooling
+
+
+class RowAttention(Attention):
+    """Upstream rotates row by row after a read-back of the offsets and calls ``mx.fast`` past the hook
+    (moondream3/language.py:116-137); ``mx.fast.rope`` takes an offset per row, the hook takes rows."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """(B, L, D) -> (B, L, D)"""
+        length = x.shape[1]
+        qkv = self.qkv(x)  # (B, L, (H + 2 H_kv) * D_head)
+        offset = cache.offset  # an int, or (B,)
+        start = offset[:, None] if isinstance(offset, mx.array) else offset
+        tau_q, tau_v = self.tau(qkv, start + mx.arange(length))  # (B, H, L, 1)
+        heads, kv_heads = self.n_heads, self.n_kv_heads
+        split = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, self.head_dim).swapaxes(1, 2)
+        queries, keys, values = mx.split(split, [heads, heads + kv_heads], axis=1)  # (B, H, L, D_head)
+        queries = self.rope(queries * tau_q, offset=offset)
+        keys, values = cache.update_and_fetch(self.rope(keys, offset=offset), values * tau_v)
+        output = attention(queries, keys, values, cache, self.scale, mask)
+        return self.proj(output.swapaxes(1, 2).flatten(-2))
+
+
+PATCHES = {Attention: RowAttention, VisionModel: adaptive_pooling(VisionModel)}

@@ -1,0 +1,39 @@
+"""GLM-4.5V: GLM-4.1V's tower, and a text model with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlm_batch.adapters.routing import dropped_groups
+from vlm_batch.adapters.towers import bicubic_embeddings
+from vlm_batch.models.glm4v import GLM4V
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="glm4v_moe",
+        model_types=("glm4v_moe",),
+        no_video="mlx-vlm's processor has no part for frames and leaves a video's placeholder (glm4v_moe/processing.py)",
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm4v_moe/glm4v_moe.py:66) and "
+            "counts text positions from the second chunk on (glm4v_moe/language.py:577)",
+            "vision positions are interpolated bicubically up to the border, as in transformers; mlx-vlm does it "
+            "linearly with zeros outside (glm4v_moe/vision.py:126)",
+            "the vision blocks' norms take the configured epsilon; mlx-vlm fixes 1e-6 (glm4v_moe/vision.py:232)",
+            "a dropped group of experts is out of the choice, as in transformers and for kimi_k25 (glm4v_moe/language.py:179)",
+        ),
+    )
+)
+class GLM4VMoe(GLM4V):
+    """GLM-4.1V's tower, which masks its pictures apart here, and a text model with experts."""
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.glm4v_moe.language import MoEGate
+        from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
+
+        return {
+            Glm4vVisionEmbeddings: bicubic_embeddings(Glm4vVisionEmbeddings),
+            MoEGate: dropped_groups(MoEGate),
+        }

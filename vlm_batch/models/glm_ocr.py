@@ -1,0 +1,22 @@
+"""GLM-OCR: positions on three axes; its tower has no learned ones."""
+
+from __future__ import annotations
+
+from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="glm_ocr",
+        model_types=("glm_ocr",),
+        notes=(
+            "positions travel with the row: mlx-vlm keeps the last request's on the model (glm_ocr/glm_ocr.py:77) and "
+            "reads them in the decode steps of other rows (glm_ocr/language.py:482)",
+        ),
+    )
+)
+class GLMOCR(MRoPEAdapter):
+    """Pictures only, as GLM-4.1V."""
+
+    input_keys = GridAdapter.input_keys

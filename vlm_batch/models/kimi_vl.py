@@ -1,0 +1,58 @@
+"""Kimi-VL: MoonViT before a DeepSeek-V3 text model whose latents are made into keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.routing import dropped_groups
+from vlm_batch.adapters.towers import resized_positions, use_tanh_gelu
+from vlm_batch.registry import ModelSpec, register
+
+
+class Kimi(Adapter):
+    """Families behind MoonViT, whose pictures come with their grids (pictures, 2)."""
+
+    input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id"}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        use_tanh_gelu(self.model.vision_tower)
+
+    def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        patch = int(self.config.vision_config.patch_size)
+        return tuple(
+            (int(w) * patch, int(h) * patch) for h, w in extra.get("image_grid_hws", mx.zeros((0, 2))).tolist()
+        )
+
+
+@register(
+    ModelSpec(
+        family="kimi_vl",
+        model_types=("kimi_vl",),
+        notes=(
+            "MoonViT's GELU has its tanh form, as published and as for kimi_k25 (kimi_vl/vision.py:228)",
+            "positions are resized by PyTorch's rule, as for kimi_k25",
+            "a dropped group of experts is out of the choice, as in DeepSeek-V3 and transformers; mlx-vlm gives it a score of "
+            "zero, which beats a kept expert of less (kimi_vl/language.py:252); published checkpoints have one group",
+        ),
+    )
+)
+class KimiVL(Kimi):
+    """Its latents are made into keys and values before they are stored."""
+
+    input_keys = Kimi.input_keys | {"_grid_shapes"}
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.kimi_vl.language import MoEGate
+        from mlx_vlm.models.kimi_vl.vision import Learnable2DInterpPosEmb
+
+        return {
+            MoEGate: dropped_groups(MoEGate),
+            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
+        }

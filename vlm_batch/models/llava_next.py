@@ -1,0 +1,70 @@
+"""LLaVA-NeXT: a picture whole and as tiles, packed into one plane of features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.vision import best_grid, pack_tiles
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.models.llava import Llava
+from vlm_batch.registry import ModelSpec, register
+
+#: The published grids of tiles (rows, columns), in the checkpoints' order; mlx-vlm does not keep the configured ones.
+GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+
+
+@register(
+    ModelSpec(
+        family="llava_next",
+        model_types=("llava_next",),
+        notes=(
+            "a picture's tiles are packed row by row, without their padding, a newline after each row, as in "
+            "transformers (modeling_llava_next.py, pack_image_features); mlx-vlm takes the first picture only, puts one "
+            "tile into each placeholder and a tile of newlines after them (llava_next/llava_next.py:66-125)",
+        ),
+    )
+)
+class LlavaNext(Llava):
+    """The picture side is done here; mlx-vlm's language model is right."""
+
+    input_keys = frozenset({"pixel_values", "image_sizes"})
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with each picture's packed features in its placeholders."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": embeds}
+        if "image_sizes" not in extra:
+            raise InvalidPrompt("llava_next takes its pictures with their image_sizes (pictures, 2)")
+        sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
+        pictures = zip(extra["pixel_values"], sizes, strict=True)
+        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), self._encode(pictures))}
+
+    def _encode(self, pictures: Any) -> mx.array:
+        """Of all pictures in order, each (tiles, 3, S, S) with its (high, wide) in pixels: (tokens, D)."""
+        packed = []
+        for tiles, size in pictures:
+            grid = self.grid(size)
+            features = self.model.multi_modal_projector(self.states(tiles[: grid[0] * grid[1] + 1]))
+            packed.append(pack_tiles(features, size, grid, self.model.image_newline))
+        return mx.concatenate(packed)
+
+    def grid(self, size: Sequence[int]) -> tuple[int, int]:
+        """The grid of tiles of a picture of (high, wide) pixels: the checkpoint's, where its configuration keeps them."""
+        tile = int(self.config.vision_config.image_size)
+        configured = getattr(self.config, "image_grid_pinpoints", None) or ()
+        return best_grid(size, tile, [(high // tile, wide // tile) for high, wide in configured] or GRIDS)
+
+    def states(self, tiles: mx.array) -> mx.array:
+        """(T, 3, S, S) -> (T, tokens, D) of the tower's chosen layer, or of several side by side."""
+        *_, states = self.model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
+        layers = self.model.vision_feature_layer
+        chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        if self.model.vision_feature_select_strategy == "default":
+            chosen = [layer[:, 1:] for layer in chosen]
+        return mx.concatenate(chosen, axis=-1)

@@ -1,0 +1,27 @@
+"""LLaVA-OneVision: pictures as tiles; a video as its frames, each pooled to a quarter of its patches."""
+
+from __future__ import annotations
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.inputs.videos import Sampling
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="llava_onevision",
+        model_types=("llava_onevision",),
+        video=True,
+        notes=(
+            "several videos in one prompt must give equally many frames: mlx-vlm's processor stacks them, and refuses others "
+            "(processing_llava_onevision.py:79)",
+        ),
+    )
+)
+class LlavaOnevision(Adapter):
+    """A video is its frames, each pooled to a quarter of its patches, and one newline."""
+
+    input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}
+    #: The paper's (arXiv:2408.03326, section 3.2: at most 32 frames, 196 tokens each).
+    video_sampling = Sampling(num_frames=32, frame_factor=1)
+    ignored_inputs = frozenset({"batch_num_images"})

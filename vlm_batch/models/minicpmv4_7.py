@@ -1,0 +1,39 @@
+"""MiniCPM-V 4.7: pictures in slices on a canvas, Qwen3.5's text model with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.models.minicpmv4_6 import MiniCPMV46
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import PositionState
+
+
+@register(
+    ModelSpec(
+        family="minicpmv4_7",
+        model_types=("minicpmv4_7",),
+        video=True,
+        notes=("positions and the merger's GELU: as minicpmv4_6",),
+    )
+)
+class MiniCPMV47(MiniCPMV46):
+    """The slices of a picture share a canvas, which gives their tokens positions on three axes."""
+
+    ignored_inputs = MiniCPMV46.ignored_inputs | {"image_bound"}
+    input_keys = MiniCPMV46.input_keys - {"image_bound"}
+
+    def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
+        """The whole prompt's: the positions of its rest come with them."""
+        return self.features(ids, extra)
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        prompt, delta = features["position_ids"], features["rope_deltas"]
+        return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
+
+    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+        return Adapter.count_image_tokens(self, ids, extra)

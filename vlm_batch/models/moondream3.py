@@ -1,0 +1,29 @@
+"""Moondream 3: Moondream 2's pictures; attention scaled by a learned tau, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlm_batch.models.moondream2 import Moondream2
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="moondream3",
+        model_types=("moondream3",),
+        multi_image=False,
+        notes=(
+            *Moondream2.spec.notes,
+            "tau and RoPE take each row's own position, without reading offsets back (moondream3/language.py:116)",
+        ),
+    )
+)
+class Moondream3(Moondream2):
+    """Attention with tau, and experts."""
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from vlm_batch.models._moondream3 import PATCHES
+
+        return PATCHES

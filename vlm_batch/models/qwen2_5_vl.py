@@ -1,0 +1,56 @@
+"""Qwen2.5-VL: a video's positions go by its seconds; windows in the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.windows import window_runs
+from vlm_batch.models.qwen2_vl import Qwen2VL
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import PositionState
+
+
+@register(
+    ModelSpec(
+        family="qwen2_5_vl",
+        model_types=("qwen2_5_vl",),
+        video=True,
+        notes=(
+            "vision windows of length zero are dropped: mlx-vlm compares array scalars by identity and keeps them",
+            "a video's positions go by its seconds, as in the published model; mlx-vlm drops second_per_grid_ts and "
+            "counts frames (processing_qwen2_5_vl.py:87, language.py, get_rope_index)",
+            *Qwen2VL.spec.notes,
+        ),
+    )
+)
+class Qwen25VL(Qwen2VL):
+    """M-RoPE whose time axis goes by seconds; windowed attention in the vision tower."""
+
+    input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        """A video's time steps are ``tokens_per_second`` times their seconds apart (arXiv:2502.13923, section 2.1.2).
+
+        The rule and its float32 are those of the code that came with the model (transformers 4.49, get_rope_index).
+        """
+        if "video_grid_thw" not in extra:
+            return super().positions(ids, extra, features)
+        rate = np.float32(self.config.vision_config.tokens_per_second)
+        seconds = np.array(extra.get("second_per_grid_ts", np.ones(len(extra["video_grid_thw"]))), dtype=np.float32)
+        return self.grid_positions(ids, extra, (seconds * rate).tolist())
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen2_5_vl.language import Attention
+        from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
+
+        return {VisionModel: window_runs(VisionModel), Attention: seal_masks(Attention)}

@@ -1,0 +1,33 @@
+"""Qwen3.5: M-RoPE; most layers keep a recurrent state and not keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.inputs.videos import Sampling
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="qwen3_5",
+        model_types=("qwen3_5", "indic_ocr", "prism_hadamard_qwen35"),
+        video=True,
+        notes=(
+            "the OCR stage of IndicOCR is this model; its layout stage and the pipeline of both are not served",
+            "Hadamard packs (prism_hadamard_qwen35) are this model with 2-bit weights and rotated activations",
+        ),
+    )
+)
+class Qwen35(MRoPEAdapter):
+    """M-RoPE; most layers keep a recurrent state and not keys and values."""
+
+    video_sampling = Sampling(frame_factor=1)
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention
+
+        return {Qwen3_5Attention: seal_masks(Qwen3_5Attention)}  # cut to the longest row at qwen3_5/language.py:1024

@@ -1,0 +1,42 @@
+"""Qwen3-VL: M-RoPE and deepstack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.prompts import cut
+from vlm_batch.inputs.videos import Sampling
+from vlm_batch.registry import ModelSpec, register
+from vlm_batch.types import Encoded
+
+
+@register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",), video=True))
+class Qwen3VL(MRoPEAdapter):
+    """M-RoPE and deepstack: features of several vision layers are added to the picture positions of the first text layers.
+
+    A video's time steps are pictures with their seconds in words before them.
+    """
+
+    compiles = True
+    video_sampling = Sampling(frame_factor=1)
+    prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl.language import Attention
+
+        return {Attention: seal_masks(Attention)}
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        """A chunk takes the deepstack rows of its own picture positions (mlx-vlm's batch takes the whole prompt's)."""
+        if "deepstack_visual_embeds" not in encoded.prefill:  # text, or picture features that came without them
+            return {}
+        mask = encoded.prefill["visual_pos_masks"]  # (1, L)
+        before, inside = int(mask[:, :start].sum().item()), int(mask[:, start:end].sum().item())
+        if not inside:
+            return {}
+        features = [layer[before : before + inside] for layer in encoded.prefill["deepstack_visual_embeds"]]
+        return {"visual_pos_masks": cut(mask, 1, start, end), "deepstack_visual_embeds": features}

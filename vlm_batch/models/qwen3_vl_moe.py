@@ -1,0 +1,41 @@
+"""Qwen3-VL with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.nn as nn
+
+from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.models.qwen3_vl import Qwen3VL
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="qwen3_vl_moe",
+        model_types=("qwen3_vl_moe",),
+        video=True,
+        notes=(
+            "the vision blocks take the tanh form of GELU and the mergers the exact one, as in transformers; mlx-vlm has "
+            "them the other way round (qwen3_vl_moe/vision.py:109 and :164)",
+        ),
+    )
+)
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL with experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        # transformers: Qwen3VLMoeVisionMLP takes hidden_act, gelu_pytorch_tanh; Qwen3VLMoeVisionPatchMerger nn.GELU().
+        tower = self.model.vision_tower
+        for block in tower.blocks:
+            block.mlp.act_fn = nn.GELU(approx="tanh")
+        for merger in (tower.merger, *tower.deepstack_merger_list):
+            merger.act_fn = nn.GELU()
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl_moe.language import Attention
+
+        return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_vl_moe/language.py:107

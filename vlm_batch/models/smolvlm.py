@@ -1,0 +1,18 @@
+"""SmolVLM: Idefics 3 by another name."""
+
+from __future__ import annotations
+
+from vlm_batch.models.idefics3 import Idefics3
+from vlm_batch.registry import ModelSpec, register
+
+
+@register(
+    ModelSpec(
+        family="smolvlm",
+        model_types=("smolvlm",),
+        no_video="mlx-vlm's processor takes frames for pictures, without the words and times that the published one puts "
+        "between them (processing_smolvlm.py:161)",
+    )
+)
+class SmolVLM(Idefics3):
+    """Videos are pictures to its model; they are not verified, and refused."""
