@@ -22,10 +22,10 @@ from PIL import Image
 from tests.harness import TOLERANCE, Ask, difference, inputs_of, oracle, run, run_family, shared_adapter
 from tests.zoo import Inputs, family
 from vlm_batch import InvalidParameters, InvalidPrompt, InvalidVideo, SamplingParams, Video, VLMBatcher, assets
-from vlm_batch.adapters.frames import each_frame_bounded
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import Clip, Sampling, load_video
+from vlm_batch.models._qwen2_vl import each_frame_bounded
 
 CHECKPOINT = assets.default_checkpoint()
 PICTURES = Path(__file__).parent.parent / "fixtures" / "images"

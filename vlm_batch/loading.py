@@ -36,7 +36,9 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
         raise UnsupportedModel(
             f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
         ) from error
-    leave_on_disk(model)
+    spec = spec_for(model_type)
+    if spec is not None and spec.adapter is not None:
+        leave_on_disk(model, spec.adapter.on_disk())
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())

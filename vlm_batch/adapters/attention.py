@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,22 +77,31 @@ def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
             rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, RowsCache)), None)
             if rows is None:
                 return super().__call__(*args, **kwargs)
-            answers = {
-                place: super(RowByRow, self).__call__(
-                    *(_of_row(value, place) for value in args),
-                    **{name: _of_row(value, place) for name, value in kwargs.items()},
-                )
-                for place, single in enumerate(rows.places)
-                if single is not None
-            }
-            like = next(iter(answers.values()))
-            empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
-            filled = [answers.get(place, empty) for place in range(len(rows.places))]
-            if isinstance(like, tuple):
-                return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
-            return mx.concatenate(filled)
+            return each_row(super().__call__, rows, *args, **kwargs)
 
     return RowByRow
+
+
+def each_row(function: Callable[..., Any], rows: RowsCache, *args: Any, **kwargs: Any) -> Any:
+    """Call a function once for each live row of ``rows``; its arrays, or tuples of them, joined along the first axis.
+
+    Arrays among the arguments are cut to the row, (B, ...) to (1, ...), and of a batch's layer the row's own cache is given.
+    Empty places answer zeros; one row at least is live.
+    """
+    answers = {
+        place: function(
+            *(_of_row(value, place) for value in args),
+            **{name: _of_row(value, place) for name, value in kwargs.items()},
+        )
+        for place, single in enumerate(rows.places)
+        if single is not None
+    }
+    like = next(iter(answers.values()))
+    empty = tuple(map(mx.zeros_like, like)) if isinstance(like, tuple) else mx.zeros_like(like)
+    filled = [answers.get(place, empty) for place in range(len(rows.places))]
+    if isinstance(like, tuple):
+        return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
+    return mx.concatenate(filled)
 
 
 def _of_row(value: Any, place: int) -> Any:

@@ -76,7 +76,7 @@ class Adapter:
             setattr(cls, name, runs_model(vars(cls)[name]))
 
     def __init__(self, model: nn.Module) -> None:
-        evaluate_arrays(model)
+        evaluate_arrays(model, self.on_disk())
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.patches())
         self.language: Any = self.model.language_model
@@ -87,6 +87,11 @@ class Adapter:
     def patches(cls) -> Mapping[type, type]:
         """Module classes of mlx-vlm whose single-row result is wrong or that cannot hold rows apart -> what replaces them."""
         return {}
+
+    @classmethod
+    def on_disk(cls) -> tuple[type, ...]:
+        """Module classes that read the rows they are asked for from the checkpoint's files; their tables are never loaded."""
+        return ()
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

@@ -9,14 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
 
 from vlm_batch.arrays import arrays_of
 from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
-
-#: Modules that read the rows they are asked for from the checkpoint's files.
-OFFLOADED = (OffloadedEngramEmbedding,)
 
 
 def clone_modules(module: nn.Module, patches: Mapping[type, type] | None = None) -> nn.Module:
@@ -184,43 +180,43 @@ def join_rows(trees: Sequence[Any]) -> Any:
     return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
 
 
-def evaluate_arrays(module: nn.Module) -> None:
-    """Evaluate every array that a module tree holds, parameter or not; tables that stay in files stay there.
+def evaluate_arrays(module: nn.Module, on_disk: tuple[type, ...] = ()) -> None:
+    """Evaluate every array that a module tree holds, parameter or not; modules of classes ``on_disk`` are left out.
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
-    mx.eval(list(_arrays(module, set())))
+    mx.eval(list(_arrays(module, set(), on_disk)))
 
 
-def leave_on_disk(module: nn.Module) -> None:
-    """Take from a module tree the tables that are read from the checkpoint's files row by row.
+def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
+    """Take the tables of modules of classes ``on_disk`` out of a module tree: they are read from files row by row.
 
     mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
     """
     for _, child in module.named_modules():
-        if isinstance(child, OFFLOADED):
+        if isinstance(child, on_disk):
             for name in ("weight", "scales", "biases"):
                 child.pop(name, None)
             child.__dict__.pop("_source_embedding", None)
 
 
-def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
+def _arrays(node: Any, seen: set[int], on_disk: tuple[type, ...]) -> Iterator[mx.array]:
     if isinstance(node, mx.array):
         yield node
         return
-    if id(node) in seen or isinstance(node, (str, bytes, int, float, type, *OFFLOADED)):
+    if id(node) in seen or isinstance(node, (str, bytes, int, float, type, *on_disk)):
         return
     seen.add(id(node))
     if isinstance(node, nn.Module):
-        yield from _arrays(dict(node), seen)
+        yield from _arrays(dict(node), seen, on_disk)
     if isinstance(node, Mapping):
         for child in node.values():
-            yield from _arrays(child, seen)
+            yield from _arrays(child, seen, on_disk)
     elif isinstance(node, (list, tuple)):
         for child in node:
-            yield from _arrays(child, seen)
+            yield from _arrays(child, seen, on_disk)
     if type(node).__module__.startswith(("mlx_vlm.", "mlx.nn")):
-        yield from _arrays(getattr(node, "__dict__", {}), seen)
+        yield from _arrays(getattr(node, "__dict__", {}), seen, on_disk)
 
 
 def two_tables(parent: type) -> type:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.deepseek_v4 import language as upstream
 
-from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.attention import attention, each_row
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.whole import WholeCache
@@ -96,13 +96,7 @@ class Attention(upstream.LocalAttention):
         """(B, H, L, D_head); empty places answer zeros."""
         if not isinstance(cache, RowsCache):
             return self.see(parts, mask, cache)
-        empty = mx.zeros_like(parts[0][:1])
-        return mx.concatenate(
-            [
-                empty if row is None else self.see(tuple(part[at : at + 1] for part in parts), None, row)
-                for at, row in enumerate(cache.places)
-            ]
-        )
+        return each_row(lambda row, *own: self.see(own, None, row), cache, cache, *parts)
 
     def see(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
         """One row, or the rows of a slab, over the window: (B, H, L, D_head)."""

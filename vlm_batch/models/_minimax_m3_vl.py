@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.minimax_m3_vl.language import MiniMaxAttention
 
-from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.attention import attention, each_row
+from vlm_batch.caches.rows import RowsCache
 
 
 class RowAttention(MiniMaxAttention):
@@ -26,16 +27,7 @@ class RowAttention(MiniMaxAttention):
             self._turned(x, cache, self.index_q_proj, "index_q_norm", self.index_dim),
             self._turned(x, cache, self.index_k_proj, "index_k_norm", self.index_dim),
         )
-        if isinstance(cache.offset, int):
-            output = self._row(cache, *parts)
-        else:
-            outputs = [
-                mx.zeros_like(parts[0][:1])
-                if single is None
-                else self._row(single, *(part[place : place + 1] for part in parts))
-                for place, single in enumerate(cache.places)
-            ]
-            output = mx.concatenate(outputs)
+        output = each_row(self._row, cache, cache, *parts) if isinstance(cache, RowsCache) else self._row(cache, *parts)
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
     def _heads(self, x: mx.array, project: Any, width: int) -> mx.array:

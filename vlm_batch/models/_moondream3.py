@@ -9,7 +9,7 @@ from mlx_vlm.models.moondream3.language import Attention
 from mlx_vlm.models.moondream3.vision import VisionModel
 
 from vlm_batch.adapters.attention import attention
-from vlm_batch.adapters.towers import adaptive_pooling
+from vlm_batch.models.moondream2 import AdaptivePooling
 
 
 class RowAttention(Attention):
@@ -32,4 +32,8 @@ class RowAttention(Attention):
         return self.proj(output.swapaxes(1, 2).flatten(-2))
 
 
-PATCHES = {Attention: RowAttention, VisionModel: adaptive_pooling(VisionModel)}
+class Tower(AdaptivePooling, VisionModel):
+    """The tower with crops pooled as published."""
+
+
+PATCHES = {Attention: RowAttention, VisionModel: Tower}

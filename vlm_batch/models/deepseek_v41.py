@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.attention import each_row
 from vlm_batch.adapters.base import SAMPLES, Adapter
-from vlm_batch.adapters.modules import OFFLOADED, LastPosition, evaluate_arrays, leave_on_disk
+from vlm_batch.adapters.modules import LastPosition, evaluate_arrays, leave_on_disk
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
@@ -26,14 +27,7 @@ class Rows:
 
     def map(self, function: Callable[..., mx.array], *arrays: mx.array | None) -> mx.array:
         """A function of one row's cache and its parts (1, ...) of arrays (B, ...): (B, ...), zeros for empty places."""
-        answers = [
-            None
-            if row is None
-            else function(row, *(None if array is None else array[place : place + 1] for array in arrays))
-            for place, row in enumerate(self.cache.places)
-        ]
-        like = next(answer for answer in answers if answer is not None)
-        return mx.concatenate([mx.zeros_like(like) if answer is None else answer for answer in answers])
+        return each_row(function, self.cache, self.cache, *arrays)
 
     @property
     def offset(self) -> mx.array:
@@ -66,7 +60,7 @@ class DeepseekV41(Adapter):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        leave_on_disk(self.model)
+        leave_on_disk(self.model, self.on_disk())
         try:
             self.language._ensure_engram_hash()
         except ValueError as error:
@@ -78,14 +72,20 @@ class DeepseekV41(Adapter):
                 "the n-grams' tables cannot be read without the map of their tokens: the checkpoint's folder has neither "
                 "engram_token_map.json nor tokenizer.json, or the model was not loaded from a folder"
             )
-        evaluate_arrays(self.language)
+        evaluate_arrays(self.language, self.on_disk())
 
     @property
     def fingerprint(self) -> str:
         """With some rows of every table that stays in its file."""
         tables = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
-        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables if isinstance(table, OFFLOADED)]
+        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables if isinstance(table, self.on_disk())]
         return digest([super().fingerprint, rows]).hex() if rows else super().fingerprint
+
+    @classmethod
+    def on_disk(cls) -> tuple[type, ...]:
+        from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
+
+        return (OffloadedEngramEmbedding,)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.frames import every_frame_kept
+from vlm_batch.adapters.frames import keep_every_frame
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
@@ -68,7 +68,9 @@ class Gemma4(Adapter):
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:
-        return every_frame_kept(part)
+        from mlx_vlm.models.gemma4.processing_gemma4 import Gemma4VideoProcessor
+
+        return keep_every_frame(part, "num_frames") if isinstance(part, Gemma4VideoProcessor) else part
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, with as many placeholders as features."""

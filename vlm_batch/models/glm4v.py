@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import attend_apart
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.towers import bicubic_embeddings
+from vlm_batch.adapters.vision import cubic_weights
 from vlm_batch.registry import ModelSpec, register
+
+
+class BicubicEmbeddings:
+    """Upstream samples linearly with zeros outside, on a comment that says bicubic (glm4v/vision.py:125);
+    transformers: grid_sample(bicubic, border, align_corners=False) (Glm4vVisionEmbeddings)."""
+
+    position_embedding: Any
+
+    def __call__(
+        self,
+        embeddings: mx.array,
+        lengths: list[int],
+        image_shapes: mx.array,
+        h_coords: mx.array,
+        w_coords: mx.array,
+    ) -> mx.array:
+        """(N, D) patches plus their positions' embeddings."""
+        table = self.position_embedding.weight  # (side * side, D)
+        side = int(table.shape[0] ** 0.5)
+        sizes = mx.concatenate(
+            [mx.repeat(shape[None], length, axis=0) for shape, length in zip(image_shapes[:, 1:], lengths, strict=True)]
+        )  # (N, 2) rows and columns of each patch's picture
+        rows, columns = (
+            cubic_weights((coords + 0.5) / sizes[:, axis] * side - 0.5, side)
+            for axis, coords in enumerate((h_coords, w_coords))
+        )
+        weights = (rows[:, :, None] * columns[:, None]).flatten(1)  # (N, side * side)
+        return embeddings + (weights @ table.astype(mx.float32)).astype(table.dtype)
 
 
 @register(
@@ -57,7 +86,10 @@ class GLM4V(MRoPEAdapter):
                 queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
                 return self.proj(attend_apart(queries, keys, split[2], cu_seqlens, self.scale))
 
+        class Embeddings(BicubicEmbeddings, upstream.Glm4vVisionEmbeddings):
+            """The table by the reference's interpolation."""
+
         return {
             upstream.Glm4vVisionAttention: PictureAttention,
-            upstream.Glm4vVisionEmbeddings: bicubic_embeddings(upstream.Glm4vVisionEmbeddings),
+            upstream.Glm4vVisionEmbeddings: Embeddings,
         }

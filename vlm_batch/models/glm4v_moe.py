@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.routing import dropped_groups
-from vlm_batch.adapters.towers import bicubic_embeddings
-from vlm_batch.models.glm4v import GLM4V
+from vlm_batch.models.glm4v import GLM4V, BicubicEmbeddings
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -33,7 +32,10 @@ class GLM4VMoe(GLM4V):
         from mlx_vlm.models.glm4v_moe.language import MoEGate
         from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
 
+        class Embeddings(BicubicEmbeddings, Glm4vVisionEmbeddings):
+            """The table by the reference's interpolation."""
+
         return {
-            Glm4vVisionEmbeddings: bicubic_embeddings(Glm4vVisionEmbeddings),
+            Glm4vVisionEmbeddings: Embeddings,
             MoEGate: dropped_groups(MoEGate),
         }

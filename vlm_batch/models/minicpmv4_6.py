@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.frames import every_frame_kept
+from vlm_batch.adapters.frames import keep_every_frame
 from vlm_batch.adapters.slices import SlicedAdapter
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.models.qwen3_5 import Qwen35
@@ -62,7 +62,9 @@ class MiniCPMV46(SlicedAdapter, Qwen35):
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:
-        return every_frame_kept(part)
+        from mlx_vlm.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMVVideoProcessor
+
+        return keep_every_frame(part, "max_num_frames") if isinstance(part, MiniCPMVVideoProcessor) else part
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -10,7 +10,7 @@ import mlx.core as mx
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask
-from vlm_batch.adapters.towers import adaptive_pooling
+from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models._moondream2 import with_published_crops
 from vlm_batch.registry import ModelSpec, register
@@ -30,6 +30,28 @@ _CROPS = (
     "pictures are cut as in Moondream's own code (moondream/torch/image_crops.py); mlx-vlm chooses another grid and other "
     "cuts for pictures of more than one crop (moondream3/image_crops.py:13)"
 )
+
+
+class AdaptivePooling:
+    """Upstream pools over rounded windows (moondream3/vision.py:114-140, moondream2 the same); Moondream's own code
+    calls adaptive_avg_pool2d (moondream/torch/vision.py, vision_projection)."""
+
+    config: Any
+
+    def _reconstruct_local_features(self, crops: list[mx.array], layout: tuple[int, int]) -> mx.array:
+        """Features (N, D) of each crop, row by row -> (N, D): neighbours' margins are cut off, the rest is pooled."""
+        size, margin = self.config.crop_size // self.config.patch_size, self.config.overlap_margin
+        high, wide = layout
+
+        def inner(index: int, count: int) -> slice:
+            return slice(margin if index else 0, size - margin if index < count - 1 else size)
+
+        grids = [crop.reshape(size, size, -1) for crop in crops]
+        rows = [
+            mx.concatenate([grids[r * wide + c][inner(r, high), inner(c, wide)] for c in range(wide)], axis=1)
+            for r in range(high)
+        ]
+        return adaptive_average(mx.concatenate(rows, axis=0), size).reshape(size * size, -1)
 
 
 @register(
@@ -85,5 +107,8 @@ class Moondream2(Adapter):
         from mlx_vlm.models.moondream2.language import Attention
         from mlx_vlm.models.moondream2.vision import VisionModel
 
+        class Tower(AdaptivePooling, VisionModel):
+            """The tower with crops pooled as published."""
+
         # Upstream calls ``mx.fast`` itself (moondream2/language.py:61).
-        return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: adaptive_pooling(VisionModel)}
+        return {Attention: fuse_rows(Attention, "qkv", "proj"), VisionModel: Tower}

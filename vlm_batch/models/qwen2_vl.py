@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
-from vlm_batch.adapters.frames import each_frame_bounded
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.registry import ModelSpec, register
 
@@ -33,4 +32,6 @@ class Qwen2VL(MRoPEAdapter):
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:
+        from vlm_batch.models._qwen2_vl import each_frame_bounded
+
         return each_frame_bounded(part)
