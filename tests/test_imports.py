@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import vlm_batch
+from vlm_batch.models import families
 
 PACKAGE = Path(vlm_batch.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -29,6 +33,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+#: The rooms that families are made of and run in: none of them knows one.
+TOOLKIT = tuple(
+    path
+    for room in ("runtime", "caches", "store", "inputs", "adapters", "engine")
+    for path in (PACKAGE / room).rglob("*.py")
+)
+MODELS = tuple(path for path in sorted((PACKAGE / "models").glob("*.py")) if path.stem != "__init__")
+#: Lines of a function that fits on a screen, and of a ``patches`` with classes in it: longer ones stand in models/_<family>.py.
+MAX_LINES, MAX_PATCHES_LINES = 60, 20
 
 
 def unit(path: Path) -> str:
@@ -62,6 +76,83 @@ def test_imports_point_one_way(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for there in imported(tree) - {here}:
         assert FLOOR[there] < FLOOR[here], f"{here} imports {there}, which is no floor below it"
+
+
+def imports_from(path: Path) -> list[tuple[str, str]]:
+    """What a file imports by ``from module import name``, wherever it stands: (module, name)."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [
+        (node.module or "", alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def num_lines(node: ast.FunctionDef) -> int:
+    return int(node.end_lineno or 0) - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+def test_families_take_classes_from_each_other_and_nothing_else(path: Path) -> None:
+    """Subclassing another family's adapter is fine; a function that two families need belongs into adapters/."""
+    for module, name in imports_from(path):
+        if not module.startswith("vlm_batch.models"):
+            continue
+        assert module.count(".") == 2, f"{path.name}: say the file that {name} comes from"
+        other = module.rpartition(".")[2]
+        if path.stem == f"_{other}":
+            continue
+        if other.startswith("_"):
+            assert path.stem == other[1:], f"{path.name} imports {other}.py, which is {other[1:]}'s alone"
+            continue
+        tree = ast.parse((PACKAGE / "models" / f"{other}.py").read_text(encoding="utf-8"))
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert name in classes, f"{path.name} imports {name} from {other}.py: only classes; functions go to adapters/"
+
+
+def test_a_family_is_one_file_named_after_it() -> None:
+    found = {spec.family: spec.adapter.__module__.rpartition(".")[2] for spec in families() if spec.adapter is not None}
+    assert found == {family: family for family in found}
+    assert set(found) == {path.stem for path in MODELS if not path.stem.startswith("_")}
+    own = {path.stem[1:] for path in MODELS if path.stem.startswith("_")} - {"refused"}
+    assert own <= set(found), "a file models/_<family>.py belongs to the family of that name"
+
+
+@pytest.mark.parametrize("path", TOOLKIT, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_toolkit_knows_no_family(path: Path) -> None:
+    """Of mlx-vlm's models it imports what all of them share: files of ``mlx_vlm.models``, no model's folder."""
+    for module, name in imports_from(path):
+        assert not module.startswith("vlm_batch.models"), f"{path.name} imports {module}"
+        if module.startswith("mlx_vlm.models"):
+            whole = f"{module}.{name}" if module == "mlx_vlm.models" else ".".join(module.split(".")[:3])
+            spec = find_spec(whole)
+            assert spec is not None and spec.submodule_search_locations is None, f"{path.name} imports {whole}"
+
+
+def test_importing_the_toolkit_imports_no_family() -> None:
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in TOOLKIT]
+    code = f"""
+import sys
+from importlib import import_module
+for name in {[name.removesuffix(".__init__") for name in names]}:
+    import_module(name)
+print([name for name in sys.modules if name.startswith("vlm_batch.models")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", [*MODELS, *TOOLKIT], ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    for node in functions(path):
+        has_classes = node.name == "patches" and any(isinstance(child, ast.ClassDef) for child in ast.walk(node))
+        most = MAX_PATCHES_LINES if has_classes else MAX_LINES
+        assert num_lines(node) <= most, (
+            f"{path.name}:{node.lineno} {node.name} has {num_lines(node)} lines, over {most}"
+        )
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=lambda path: path.name)
