@@ -1,1 +1,1 @@
-"""What families are made of: the ``Adapter`` and its parts. Nothing here knows a family."""
+"""The parts that families are made of: the ``Adapter`` and what adapters share. Nothing here knows a family."""

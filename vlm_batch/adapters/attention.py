@@ -52,7 +52,7 @@ def attention(
 
 
 def is_plain(keys: Any, cache: Any) -> bool:
-    """Whether attention is over whole arrays, and not over keys in few bits."""
+    """True for attention over whole arrays; False for keys in few bits."""
     return isinstance(keys, mx.array) and not hasattr(cache, "bits")
 
 

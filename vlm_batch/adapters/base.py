@@ -128,7 +128,7 @@ class Adapter:
         return [(self.model, name) for name in VISION_TOWERS if isinstance(self.model.get(name), nn.Module)]
 
     def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What the model reads of a tower's result: of all hidden states only the selected layers'."""
+        """Cut a tower's result to what the model reads of it: of all hidden states only the selected layers'."""
         wanted = getattr(self.config, "vision_feature_layer", None)
         is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
         if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
@@ -184,8 +184,7 @@ class Adapter:
 
     @runs_model
     def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Processor outputs with their pictures' features beside them, made by one call of the encoder, where that is known to
-        be the same; elsewhere as they are."""
+        """Encode several requests' pictures in one call. Returns the inputs with ``cached_image_features``, or unchanged."""
         return list(requests)
 
     def check_ids(self, ids: mx.array) -> None:
@@ -220,7 +219,7 @@ class Adapter:
     # ----------------------------------------------------------------------------------------------------------
 
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
-        """What tells the prompt's positions apart: ids, the pictures' content, and whole spans that attend both ways."""
+        """Describe a prompt's positions so that equal ones can be told: ids, pictures' content, and whole two-way spans."""
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
@@ -251,7 +250,7 @@ class Adapter:
         return (Picture(runs[0][0], runs[-1][1], extra),)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model's ``get_input_embeddings`` makes of a request; None values are dropped."""
+        """Run the model's ``get_input_embeddings`` on a request; None values are dropped."""
         extra = dict(extra)
         found = self.model.get_input_embeddings(ids, extra.pop("pixel_values", None), **extra)
         return {name: value for name, value in found.to_dict().items() if value is not None}
@@ -272,7 +271,7 @@ class Adapter:
         return PositionState()
 
     def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
-        """How many tokens the row chooses from, where the model's requests differ in that; its logits are as many."""
+        """The number of tokens that the row chooses from, where requests differ in that; its logits are as many."""
         return None
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -285,7 +284,7 @@ class Adapter:
         return frozenset(token for name in names if isinstance(token := getattr(self.config, name, None), int))
 
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        """How many prompt positions hold picture features."""
+        """Count the prompt positions that hold picture features."""
         tokens = self.image_token_ids()
         return sum(token in tokens for token in np.array(ids[0]).tolist())
 

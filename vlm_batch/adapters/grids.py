@@ -69,7 +69,7 @@ class GridAdapter(Adapter):
 
     @property
     def merged(self) -> int:
-        """How many patches become one token."""
+        """Patches that become one token."""
         return int(self.config.vision_config.spatial_merge_size) ** 2
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:

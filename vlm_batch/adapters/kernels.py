@@ -1,12 +1,12 @@
 """Attention and activations by the way that is cheapest on a device: the same numbers at another price (docs/benchmarks.md).
 
-On a CPU, MLX 0.32 takes exponentials at 10 ns each and selects by a mask at 4 ns, beside 0.2 ns for a product and 3 for a
-power (of C's library). So causal attention goes block by block of queries, over no more keys than a block can see, with a
-mask that is added and powers of e. The queries of one group of heads are rows of one product, which packs their keys once;
-MLX multiplies head by head. float32 only, as everything that is fast there.
+On a CPU, an exponential or a selection by a mask costs MLX 0.32 more than a power of C's library, and far more than a
+product. So causal attention goes block by block of queries, over no more keys than a block can see, with a mask that is
+added and powers of e. The queries of one group of heads are rows of one product, which packs their keys once; MLX
+multiplies head by head. float32 only, as everything that is fast there.
 
 On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
-strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``): 66 ms each. Prompts are of all
+strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
 lengths, so a shape gets a plan here only when it keeps coming back; until then its attention is spelled out. So which of
 the two a prompt meets depends on what the process has seen, and its last bits in half precision with it. And a single
 query with an array as mask has no kernel there; the queries of one group of heads, taken as several queries, have.
@@ -32,8 +32,8 @@ MAX_SHAPES = 8192
 
 #: Queries of a block on a CPU.
 BLOCK = 64
-#: From how many keys on a single query pays for the further operations of powers, where no heads share keys: 6.1 ms for 8 rows
-#: of 2,000 keys become 5.1, while 300 keys take 1.1 both ways.
+#: From how many keys on a single query pays for the further operations of powers, where no heads share keys
+#: (docs/benchmarks.md).
 MANY_KEYS = 512
 E = math.e
 
@@ -45,18 +45,18 @@ _last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
 
 
 def takes_plans(queries: mx.array) -> bool:
-    """Whether MLX would run this attention through cuDNN."""
+    """True if MLX would run this attention through cuDNN."""
     is_half = queries.dtype in (mx.float16, mx.bfloat16)
     return is_half and queries.shape[-1] <= 128 and counts_launches()
 
 
 def counts_launches() -> bool:
-    """Whether a small operation costs its launch, and not its work: MLX's CUDA back end."""
+    """True if a small operation costs its launch, and not its work: MLX's CUDA back end."""
     return mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
 def takes_powers(array: mx.array) -> bool:
-    """Whether this is computed where powers are cheaper than exponentials."""
+    """True if this is computed where powers are cheaper than exponentials."""
     return array.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -73,13 +73,13 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
 
 
 def is_long(queries: mx.array, keys: mx.array) -> bool:
-    """Whether attention on a CPU is work enough to be spelled out: several queries a head, or of a group, or many keys."""
+    """True if attention on a CPU is enough work to be spelled out: several queries a head, or of a group, or many keys."""
     _, heads, length, _ = queries.shape
     return length > 1 or heads > keys.shape[1] or keys.shape[2] >= MANY_KEYS
 
 
 def is_rare(queries: mx.array, keys: mx.array) -> bool:
-    """Whether a shape has come too seldom for a plan, and is small enough to do without; counts it."""
+    """Count a shape. True if it has come too seldom for a plan, and is small enough to do without."""
     batch, heads, length, _ = queries.shape
     if batch * heads * length * keys.shape[2] > MAX_SCORES:
         return False
@@ -107,7 +107,7 @@ def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scal
 
 
 def is_groupable(queries: mx.array, keys: mx.array, mask: Any) -> bool:
-    """Whether there is one query a row, with a mask that is the same for all heads, and several heads share their keys."""
+    """True for one query a row, with a mask that is the same for all heads, where several heads share their keys."""
     is_masked = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
     return is_masked and queries.shape[2] == 1 and queries.shape[1] > keys.shape[1]
 
@@ -157,7 +157,7 @@ def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale:
 
 @lru_cache(maxsize=64)
 def _later(queries: int, keys: int) -> mx.array:
-    """What is added to the scores of the last ``queries`` of ``keys`` positions: (l, K), very low where a key comes later."""
+    """The causal mask of the last ``queries`` of ``keys`` positions, to be added: (l, K), very low where a key comes later."""
     is_later = np.arange(keys)[None] > np.arange(keys - queries, keys)[:, None]
     return mx.array(np.where(is_later, np.finfo(np.float32).min / 2, 0.0).astype(np.float32))
 

@@ -74,7 +74,7 @@ class RememberingTower(nn.Module):
         self.__dict__.update(_store=store, _keep=keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the tower answers."""
+        """The tower's answer, remembered or new."""
         return self.remembered(args, kwargs)
 
     def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -147,7 +147,7 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
 
 
 def is_array_tree(tree: Any) -> bool:
-    """Whether something is an array, or lists and tuples of them (or of None)."""
+    """True for an array, and for lists and tuples of arrays (or of None)."""
     if type(tree) in (list, tuple):
         return all(is_array_tree(item) for item in tree)
     return tree is None or isinstance(tree, mx.array)
@@ -193,7 +193,8 @@ def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
 
     mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
     """
-    for _, child in module.named_modules():
+    children: list[Any] = [child for _, child in module.named_modules()]
+    for child in children:
         if isinstance(child, on_disk):
             for name in ("weight", "scales", "biases"):
                 child.pop(name, None)

@@ -21,7 +21,7 @@ class OnePlaceholder(Adapter):
         return repeat_placeholders(ids, marker, self.count_features(extra))
 
     def count_features(self, extra: Mapping[str, Any]) -> list[int]:
-        """How many features each picture has; it can be told before they are made."""
+        """Count each picture's features; this needs none of them made."""
         given = extra.get("cached_image_features")
         return self.count_positions(extra) if given is None else [len(picture) for picture in given]
 
@@ -34,7 +34,7 @@ class OnePlaceholder(Adapter):
         return {"inputs_embeds": embeds}
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
-        """How many features the family's tower makes of each picture."""
+        """Count the features that the family's tower makes of each picture."""
         raise NotImplementedError
 
     def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""What adapters do along a prompt: its placeholders, its embeddings, parts of its features, and its mask."""
+"""Operations along a prompt: its placeholders, its embeddings, parts of its features, and its mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model can hold its keys and values in few bits: found out by trying, before the first request."""
+"""The trial, before the first request, of a model with keys and values in few bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, where mlx-vlm's routers differ from the published ones."""
+"""Routers of experts as published, where mlx-vlm's differ."""
 
 from __future__ import annotations
 

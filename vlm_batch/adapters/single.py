@@ -28,7 +28,7 @@ class SingleRow(Adapter):
 
     @staticmethod
     def can_run(model: nn.Module) -> bool:
-        """Whether the model is a decoder with mlx-vlm's usual parts."""
+        """True if the model is a decoder with mlx-vlm's usual parts."""
         return hasattr(model, "get_input_embeddings") and hasattr(getattr(model, "language_model", None), "layers")
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Cohere Compass."""
+"""Replacements of mlx-vlm's modules in Cohere Compass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in DeepSeek-V4."""
+"""Replacements of mlx-vlm's modules in DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Compressor(upstream.Compressor):
 
 
 class Indexer(upstream.Indexer):
-    """Which pools a token sees, chosen among all of them."""
+    """Chooses the pools that a token sees, among all of them."""
 
     def prepare(self, x: mx.array, residual: mx.array, rope: Any, offset: Any) -> tuple[mx.array, ...]:
         """Queries (B, H, L, D), their heads' weights (B, L, H), value and gate of the indexer's own pools."""
@@ -89,7 +89,7 @@ class Attention(upstream.LocalAttention):
         return self.wo_b(output.swapaxes(1, 2).flatten(-2))
 
     def prepare(self, x: mx.array, residual: mx.array, offset: Any) -> tuple[mx.array, ...]:
-        """What else a row's attention needs of the layer's input, each with the rows along its first axis."""
+        """Further inputs of a row's attention, made of the layer's input, each with the rows along its first axis."""
         return ()
 
     def attend(self, parts: tuple[mx.array, ...], mask: Any, cache: Any) -> mx.array:
@@ -185,7 +185,7 @@ class Trunk(upstream.DeepseekV4Model):
         return self.norm(self.hc_head(streams[:, -1:]))
 
     def mask(self, ids: mx.array, cache: Any) -> mx.array:
-        """What a chunk (1, L) sees of the window's keys and of its own: (L, K) bool. It holds pictures whole."""
+        """The mask of a chunk (1, L) over the window's keys and its own: (L, K) bool. It holds pictures whole."""
         window = cache.caches[0] if isinstance(cache, WholeCache) else cache
         size, length = self.args.sliding_window, ids.shape[1]
         mask = window.make_mask(length, window_size=size, return_array=True)

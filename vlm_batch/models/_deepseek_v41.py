@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in DeepSeek-V4.1."""
+"""Replacements of mlx-vlm's modules in DeepSeek-V4.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in DeepSeek-VL2."""
+"""Replacements of mlx-vlm's modules in DeepSeek-VL2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in DeepSeek-OCR and the families with its vision towers."""
+"""Replacements of mlx-vlm's modules in DeepSeek-OCR and the families with its vision towers."""
 
 from __future__ import annotations
 

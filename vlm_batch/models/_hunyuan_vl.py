@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in HunyuanOCR."""
+"""Replacements of mlx-vlm's modules in HunyuanOCR."""
 
 from __future__ import annotations
 

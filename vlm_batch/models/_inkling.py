@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Inkling."""
+"""Replacements of mlx-vlm's modules in Inkling."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RowAttention(InklingAttention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
     def scale_of(self, positions: mx.array) -> mx.array:
-        """What queries at positions (B,) are multiplied with in layers without a window: (B, 1, 1)."""
+        """The factor of queries at positions (B,) in layers without a window: (B, 1, 1)."""
         past = mx.maximum((positions + 1).astype(mx.float32) / self.log_floor, 1.0)
         return (1 + self.log_alpha * mx.log(past))[:, None, None]
 

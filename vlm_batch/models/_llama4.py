@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Llama 4."""
+"""Replacements of mlx-vlm's modules in Llama 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in MiniMax M3 VL."""
+"""Replacements of mlx-vlm's modules in MiniMax M3 VL."""
 
 from __future__ import annotations
 

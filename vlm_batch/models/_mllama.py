@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Llama 3.2 Vision."""
+"""Replacements of mlx-vlm's modules in Llama 3.2 Vision."""
 
 from __future__ import annotations
 

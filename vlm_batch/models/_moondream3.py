@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Moondream 3."""
+"""Replacements of mlx-vlm's modules in Moondream 3."""
 
 from __future__ import annotations
 

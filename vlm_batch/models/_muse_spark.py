@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Muse Spark."""
+"""Replacements of mlx-vlm's modules in Muse Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in PaliGemma."""
+"""Replacements of mlx-vlm's modules in PaliGemma."""
 
 from __future__ import annotations
 

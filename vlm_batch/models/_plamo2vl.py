@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in PLaMo 2.1 VL."""
+"""Replacements of mlx-vlm's modules in PLaMo 2.1 VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces mlx-vlm's modules in Qwen3-Next."""
+"""Replacements of mlx-vlm's modules in Qwen3-Next."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class DeepseekV4(Adapter):
         return super().features(ids, extra)
 
     def parts(self, extra: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Which of all ``image_types`` are each picture's."""
+        """Each picture's part [start, end) of all ``image_types``."""
         return list(itertools.pairwise(np.array(extra["image_type_offsets"]).tolist()))
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:

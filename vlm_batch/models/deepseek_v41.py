@@ -20,7 +20,7 @@ from vlm_batch.types import Picture
 
 
 class Rows:
-    """What upstream's layers ask of the one cache that they share, for rows that each have their own."""
+    """Stands for the one cache that upstream's layers share, where each row has its own."""
 
     def __init__(self, cache: RowsCache) -> None:
         self.cache = cache
@@ -31,7 +31,7 @@ class Rows:
 
     @property
     def offset(self) -> mx.array:
-        """How many tokens each row has seen: (B,)."""
+        """The number of tokens that each row has seen: (B,)."""
         return self.cache.offset
 
     def advance(self, width: int) -> None:
@@ -77,7 +77,7 @@ class DeepseekV41(Adapter):
     @property
     def fingerprint(self) -> str:
         """With some rows of every table that stays in its file."""
-        tables = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
+        tables: list[Any] = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
         rows = [table._read_rows(slice(0, SAMPLES)) for table in tables if isinstance(table, self.on_disk())]
         return digest([super().fingerprint, rows]).hex() if rows else super().fingerprint
 

@@ -24,7 +24,7 @@ MAX_RETRIES = 100
 
 @dataclass
 class Pointer:
-    """What one row has pointed at: it lies beside the row's KV, as a layer's cache does, and goes where that goes."""
+    """The points of one row. They lie beside the row's KV, as a layer's cache does, and go where that goes."""
 
     found: list[tuple[float, float]] = field(default_factory=list)  # the points of finished detections
     point: tuple[float, float] | None = None  # of the detection that is being made

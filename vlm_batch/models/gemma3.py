@@ -62,5 +62,5 @@ class Gemma3(Adapter):
 
 
 def embedding_scale(width: int, dtype: mx.Dtype) -> mx.array:
-    """What the trunk multiplies embeddings with: the root of their width in bfloat16 (gemma3/language.py:192)."""
+    """The trunk's factor of embeddings: the root of their width in bfloat16 (gemma3/language.py:192)."""
     return mx.array(width**0.5, mx.bfloat16).astype(dtype)

@@ -81,7 +81,7 @@ class Idefics2(Idefics3):
 
 
 def buckets(count: int, size: int) -> np.ndarray:
-    """Which of ``size`` learned positions each of ``count`` evenly spaced patches takes, in float32 as torch does it."""
+    """The learned position, of ``size``, that each of ``count`` evenly spaced patches takes; in float32 as torch does it."""
     boundaries = (np.arange(1, size) * (1 / size)).astype(np.float32)
     points = np.arange(count, dtype=np.float32) * np.float32(1 / count)
     return np.searchsorted(boundaries, np.minimum(points, np.float32(1 - 1e-6)), side="right")

@@ -47,7 +47,7 @@ class JinaVLM(Adapter):
         self.language.ln_f = LastPosition(self.language.ln_f)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """What upstream makes, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""
+        """Upstream's embeddings, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""
         if "pixel_values" not in extra or "image_input_idx" not in extra:
             return super().features(ids, {})
         found = extra.get("cached_image_features")

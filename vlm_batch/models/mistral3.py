@@ -63,7 +63,7 @@ class Mistral3(Pixtral):
 
 
 def yarn_scale(rope: Mapping[str, Any]) -> float:
-    """What YaRN multiplies attention's scale with where only a part of each key is rotated (DeepSeek-V2's rule).
+    """YaRN's factor of attention's scale where only a part of each key is rotated (DeepSeek-V2's rule).
 
     The factor that ``mscale_all_dim`` asks for, squared (transformers, modeling_rope_utils.py, yarn_apply_mscale).
     """
@@ -74,7 +74,7 @@ def yarn_scale(rope: Mapping[str, Any]) -> float:
 
 
 def query_scale(config: Any, offset: Any, x: mx.array) -> mx.array:
-    """What queries are multiplied with, (1 or B, 1, L, 1), for (B, L, D) tokens after ``offset`` (int or (B,)) others.
+    """The factor of queries, (1 or B, 1, L, 1), for (B, L, D) tokens after ``offset`` (int or (B,)) others.
 
     1 + beta * log(1 + floor(position / length)), as in Llama 4 (transformers, modeling_ministral3.py).
     """

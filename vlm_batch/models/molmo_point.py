@@ -26,7 +26,7 @@ SMALL = -100000.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which ids stand for what: a picture's patches, "no more points", the parts of a patch, and the places in a part."""
+    """The ids of markers: a picture's patches, "no more points", the parts of a patch, and the places in a part."""
 
     first: int
     num_patches: int
@@ -72,7 +72,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a row can point at: P patches, of S parts each, of all its pictures."""
+    """The possible points of a row: P patches, of S parts each, of all its pictures."""
 
     tokens: Tokens
     patches: mx.array  # (P, D) as they were added to the prompt's embeddings
@@ -90,7 +90,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class PointerState:
-    """What a row that has seen its pictures can point at. What it has pointed at no other prompt can begin with."""
+    """The possible points of a row that has seen its pictures. No other prompt can begin with what it has pointed at."""
 
     pictures: Pictures | None
     keys: mx.array | None
@@ -114,7 +114,7 @@ class PointerState:
 
 @dataclass
 class Pointer:
-    """What one row can point at and has pointed at: it lies beside the row's KV, as a layer's cache does."""
+    """The possible and the chosen points of one row. They lie beside the row's KV, as a layer's cache does."""
 
     pictures: Pictures | None = None
     keys: mx.array | None = None  # (P, E) of the patches, from the prompt's hidden states
@@ -246,7 +246,7 @@ class MolmoPoint(Adapter):
 
     @property
     def num_words(self) -> int:
-        """How many tokens there are without points."""
+        """The number of tokens without points."""
         return int(self.config.text_config.vocab_size + self.config.text_config.additional_vocab_size)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class MolmoPoint(Adapter):
             )
 
     def tokens(self, extra: Mapping[str, Any]) -> Tokens:
-        """Which ids stand for what in a prompt with pictures."""
+        """The ids of a prompt's markers for pictures."""
         num_patches, num_parts = extra["image_token_pooling"].shape
         places = 9 if self.config.patch_location else 0
         return Tokens(self.num_words, num_patches, num_parts, places, bool(self.config.no_more_points_class))
@@ -434,7 +434,7 @@ class MolmoPoint(Adapter):
 
 @dataclass(frozen=True)
 class Questions:
-    """What hidden states ask the keys of pictures: of patches (..., E), of parts (..., E), and logits of places (..., 9)."""
+    """Queries of hidden states to the pictures' keys: of patches (..., E), of parts (..., E), and logits of places (..., 9)."""
 
     patch: mx.array
     part: mx.array
