@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.harness import inputs_of, shared_adapter
 from tests.zoo import family
+from tests.zoo._molmo import COLUMN, END, LOW, LOW_START, NEW_IDS, PATCH, PATCH_TOKEN, SIDE, START
 from tests.zoo._types import PLAIN, VOCABULARY
-from tests.zoo.molmo2 import COLUMN, END, LOW, LOW_START, NEW_IDS, PATCH, PATCH_TOKEN, SIDE, START
 from vlm_batch import SamplingParams, VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt

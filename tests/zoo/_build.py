@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +25,7 @@ from ._types import PLAIN, Inputs
 
 Shape = tuple[int, ...]
 Fill = Callable[[np.random.RandomState, Shape], np.ndarray]
+Kind = TypeVar("Kind")
 
 
 def spread(std: float, mean: float = 0.0) -> Fill:
@@ -161,6 +162,23 @@ def ids(*parts: Sequence[int]) -> np.ndarray:
 def text_request(seed: int, length: int) -> Inputs:
     """A request of plain text."""
     return {"input_ids": ids(words(seed, length))}
+
+
+def asks(
+    make: Callable[[int, list[Kind]], Inputs], kinds: Sequence[Kind], pair: Sequence[Kind]
+) -> tuple[Callable[[int, int], Inputs], Callable[[int], Inputs]]:
+    """A family's requests by seed: with one picture of the three ``kinds``, and with the ``pair`` of them.
+
+    ``make`` makes a request of a seed and its pictures' kinds (their grids, sizes, or numbers of tiles).
+    """
+
+    def image(seed: int, size: int) -> Inputs:
+        return make(seed, [kinds[size]])
+
+    def two_images(seed: int) -> Inputs:
+        return make(seed, list(pair))
+
+    return image, two_images
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ._build import Rule, activated, ids, pixels, spread, words
+from ._build import Rule, activated, asks, ids, pixels, spread, words
 from ._deepseek import IMAGE, RULES
 from ._oracle import generate_alone
 from ._types import Inputs, Trace
@@ -48,14 +48,8 @@ def request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 2 or 6 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[2]])
+# One picture of 1, 2 or 6 placeholders. Two pictures of different grids.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[2]))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

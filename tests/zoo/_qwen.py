@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ._build import ids, pixels, words
+from ._build import asks, ids, pixels, words
 from ._types import PLAIN, Inputs
 
 VISION_START, VISION_END, IMAGE, VIDEO = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3
@@ -42,23 +42,11 @@ def still_request(seed: int, grids: Sequence[Grid]) -> Inputs:
 
 
 GRIDS = ((4, 4), (4, 6), (6, 8))
+PAIR = ((4, 6), (4, 4))
 
 
-def asks(
-    make: Callable[[int, Sequence[Grid]], Inputs],
-) -> tuple[Callable[[int, int], Inputs], Callable[[int], Inputs]]:
-    """A family's requests with one picture, of 4, 6 or 12 placeholders, and with two of different grids."""
-
-    def image(seed: int, size: int) -> Inputs:
-        return make(seed, [GRIDS[size]])
-
-    def two_images(seed: int) -> Inputs:
-        return make(seed, [GRIDS[1], GRIDS[0]])
-
-    return image, two_images
-
-
-image, two_images = asks(request)
+# One picture of 4, 6 or 12 placeholders; two of different grids.
+image, two_images = asks(request, GRIDS, PAIR)
 
 
 Steps = tuple[int, int, int]

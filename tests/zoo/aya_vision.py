@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import aya_vision as upstream
 
-from ._build import Rule, enliven, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -70,14 +70,8 @@ def _request(seed: int, crops: list[int]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(crops), 3, CROP, CROP)}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 3 or 5 crops."""
-    return _request(seed, [NUM_CROPS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """A picture of three crops and one of a single crop."""
-    return _request(seed, [3, 1])
+# One picture of 1, 3 or 5 crops. A picture of three crops and one of a single crop.
+image, two_images = asks(_request, NUM_CROPS, (3, 1))
 
 
 FAMILY = TinyFamily(

@@ -14,7 +14,7 @@ from mlx_vlm.models.deepseek_v4 import language
 from mlx_vlm.models.deepseek_v4.config import ModelConfig
 from mlx_vlm.models.deepseek_v4.processing_deepseek_v4 import build_image_block
 
-from ._build import Fill, Rule, Shape, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
+from ._build import Fill, Rule, Shape, asks, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -123,14 +123,9 @@ def request(seed: int, grids: Sequence[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 2 x 4 or 3 x 3 tokens, of which the last is longer than the window, and what goes with them."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 1, 2 x 4 or 3 x 3 tokens, of which the last is longer than the window, and what goes with them. Two
+# pictures of different grids.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[0]))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

@@ -12,7 +12,7 @@ from mlx_vlm.models.deepseek_v41.config import ModelConfig
 from mlx_vlm.models.deepseek_v41.engram import NgramHashState
 from mlx_vlm.models.deepseek_v41.processing_deepseek_v41 import ImageInput, image_token_types
 
-from ._build import Rule, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -114,14 +114,8 @@ def request(seed: int, grids: Sequence[tuple[int, int]]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": [pictures]}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 2 x 2, 2 x 3 or 3 x 3 tokens, and what goes with them."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 2 x 2, 2 x 3 or 3 x 3 tokens, and what goes with them. Two pictures of different grids.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[0]))
 
 
 FAMILY = TinyFamily(

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_vlm.models import deepseek_vl_v2 as upstream
 from mlx_vlm.models.deepseek_vl_v2.config import ProjectorConfig
 
-from ._build import Rule, enliven, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, ids, pixels, spread, text_request, words
 from ._deepseek import HEAD, IMAGE, LATENT, RULES, TEXT
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
@@ -65,14 +65,8 @@ def _request(seed: int, tiles: list[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 2 or 4 tiles besides its whole view."""
-    return _request(seed, [TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of one and two tiles."""
-    return _request(seed, [TILES[1], TILES[0]])
+# One picture of 1, 2 or 4 tiles besides its whole view. Two pictures of one and two tiles.
+image, two_images = asks(_request, TILES, (TILES[1], TILES[0]))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

@@ -6,7 +6,7 @@ import mlx.nn as nn
 from mlx_vlm.models import dots_ocr as upstream
 
 from . import _qwen
-from ._build import Rule, enliven, fan_in, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, spread, text_request
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
@@ -45,7 +45,7 @@ def build() -> nn.Module:
     return model
 
 
-image, two_images = _qwen.asks(_qwen.still_request)
+image, two_images = asks(_qwen.still_request, _qwen.GRIDS, _qwen.PAIR)
 
 
 FAMILY = TinyFamily(

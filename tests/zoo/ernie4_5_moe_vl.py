@@ -8,7 +8,7 @@ import numpy as np
 from mlx_vlm.models import ernie4_5_moe_vl as upstream
 
 from . import _qwen
-from ._build import Rule, enliven, fan_in, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, spread, text_request
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -57,7 +57,7 @@ def build() -> nn.Module:
     return model
 
 
-image, two_images = _qwen.asks(_qwen.still_request)
+image, two_images = asks(_qwen.still_request, _qwen.GRIDS, _qwen.PAIR)
 
 
 def four_images(seed: int) -> Inputs:

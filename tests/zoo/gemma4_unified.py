@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import gemma4_unified as upstream
 
-from ._build import enliven, pixels
+from ._build import asks, enliven, pixels
 from ._pictures import prompt
 from ._types import END_OF_TEXT, Inputs, TinyFamily
 from .gemma4 import AUDIO, EMBEDDING, END, FACTS, IMAGE, RULES, START, VIDEO, frames, text_of, with_types
@@ -56,14 +56,8 @@ def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 10 placeholders."""
-    return _request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures, of which the first is padded."""
-    return _request(seed, [GRIDS[1], GRIDS[2]])
+# One picture of 4, 6 or 10 placeholders. Two pictures, of which the first is padded.
+image, two_images = asks(_request, GRIDS, (GRIDS[1], GRIDS[2]))
 
 
 def video(seed: int, size: int) -> Inputs:

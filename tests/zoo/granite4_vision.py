@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import granite4_vision as upstream
 
-from ._build import Rule, enliven, fan_in, pixels, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, spread, text_request
 from ._oracle import generate_by_recomputing, to_mx, with_tanh_gelu
 from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -87,14 +87,8 @@ def _request(seed: int, sizes: list[int]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 2, 4 or 3 tiles."""
-    return _request(seed, [size])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _request(seed, [2, 0])
+# One picture of 2, 4 or 3 tiles. Two pictures of different grids.
+image, two_images = asks(_request, (0, 1, 2), (2, 0))
 
 
 def _packed(features: mx.array, grid: tuple[int, int], newline: mx.array) -> mx.array:

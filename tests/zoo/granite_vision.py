@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import granite_vision as upstream
 
-from ._build import Rule, enliven, fan_in, pixels, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, spread, text_request
 from ._oracle import generate_from_embeddings, put_pictures, to_mx, with_tanh_gelu
 from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -79,14 +79,8 @@ def request(seed: int, sizes: list[int], marker: int = IMAGE) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 2, 6 or 4 tiles."""
-    return request(seed, [size])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [2, 0])
+# One picture of 2, 6 or 4 tiles. Two pictures of different grids.
+image, two_images = asks(request, (0, 1, 2), (2, 0))
 
 
 def _features(model: nn.Module, tiles: mx.array) -> mx.array:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import hunyuan_vl as upstream
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -76,14 +76,8 @@ def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 8, 10 or 17 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 8, 10 or 17 placeholders. Two pictures of different grids.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[0]))
 
 
 def _positions(tokens: np.ndarray, grids: Sequence[Grid]) -> mx.array:

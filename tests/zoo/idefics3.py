@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import idefics3
 
-from ._build import Rule, enliven, fan_in, pixels, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, text_request
 from ._oracle import generate_alone
 from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
@@ -75,14 +75,8 @@ def _request(seed: int, tiles: list[int]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 3 or 5 tiles."""
-    return _request(seed, [NUM_TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """A picture of three tiles and one of a single tile."""
-    return _request(seed, [3, 1])
+# One picture of 1, 3 or 5 tiles. A picture of three tiles and one of a single tile.
+image, two_images = asks(_request, NUM_TILES, (3, 1))
 
 
 FACTS: dict[str, Any] = {

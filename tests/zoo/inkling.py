@@ -6,7 +6,7 @@ import mlx.nn as nn
 from mlx_vlm.models import inkling as upstream
 from mlx_vlm.models.inkling.config import AudioConfig
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -75,14 +75,8 @@ def request(seed: int, patches: list[int]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(patches), 2, PATCH, PATCH, 3)}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 2, 4 or 9 placeholders."""
-    return request(seed, [NUM_PATCHES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different sizes."""
-    return request(seed, [4, 2])
+# One picture of 2, 4 or 9 placeholders. Two pictures of different sizes.
+image, two_images = asks(request, NUM_PATCHES, (4, 2))
 
 
 FAMILY = TinyFamily(

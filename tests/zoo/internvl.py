@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import internvl as upstream
 
-from ._build import Rule, enliven, fan_in, pixels, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, spread, text_request
 from ._oracle import generate_alone, with_exact_gelu
 from ._pictures import prompt
 from ._types import PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -68,14 +68,8 @@ def request(seed: int, tiles: list[int]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 3 or 5 tiles."""
-    return request(seed, [NUM_TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """A picture of three tiles and one of a single tile."""
-    return request(seed, [3, 1])
+# One picture of 1, 3 or 5 tiles. A picture of three tiles and one of a single tile.
+image, two_images = asks(request, NUM_TILES, (3, 1))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

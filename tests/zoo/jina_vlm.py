@@ -7,7 +7,7 @@ import numpy as np
 from mlx_vlm.models.jina_vlm import config as upstream
 from mlx_vlm.models.jina_vlm.jina_vlm import Model
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 
@@ -88,14 +88,9 @@ def _request(seed: int, pictures: list[int]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """A picture of 1, 2 or 3 crops; the last feature is padding, and so are some of the last crop's patches."""
-    return _request(seed, [NUM_CROPS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Pictures of two crops and of one."""
-    return _request(seed, [2, 1])
+# A picture of 1, 2 or 3 crops; the last feature is padding, and so are some of the last crop's patches. Pictures of
+# two crops and of one.
+image, two_images = asks(_request, NUM_CROPS, (2, 1))
 
 
 FAMILY = TinyFamily(

@@ -9,7 +9,7 @@ import numpy as np
 from mlx_vlm.models.kimi_k3 import config as upstream_config
 from mlx_vlm.models.kimi_k3 import kimi_k3 as upstream
 
-from ._build import Rule, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, per_expert, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -98,14 +98,8 @@ def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 4, 6 or 12 placeholders. Two pictures of different grids.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[0]))
 
 
 FAMILY = TinyFamily(

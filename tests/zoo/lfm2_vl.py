@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import lfm2_vl as upstream
 
-from ._build import Rule, enliven, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -76,14 +76,8 @@ def request(seed: int, grids: Sequence[Grid]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 9 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of one grid."""
-    return request(seed, [GRIDS[1], GRIDS[1]])
+# One picture of 4, 6 or 9 placeholders. Two pictures of one grid.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[1]))
 
 
 FAMILY = TinyFamily(

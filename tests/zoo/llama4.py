@@ -6,7 +6,7 @@ import mlx.nn as nn
 from mlx_vlm.models import llama4 as upstream
 from mlx_vlm.models.llama4.vision import Llama4VisionMLP
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._deepseek import heads
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -84,14 +84,8 @@ def _request(seed: int, tiles: list[int]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(tiles), 3, SIDE * PATCH, SIDE * PATCH)}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 3 or 5 views."""
-    return _request(seed, [NUM_TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """A picture of three views and one of a single view."""
-    return _request(seed, [3, 1])
+# One picture of 1, 3 or 5 views. A picture of three views and one of a single view.
+image, two_images = asks(_request, NUM_TILES, (3, 1))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import llava_next as upstream
 
-from ._build import Rule, enliven, fan_in, pixels, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, spread, text_request
 from ._oracle import generate_from_embeddings, put_pictures, to_mx
 from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
@@ -93,14 +93,8 @@ def request(seed: int, sizes: list[int]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 2, 4 or 3 tiles."""
-    return request(seed, [size])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [1, 0])
+# One picture of 2, 4 or 3 tiles. Two pictures of different grids.
+image, two_images = asks(request, (0, 1, 2), (1, 0))
 
 
 def pack(features: mx.array, size: tuple[int, int], grid: tuple[int, int], newline: mx.array) -> mx.array:

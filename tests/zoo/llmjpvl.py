@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import llmjpvl as upstream
 
-from ._build import Rule, enliven, fan_in, ids, pixels, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -56,14 +56,8 @@ def _request(seed: int, tiles: list[int]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": pixels(seed, sum(tiles), 3, SIDE * PATCH, SIDE * PATCH)}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 2 or 4 tiles."""
-    return _request(seed, [NUM_TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Pictures of two tiles and of one."""
-    return _request(seed, [2, 1])
+# One picture of 1, 2 or 4 tiles. Pictures of two tiles and of one.
+image, two_images = asks(_request, NUM_TILES, (2, 1))
 
 
 FAMILY = TinyFamily(

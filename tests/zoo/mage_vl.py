@@ -7,7 +7,7 @@ from mlx_vlm.models.mage_vl import config as upstream_config
 from mlx_vlm.models.mage_vl import mage_vl as upstream
 
 from . import _qwen
-from ._build import Rule, enliven, fan_in, text_request
+from ._build import Rule, asks, enliven, fan_in, text_request
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
@@ -49,7 +49,7 @@ def build() -> nn.Module:
     return model
 
 
-image, two_images = _qwen.asks(_qwen.still_request)
+image, two_images = asks(_qwen.still_request, _qwen.GRIDS, _qwen.PAIR)
 
 
 FAMILY = TinyFamily(

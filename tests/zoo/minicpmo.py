@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import minicpmo as upstream
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -72,14 +72,8 @@ def _request(seed: int, pictures: list[tuple[tuple[int, int], ...]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 2 or 3 slices."""
-    return _request(seed, [SLICES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Pictures of two slices and of one."""
-    return _request(seed, [SLICES[1], SLICES[0]])
+# One picture of 1, 2 or 3 slices. Pictures of two slices and of one.
+image, two_images = asks(_request, SLICES, (SLICES[1], SLICES[0]))
 
 
 FAMILY = TinyFamily(

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import mllama as upstream
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -100,14 +100,8 @@ def _seen_tiles(tokens: np.ndarray, tile_mask: np.ndarray) -> np.ndarray:
     return mask
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 3 or 4 tiles."""
-    return _request(seed, [SIZES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """A picture of two tiles, then one of a single tile."""
-    return _request(seed, [WIDE, ONE])
+# One picture of 1, 3 or 4 tiles. A picture of two tiles, then one of a single tile.
+image, two_images = asks(_request, SIZES, (WIDE, ONE))
 
 
 def _vision_states(model: nn.Module, arrays: dict) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +12,9 @@ import numpy as np
 from mlx_vlm.models.molmo_point import config as upstream
 from mlx_vlm.models.molmo_point.molmo_point import Model, MolmoPointLogitProcessor
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
-from ._oracle import generate_by_recomputing, to_mx
-from ._types import VOCABULARY, Inputs, TinyFamily, Trace
-from .molmo2 import (
+from . import _molmo
+from ._build import Rule, asks, enliven, fan_in, spread, text_request
+from ._molmo import (
     COLUMN,
     END,
     FRAME,
@@ -23,12 +23,20 @@ from .molmo2 import (
     LOW,
     LOW_GRID,
     LOW_START,
-    NEW_IDS,
+    PAIR,
     PATCH,
     PATCH_TOKEN,
+    POOLING,
     SIDE,
     START,
+    TEXT,
+    VISION,
+    VIT_LAYERS,
+    Grid,
+    close_view,
 )
+from ._oracle import generate_by_recomputing, to_mx
+from ._types import VOCABULARY, Inputs, TinyFamily, Trace
 
 POINT, PART, PLACE = (VOCABULARY + index for index in range(11, 14))
 SMALL = -100000.0
@@ -52,39 +60,9 @@ def build() -> nn.Module:
             patch_embed_dim=16,
             token_prediction_rotary_theta=100.0,
             eos_token_id=[VOCABULARY - 1],
-            text_config=upstream.TextConfig(
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                vocab_size=VOCABULARY,
-                additional_vocab_size=NEW_IDS,
-                rope_theta=100.0,
-                max_position_embeddings=1024,
-            ),
-            vision_config=upstream.VisionConfig(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=3,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=16,
-                image_patch_size=PATCH,
-                image_num_pos=SIDE**2,
-                image_default_input_size=(SIDE * PATCH, SIDE * PATCH),
-            ),
-            adapter_config=upstream.AdapterConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                text_hidden_size=64,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=16,
-                vit_layers=(-1, -3),
-                pooling_attention_mask=True,
-            ),
+            text_config=upstream.TextConfig(**TEXT, max_position_embeddings=1024),
+            vision_config=upstream.VisionConfig(**VISION, image_default_input_size=(SIDE * PATCH, SIDE * PATCH)),
+            adapter_config=upstream.AdapterConfig(**POOLING, vit_layers=tuple(VIT_LAYERS), pooling_attention_mask=True),
         )
     )
     rules = [
@@ -111,46 +89,18 @@ def pointing(head: np.ndarray) -> np.ndarray:
     return head
 
 
-def _picture(grid: tuple[int, int]) -> list[int]:
+def picture(grid: Grid) -> list[int]:
     """The ids of one picture, far view and then close view, as `MolmoPointProcessor.get_image_tokens` orders them."""
-    (low_high, low_wide), (high, wide) = LOW_GRID, grid
-    far = [LOW_START, *[LOW] * (low_high * low_wide), END]
-    return [*far, START, *([PATCH_TOKEN] * wide + [COLUMN]) * high, END]
+    return [LOW_START, *[LOW] * (LOW_GRID[0] * LOW_GRID[1]), END, *close_view(grid)]
 
 
-def _pooling(grid: tuple[int, int]) -> np.ndarray:
-    """(tokens, 4): which patches of the picture's crops each token pools; -1 is none."""
-    num_crops = 1 + -(-grid[0] * grid[1] // 4)
-    patches = np.arange(num_crops * SIDE**2).reshape(-1, 4)
-    pooled = patches[: LOW_GRID[0] * LOW_GRID[1] + grid[0] * grid[1]].copy()
-    pooled[-1, 2:] = -1
-    return pooled.astype(np.int32)
+def request(seed: int, grids: Sequence[Grid]) -> Inputs:
+    made = _molmo.request(seed, grids, picture)
+    return {**made, "token_type_ids": (made["input_ids"] >= VOCABULARY).astype(np.int32)}
 
 
-def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
-    parts = [words(seed, 3)]
-    for index, grid in enumerate(grids):
-        parts += [_picture(grid), words(seed + 101 * (index + 1), 4)]
-    crops = [1 + -(-high * wide // 4) for high, wide in grids]
-    tokens = ids(*parts)
-    return {
-        "input_ids": tokens,
-        "token_type_ids": (tokens >= VOCABULARY).astype(np.int32),
-        "pixel_values": pixels(seed, sum(crops), SIDE**2, 3 * PATCH**2),
-        "image_token_pooling": np.concatenate([_pooling(grid) for grid in grids]),
-        "image_grids": np.array([[*LOW_GRID, *grid] for grid in grids], dtype=np.int32),
-        "image_num_crops": np.array(crops, dtype=np.int32),
-    }
-
-
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 6, 8 or 12 features."""
-    return _request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures with words between; the first sees the second."""
-    return _request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 6, 8 or 12 features. Two pictures with words between; the first sees the second.
+image, two_images = asks(request, GRIDS, PAIR)
 
 
 class Answering:

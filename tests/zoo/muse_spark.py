@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import muse_spark as upstream
 
-from ._build import Rule, Shape, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, Shape, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -93,14 +93,8 @@ def request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": pictures}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of one size: they come as a list."""
-    return request(seed, [GRIDS[1], GRIDS[1]])
+# One picture of 4, 6 or 12 placeholders. Two pictures of one size: they come as a list.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[1]))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_vlm.models import paddleocr_vl as upstream
 
 from . import _qwen
-from ._build import Rule, enliven, fan_in, pixels, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, text_request
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
@@ -58,7 +58,7 @@ def request(seed: int, grids: Sequence[_qwen.Grid]) -> Inputs:
     return {**_qwen.request(seed, grids), "pixel_values": flat}
 
 
-image, two_images = _qwen.asks(request)
+image, two_images = asks(request, _qwen.GRIDS, _qwen.PAIR)
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

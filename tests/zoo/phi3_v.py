@@ -10,7 +10,7 @@ import numpy as np
 from mlx_vlm.models.phi3_v import config as upstream
 from mlx_vlm.models.phi3_v.phi3_v import Model
 
-from ._build import Rule, enliven, fan_in, ids, pixels, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 
@@ -80,14 +80,8 @@ def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 5, 6 or 9 placeholders."""
-    return _request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures, whose placeholders are -1 and -2."""
-    return _request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 5, 6 or 9 placeholders. Two pictures, whose placeholders are -1 and -2.
+image, two_images = asks(_request, GRIDS, (GRIDS[1], GRIDS[0]))
 
 
 FAMILY = TinyFamily(

@@ -7,7 +7,7 @@ import numpy as np
 from mlx_vlm.models import phi4mm as upstream
 from mlx_vlm.models.phi4mm.config import VisionConfig
 
-from ._build import Rule, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
 from .phi3_v import LONG, ORIGINAL_LENGTH, SHORT
@@ -79,14 +79,8 @@ def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 patches, padded to the most."""
-    return _request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different sizes."""
-    return _request(seed, [GRIDS[2], GRIDS[0]])
+# One picture of 4, 6 or 12 patches, padded to the most. Two pictures of different sizes.
+image, two_images = asks(_request, GRIDS, (GRIDS[2], GRIDS[0]))
 
 
 FAMILY = TinyFamily(

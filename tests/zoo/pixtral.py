@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import pixtral as upstream
 
-from ._build import Rule, enliven, fan_in, pixels, text_request
+from ._build import Rule, asks, enliven, fan_in, pixels, text_request
 from ._oracle import generate_alone
 from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
@@ -75,14 +75,8 @@ def _picture(rows: int, columns: int) -> list[int]:
     return [token for row in range(rows) for token in [*[IMAGE] * columns, BREAK if row < rows - 1 else END]]
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return request(seed, [GRIDS[1], GRIDS[2]])
+# One picture of 4, 6 or 12 placeholders. Two pictures of different grids.
+image, two_images = asks(request, GRIDS, (GRIDS[1], GRIDS[2]))
 
 
 FAMILY = TinyFamily(

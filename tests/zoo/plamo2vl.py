@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import plamo2vl as upstream
 
-from ._build import Rule, enliven, ids, pixels, spread, text_request, words
+from ._build import Rule, asks, enliven, ids, pixels, spread, text_request, words
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
 
@@ -73,14 +73,8 @@ def request(seed: int, tiles: list[int]) -> Inputs:
     return {"input_ids": ids(*parts), "pixel_values": pixels(seed, 1, sum(tiles), 3, SIDE, SIDE)}
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 1, 2 or 4 tiles."""
-    return request(seed, [NUM_TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """A picture of two tiles and one of a single tile."""
-    return request(seed, [2, 1])
+# One picture of 1, 2 or 4 tiles. A picture of two tiles and one of a single tile.
+image, two_images = asks(request, NUM_TILES, (2, 1))
 
 
 FAMILY = TinyFamily(

@@ -6,8 +6,8 @@ import mlx.nn as nn
 from mlx_vlm.models import qwen2_5_vl as upstream
 
 from . import _qwen, _videos
-from ._build import Rule, enliven, fan_in, text_request
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily
+from ._build import Rule, asks, enliven, fan_in, text_request
+from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
 
 # A window is 4 x 4 patches. The first two grids end in partial windows; the last is 4 high, so that the windows
 # divide it evenly and mlx-vlm's list of boundaries has repeats.
@@ -58,14 +58,8 @@ def build() -> nn.Module:
     return model
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 9, 15 or 10 placeholders."""
-    return _qwen.request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _qwen.request(seed, [GRIDS[2], GRIDS[0]])
+# One picture of 9, 15 or 10 placeholders. Two pictures of different grids.
+image, two_images = asks(_qwen.request, GRIDS, (GRIDS[2], GRIDS[0]))
 
 
 FAMILY = TinyFamily(

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_vlm.models import unlimited_ocr as upstream
 
 from . import _deepseek
-from ._build import enliven, text_request
+from ._build import asks, enliven, text_request
 from ._oracle import generate_by_recomputing, to_mx
 from ._types import END_OF_TEXT, Inputs, TinyFamily, Trace
 
@@ -36,14 +36,9 @@ def build() -> nn.Module:
     return model
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of one tile, which is the whole view, or of 2 or 4 crops and a whole view."""
-    return _deepseek.ocr_request(seed, [TILES[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures, with crops and without."""
-    return _deepseek.ocr_request(seed, [TILES[1], TILES[0]])
+# One picture of one tile, which is the whole view, or of 2 or 4 crops and a whole view. Two pictures, with crops
+# and without.
+image, two_images = asks(_deepseek.ocr_request, TILES, (TILES[1], TILES[0]))
 
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:

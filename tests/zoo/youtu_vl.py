@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import youtu_vl as upstream
 
-from ._build import Rule, enliven, fan_in, ids, pixels, text_request, words
+from ._build import Rule, asks, enliven, fan_in, ids, pixels, text_request, words
 from ._deepseek import LATENT, heads
 from ._oracle import generate_alone
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily
@@ -65,14 +65,8 @@ def _request(seed: int, grids: list[tuple[int, int]]) -> Inputs:
     }
 
 
-def image(seed: int, size: int) -> Inputs:
-    """One picture of 4, 6 or 12 placeholders."""
-    return _request(seed, [GRIDS[size]])
-
-
-def two_images(seed: int) -> Inputs:
-    """Two pictures of different grids."""
-    return _request(seed, [GRIDS[1], GRIDS[0]])
+# One picture of 4, 6 or 12 placeholders. Two pictures of different grids.
+image, two_images = asks(_request, GRIDS, (GRIDS[1], GRIDS[0]))
 
 
 FAMILY = TinyFamily(

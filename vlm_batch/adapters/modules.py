@@ -193,12 +193,11 @@ def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
 
     mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
     """
-    children: list[Any] = [child for _, child in module.named_modules()]
-    for child in children:
-        if isinstance(child, on_disk):
-            for name in ("weight", "scales", "biases"):
-                child.pop(name, None)
-            child.__dict__.pop("_source_embedding", None)
+    tables: list[Any] = [child for _, child in module.named_modules() if isinstance(child, on_disk)]
+    for table in tables:
+        for name in ("weight", "scales", "biases"):
+            table.pop(name, None)
+        table.__dict__.pop("_source_embedding", None)
 
 
 def _arrays(node: Any, seen: set[int], on_disk: tuple[type, ...]) -> Iterator[mx.array]:

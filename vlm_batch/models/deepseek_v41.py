@@ -77,8 +77,9 @@ class DeepseekV41(Adapter):
     @property
     def fingerprint(self) -> str:
         """With some rows of every table that stays in its file."""
-        tables: list[Any] = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
-        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables if isinstance(table, self.on_disk())]
+        embeds = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
+        tables: list[Any] = [embed for embed in embeds if isinstance(embed, self.on_disk())]
+        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables]
         return digest([super().fingerprint, rows]).hex() if rows else super().fingerprint
 
     @classmethod
