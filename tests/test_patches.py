@@ -1,4 +1,4 @@
-"""What adapters mend, one mend at a time, where the parity matrix does not reach: each against its definition."""
+"""Patches of adapters, one at a time, where the parity matrix does not reach: each against its definition."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def gate(**settings: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
 def test_experts_are_chosen_by_score_and_bias(groups: tuple[int, int]) -> None:
     """DeepSeek's MoEGate (noaux_tc) by the book, token by token."""
-    _, mended = gate(topk_method="noaux_tc", n_group=groups[0], topk_group=groups[1], routed_scaling_factor=2.5)
+    _, patched = gate(topk_method="noaux_tc", n_group=groups[0], topk_group=groups[1], routed_scaling_factor=2.5)
     tokens = mx.array(np.random.RandomState(4).standard_normal((3, 5, 16)).astype(np.float32))
-    experts, weights = (np.array(part) for part in mended(tokens))
-    scores = 1 / (1 + np.exp(-np.array(tokens @ mended.weight.T)))
-    choice = scores + np.array(mended.e_score_correction_bias)
+    experts, weights = (np.array(part) for part in patched(tokens))
+    scores = 1 / (1 + np.exp(-np.array(tokens @ patched.weight.T)))
+    choice = scores + np.array(patched.e_score_correction_bias)
     for row, token in np.ndindex(3, 5):
         chosen = choice[row, token].reshape(groups[0], -1)
         kept = np.argsort(np.sort(chosen, axis=-1)[:, -2:].sum(axis=-1))[-groups[1] :]
@@ -137,19 +137,19 @@ def test_dropped_groups_have_no_expert(package: str, groups: tuple[int, int]) ->
 
 
 def test_greedy_experts_are_mlx_vlms() -> None:
-    upstream, mended = gate(topk_method="greedy")
+    upstream, patched = gate(topk_method="greedy")
     tokens = mx.array(np.random.RandomState(5).standard_normal((2, 4, 16)).astype(np.float32))
-    for found, right in zip(mended(tokens), upstream(tokens), strict=True):
+    for found, right in zip(patched(tokens), upstream(tokens), strict=True):
         np.testing.assert_array_equal(found, right)
 
 
 def test_long_rope_is_each_rows_own_choice() -> None:
     rope = SuScaledRoPE(8, 100.0, 64, 8, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
-    mended: Any = clone_modules(rope, Phi3V.patches())
+    patched: Any = clone_modules(rope, Phi3V.patches())
     x = mx.array(np.random.RandomState(6).standard_normal((3, 2, 1, 8)).astype(np.float32))
-    together = mended(x, offset=mx.array([2, 7, 30]))
+    together = patched(x, offset=mx.array([2, 7, 30]))
     for row, offset in enumerate((2, 7, 30)):
         np.testing.assert_allclose(together[row : row + 1], rope(x[row : row + 1], offset=offset), atol=1e-5)
     long = rope(mx.concatenate([x[:1]] * 20, axis=2))  # a prompt of 20 in one run
-    mended.prompt = 20
-    np.testing.assert_allclose(mended(x[:1], offset=0), long[:, :, :1], atol=1e-5)
+    patched.prompt = 20
+    np.testing.assert_allclose(patched(x[:1], offset=0), long[:, :, :1], atol=1e-5)

@@ -18,7 +18,7 @@ class ModelSpec:
 
     ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``known_gaps`` names a parity
     scenario that fails and why, as data for the tests (strict expected failures). ``notes`` say what the adapter
-    mends, for a reader. ``video`` says whether videos are verified; ``no_video`` why they are not.
+    patches, for a reader. ``video`` says whether videos are verified; ``no_video`` why they are not.
     """
 
     family: str

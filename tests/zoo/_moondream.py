@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ._build import ids, pixels, words
-from ._types import PLAIN, Inputs
+from ._oracle import generate_by_recomputing, to_mx
+from ._types import PLAIN, Inputs, Trace
 
 # The real sizes are 378 and 14, so 27 x 27 features; only their ratio is built into the models.
 CROP, PATCH, MARGIN = 12, 4, 1
@@ -17,6 +19,18 @@ SIDE = CROP // PATCH
 NUM_FEATURES = SIDE**2
 BOS, ANSWER, PLACEHOLDER = PLAIN, PLAIN + 1, 0
 LAYOUTS: tuple[tuple[int, int] | None, ...] = (None, (1, 2), (2, 2))
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": PATCH,
+    "crop_size": CROP,
+    "overlap_margin": MARGIN,
+    "proj_inner_dim": 64,
+    "proj_out_dim": 64,
+}
 
 ONE_PICTURE = (
     "the prompt has room for one picture's tokens (mlx_vlm/models/moondream3/moondream3.py and moondream2.py, "
@@ -90,3 +104,21 @@ def visible(length: int, prefix: int) -> mx.array:
     """(1, 1, L, L) bool: causal, and everything within the first `prefix` positions."""
     rows, columns = mx.arange(length)[:, None], mx.arange(length)[None, :]
     return ((columns <= rows) | ((rows < prefix) & (columns < prefix)))[None, None]
+
+
+def generate_under_prefix(
+    model: nn.Module, inputs: Inputs, num_tokens: int, table: nn.Module, blocks: Sequence[nn.Module]
+) -> Trace:
+    """The whole sequence at each step over the trunk's ``blocks``, under the prefix mask when there is a picture."""
+    arrays = to_mx(inputs)
+    prompt = embeddings(model, arrays, table)
+    prefix = 1 + NUM_FEATURES if "pixel_values" in arrays else 0
+
+    def logits(generated: list[int]) -> mx.array:
+        hidden = mx.concatenate([prompt, table(mx.array([generated], dtype=mx.int32))], axis=1)
+        mask = visible(hidden.shape[1], prefix)
+        for block in blocks:
+            hidden = block(hidden, mask)
+        return model.text.lm_head(model.text.model.post_ln(hidden[:, -1]))[0]
+
+    return generate_by_recomputing(logits, num_tokens)

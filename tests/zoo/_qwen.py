@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._build import asks, ids, pixels, words
-from ._types import PLAIN, Inputs
+from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs
 
 VISION_START, VISION_END, IMAGE, VIDEO = PLAIN, PLAIN + 1, PLAIN + 2, PLAIN + 3
 
@@ -17,6 +17,44 @@ PATCH_LENGTH = 3 * TEMPORAL_PATCH * PATCH * PATCH
 
 MROPE: dict[str, Any] = {"type": "mrope", "mrope_section": [2, 3, 3]}
 """Of the eight frequencies of a head of 16: time, rows, columns (Qwen2-VL and Qwen2.5-VL)."""
+
+MARKERS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "eos_token_id": [END_OF_TEXT],
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+}
+"""Settings of these families' models. Below: of their towers' patches, and of Qwen3-VL's text and tower."""
+PATCHES: dict[str, Any] = {
+    "patch_size": PATCH,
+    "spatial_patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": TEMPORAL_PATCH,
+}
+QWEN3_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCABULARY,
+    "rope_theta": 100.0,
+    "max_position_embeddings": 1024,
+    "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+}
+QWEN3_VISION: dict[str, Any] = {
+    **PATCHES,
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+}
 
 Grid = tuple[int, int]
 """Patches (high, wide); both divisible by `MERGE`."""

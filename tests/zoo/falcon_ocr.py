@@ -4,6 +4,8 @@ rows and columns; attention has sinks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import falcon_ocr as upstream
@@ -18,46 +20,48 @@ IMAGE, CLASS, END = PLAIN, PLAIN + 1, PLAIN + 6
 REGISTERS = [PLAIN + 2, PLAIN + 3, PLAIN + 4, PLAIN + 5]
 OCR = PLAIN + 7
 
+MARKERS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "eos_id": END_OF_TEXT,
+    "eos_token_id": [END_OF_TEXT],
+    "img_id": IMAGE,
+    "image_cls_token_id": CLASS,
+    **{f"image_reg_{number}_token_id": token for number, token in enumerate(REGISTERS, 1)},
+    "img_end_id": END,
+}
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rope_theta": 100.0,
+}
+
 
 def build() -> nn.Module:
     """Four layers of 64; sinks and the picture's frequencies are not zero."""
     model = upstream.Model(
         upstream.ModelConfig(
-            vocab_size=VOCABULARY,
-            eos_id=END_OF_TEXT,
-            eos_token_id=[END_OF_TEXT],
-            img_id=IMAGE,
-            image_cls_token_id=CLASS,
-            image_reg_1_token_id=REGISTERS[0],
-            image_reg_2_token_id=REGISTERS[1],
-            image_reg_3_token_id=REGISTERS[2],
-            image_reg_4_token_id=REGISTERS[3],
-            img_end_id=END,
-            text_config=upstream.TextConfig(
-                hidden_size=64,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                vocab_size=VOCABULARY,
-                intermediate_size=96,
-                max_position_embeddings=512,
-                rope_theta=100.0,
-            ),
+            **MARKERS,
+            text_config=upstream.TextConfig(**TEXT),
             vision_config=upstream.VisionConfig(spatial_patch_size=PATCH),
         )
     )
     head = "language_model.lm_head.weight"
-    tables = {name: np.array(getattr(model.language_model.model, name)) for name in ("cos_1d", "sin_1d")}
-    rules = [
-        Rule(head, fan_in(3.0)),
-        Rule(r"\.sinks$", spread(1.0)),
-        Rule("freqs_cis_golden", spread(1.5)),
-        # Computed tables, not weights: they keep the values the class gave them.
-        *[Rule(rf"\.{name}$", constant(table)) for name, table in tables.items()],
-    ]
+    rules = [Rule(head, fan_in(3.0)), *rules_beside_the_head(model)]
     enliven(model, seed=5, rules=rules, quiet=head)
     return model
+
+
+def rules_beside_the_head(model: nn.Module) -> list[Rule]:
+    """Sinks and frequencies; and computed tables, not weights, which keep the values the class gave them."""
+    tables = {name: np.array(getattr(model.language_model.model, name)) for name in ("cos_1d", "sin_1d")}
+    kept = [Rule(rf"\.{name}$", constant(table)) for name, table in tables.items()]
+    return [Rule(r"\.sinks$", spread(1.0)), Rule("freqs_cis_golden", spread(1.5)), *kept]
 
 
 def image(seed: int, size: int) -> Inputs:

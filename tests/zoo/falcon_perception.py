@@ -9,10 +9,10 @@ from mlx_vlm.models.falcon_perception import config as upstream_config
 from mlx_vlm.models.falcon_perception import falcon_perception as upstream
 from mlx_vlm.models.falcon_perception.language import create_falcon_perception_mask
 
-from ._build import Rule, constant, enliven, fan_in, ids, pixels, spread, text_request, words
+from ._build import Rule, enliven, fan_in, text_request
 from ._oracle import generate_by_recomputing, to_mx
-from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
-from .falcon_ocr import CLASS, END, GRIDS, IMAGE, OCR, PATCH, REGISTERS
+from ._types import Inputs, TinyFamily, Trace
+from .falcon_ocr import CLASS, END, IMAGE, MARKERS, PATCH, TEXT, image, rules_beside_the_head
 
 # Plain ids here, with large rows in the head, so that tiny models point often.
 COORDINATE, SIZE, SEGMENT = 7, 8, 9
@@ -23,16 +23,7 @@ def build() -> nn.Module:
     """Four layers of 64; sinks and the picture's frequencies are not zero; no segmentation."""
     model = upstream.Model(
         upstream_config.ModelConfig(
-            vocab_size=VOCABULARY,
-            eos_id=END_OF_TEXT,
-            eos_token_id=[END_OF_TEXT],
-            img_id=IMAGE,
-            image_cls_token_id=CLASS,
-            image_reg_1_token_id=REGISTERS[0],
-            image_reg_2_token_id=REGISTERS[1],
-            image_reg_3_token_id=REGISTERS[2],
-            image_reg_4_token_id=REGISTERS[3],
-            img_end_id=END,
+            **MARKERS,
             coord_token_id=COORDINATE,
             size_token_id=SIZE,
             seg_token_id=SEGMENT,
@@ -43,29 +34,12 @@ def build() -> nn.Module:
             size_dec_dim=32,
             size_out_dim=2 * BINS,
             do_segmentation=False,
-            text_config=upstream_config.TextConfig(
-                hidden_size=64,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                vocab_size=VOCABULARY,
-                intermediate_size=96,
-                max_position_embeddings=512,
-                rope_theta=100.0,
-            ),
+            text_config=upstream_config.TextConfig(**TEXT),
             vision_config=upstream_config.VisionConfig(spatial_patch_size=PATCH),
         )
     )
     head = "language_model.lm_head.weight"
-    tables = {name: np.array(getattr(model.language_model.model, name)) for name in ("cos_1d", "sin_1d")}
-    rules = [
-        Rule(head, lambda random, shape: often(fan_in(3.0)(random, shape))),
-        Rule(r"\.sinks$", spread(1.0)),
-        Rule("freqs_cis_golden", spread(1.5)),
-        # Computed tables, not weights: they keep the values the class gave them.
-        *[Rule(rf"\.{name}$", constant(table)) for name, table in tables.items()],
-    ]
+    rules = [Rule(head, lambda random, shape: often(fan_in(3.0)(random, shape))), *rules_beside_the_head(model)]
     enliven(model, seed=6, rules=rules, quiet=head)
     return model
 
@@ -74,16 +48,6 @@ def often(head: np.ndarray) -> np.ndarray:
     """A head (V, D) whose pointing tokens are far out, and so often the best."""
     head[[COORDINATE, SIZE, SEGMENT]] *= 1.7
     return head
-
-
-def image(seed: int, size: int) -> Inputs:
-    """A picture of 6, 12 or 10 patches and then the question, as in Falcon-OCR's prompt."""
-    high, wide = GRIDS[size]
-    return {
-        "input_ids": ids([CLASS, *REGISTERS, *[IMAGE] * (high * wide), END], words(seed, 4 + size), [OCR]),
-        "pixel_values": pixels(seed, 1, high * PATCH, wide * PATCH, 3),
-        "image_grid_hw": np.array([[high, wide]], dtype=np.int32),
-    }
 
 
 def _point(logits: np.ndarray, found: list[tuple[float, float]]) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -18,21 +20,33 @@ VISION_HEADS = 2
 # Ten thousand times the real one, so that an epsilon fixed elsewhere in the code is seen.
 VISION_EPS = 1e-2
 
+MARKERS: dict[str, Any] = {
+    **_qwen.MARKERS,
+    "hidden_size": 64,
+    "image_token_index": _qwen.IMAGE,
+    "video_token_index": _qwen.VIDEO,
+    "vision_end_token_id": _qwen.VISION_END,
+}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_heads": VISION_HEADS,
+    "patch_size": _qwen.PATCH,
+    "image_size": _qwen.PATCH * SIDE,
+    "rms_norm_eps": VISION_EPS,
+    "out_hidden_size": 64,
+    "spatial_merge_size": _qwen.MERGE,
+    "temporal_patch_size": _qwen.TEMPORAL_PATCH,
+}
+
 
 def build() -> nn.Module:
     """Four layers of 64, two vision blocks of 32."""
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="glm4v",
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            image_token_index=_qwen.IMAGE,
-            image_token_id=_qwen.IMAGE,
-            video_token_index=_qwen.VIDEO,
-            video_token_id=_qwen.VIDEO,
-            vision_start_token_id=_qwen.VISION_START,
-            vision_end_token_id=_qwen.VISION_END,
-            eos_token_id=[END_OF_TEXT],
+            **MARKERS,
             text_config=upstream.TextConfig(
                 vocab_size=VOCABULARY,
                 hidden_size=64,
@@ -46,19 +60,7 @@ def build() -> nn.Module:
                 rope_theta=100.0,
                 rope_scaling={"rope_type": "default", "mrope_section": [2, 1, 1]},
             ),
-            vision_config=upstream.VisionConfig(
-                model_type="glm4v",
-                depth=2,
-                hidden_size=32,
-                intermediate_size=96,
-                num_heads=VISION_HEADS,
-                patch_size=_qwen.PATCH,
-                image_size=_qwen.PATCH * SIDE,
-                rms_norm_eps=VISION_EPS,
-                out_hidden_size=64,
-                spatial_merge_size=_qwen.MERGE,
-                temporal_patch_size=_qwen.TEMPORAL_PATCH,
-            ),
+            vision_config=upstream.VisionConfig(model_type="glm4v", **VISION),
         )
     )
     head = "language_model.lm_head.weight"

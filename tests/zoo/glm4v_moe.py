@@ -5,11 +5,10 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_vlm.models import glm4v_moe as upstream
 
-from . import _qwen
 from ._build import Rule, enliven, fan_in, spread, text_request
 from ._qwen import image, two_images
-from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
-from .glm4v import SIDE, VISION_EPS, VISION_HEADS, four_images, greedy
+from ._types import VOCABULARY, TinyFamily
+from .glm4v import MARKERS, VISION, four_images, greedy
 
 
 def build() -> nn.Module:
@@ -17,15 +16,7 @@ def build() -> nn.Module:
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="glm4v_moe",
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            image_token_index=_qwen.IMAGE,
-            image_token_id=_qwen.IMAGE,
-            video_token_index=_qwen.VIDEO,
-            video_token_id=_qwen.VIDEO,
-            vision_start_token_id=_qwen.VISION_START,
-            vision_end_token_id=_qwen.VISION_END,
-            eos_token_id=[END_OF_TEXT],
+            **MARKERS,
             text_config=upstream.TextConfig(
                 model_type="glm4v_moe_text",
                 vocab_size=VOCABULARY,
@@ -52,19 +43,7 @@ def build() -> nn.Module:
                 rope_theta=100.0,
                 rope_scaling={"rope_type": "default", "mrope_section": [2, 1, 1]},
             ),
-            vision_config=upstream.VisionConfig(
-                model_type="glm4v_moe",
-                depth=2,
-                hidden_size=32,
-                intermediate_size=96,
-                num_heads=VISION_HEADS,
-                patch_size=_qwen.PATCH,
-                image_size=_qwen.PATCH * SIDE,
-                rms_norm_eps=VISION_EPS,
-                out_hidden_size=64,
-                spatial_merge_size=_qwen.MERGE,
-                temporal_patch_size=_qwen.TEMPORAL_PATCH,
-            ),
+            vision_config=upstream.VisionConfig(model_type="glm4v_moe", **VISION),
         )
     )
     head = "language_model.lm_head.weight"

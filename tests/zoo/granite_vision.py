@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_vlm.models import granite_vision as upstream
 
-from ._build import Rule, asks, enliven, fan_in, pixels, spread, text_request
+from ._build import Rule, asks, enliven, fan_in, spread, text_request
 from ._oracle import generate_from_embeddings, put_pictures, to_mx, with_tanh_gelu
-from ._pictures import prompt
 from ._types import END_OF_TEXT, PLAIN, VOCABULARY, Inputs, TinyFamily, Trace
-from .llava_next import PATCH, TILE, num_tokens_of, pack
+from .llava_next import PATCH, TILE, Picture, packed_features, tiled_request
 
 IMAGE = PLAIN
 LAYERS = [-2, -1]
 #: Grids (rows, columns) of which the last two are not LLaVA-NeXT's.
 GRIDS = ((1, 2), (2, 1), (2, 3), (4, 1))
-PICTURES: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = (
+PICTURES: tuple[Picture, ...] = (
     ((16, 32), (1, 2)),
     ((32, 40), (2, 3)),
     ((64, 10), (4, 1)),
@@ -66,17 +65,8 @@ def build() -> nn.Module:
 
 
 def request(seed: int, sizes: list[int], marker: int = IMAGE) -> Inputs:
-    """Pictures of the given sizes; the tiles of a smaller grid are followed by zeros."""
-    pictures = [PICTURES[size] for size in sizes]
-    most = max(rows * columns for _, (rows, columns) in pictures) + 1
-    tiles = np.zeros((len(pictures), most, 3, TILE, TILE), dtype=np.float32)
-    for index, (_, (rows, columns)) in enumerate(pictures):
-        tiles[index, : rows * columns + 1] = pixels(seed + 31 * index, rows * columns + 1, 3, TILE, TILE)
-    return {
-        "input_ids": prompt(seed, [[marker] * num_tokens_of(*picture) for picture in pictures]),
-        "pixel_values": tiles,
-        "image_sizes": np.array([size for size, _ in pictures]),
-    }
+    """Pictures of the given sizes."""
+    return tiled_request(seed, [PICTURES[size] for size in sizes], marker)
 
 
 # One picture of 2, 6 or 4 tiles. Two pictures of different grids.
@@ -95,13 +85,8 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays: dict[str, Any] = to_mx(inputs)
     embeds = model.language_model.model.embed_tokens(arrays["input_ids"])
     if "pixel_values" in arrays:
-        grids = dict(PICTURES)
-        sizes = [tuple(size) for size in inputs["image_sizes"].tolist()]
-        packed = [
-            pack(_features(model, tiles), size, grids[size], model.image_newline)
-            for tiles, size in zip(arrays["pixel_values"], sizes, strict=True)
-        ]
-        embeds = put_pictures(embeds, arrays["input_ids"], IMAGE, mx.concatenate(packed))
+        packed = packed_features(partial(_features, model), inputs, PICTURES, model.image_newline)
+        embeds = put_pictures(embeds, arrays["input_ids"], IMAGE, packed)
     return generate_from_embeddings(model, embeds, num_tokens)
 
 

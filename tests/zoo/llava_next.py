@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +22,8 @@ IMAGE = PLAIN
 #: The published grids of tiles (rows, columns).
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 #: (high, wide) pixels -> the grid it is cut into: filled, padded above and below, padded at the sides.
-PICTURES: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = (
+Picture = tuple[tuple[int, int], tuple[int, int]]
+PICTURES: tuple[Picture, ...] = (
     ((16, 32), (1, 2)),
     ((20, 32), (2, 2)),
     ((48, 12), (3, 1)),
@@ -80,14 +83,18 @@ def num_tokens_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
 
 
 def request(seed: int, sizes: list[int]) -> Inputs:
-    """Pictures of the given sizes; the tiles of a smaller grid are followed by zeros, as the processor pads them."""
-    pictures = [PICTURES[size] for size in sizes]
+    """Pictures of the given sizes."""
+    return tiled_request(seed, [PICTURES[size] for size in sizes], IMAGE)
+
+
+def tiled_request(seed: int, pictures: Sequence[Picture], marker: int) -> Inputs:
+    """The tiles of a smaller grid are followed by zeros, as the processor pads them."""
     most = max(rows * columns for _, (rows, columns) in pictures) + 1
     tiles = np.zeros((len(pictures), most, 3, TILE, TILE), dtype=np.float32)
     for index, (_, (rows, columns)) in enumerate(pictures):
         tiles[index, : rows * columns + 1] = pixels(seed + 31 * index, rows * columns + 1, 3, TILE, TILE)
     return {
-        "input_ids": prompt(seed, [[IMAGE] * num_tokens_of(*picture) for picture in pictures]),
+        "input_ids": prompt(seed, [[marker] * num_tokens_of(*picture) for picture in pictures]),
         "pixel_values": tiles,
         "image_sizes": np.array([size for size, _ in pictures]),
     }
@@ -106,6 +113,20 @@ def pack(features: mx.array, size: tuple[int, int], grid: tuple[int, int], newli
     return mx.concatenate([features[0], *lines])
 
 
+def packed_features(
+    features: Callable[[mx.array], mx.array], inputs: Inputs, pictures: Sequence[Picture], newline: mx.array
+) -> mx.array:
+    """(tokens, D) of all pictures of a request, whose grids ``pictures`` say."""
+    grids = dict(pictures)
+    sizes = [tuple(size) for size in inputs["image_sizes"].tolist()]
+    return mx.concatenate(
+        [
+            pack(features(mx.array(tiles)), size, grids[size], newline)
+            for tiles, size in zip(inputs["pixel_values"], sizes, strict=True)
+        ]
+    )
+
+
 def _features(model: nn.Module, tiles: mx.array) -> mx.array:
     """(T, 3, TILE, TILE) -> (T, SIDE * SIDE, D)"""
     *_, states = model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
@@ -117,13 +138,8 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     arrays: dict[str, Any] = to_mx(inputs)
     prompt = model.language_model.model.embed_tokens(arrays["input_ids"])
     if "pixel_values" in arrays:
-        grids = dict(PICTURES)
-        sizes = [tuple(size) for size in inputs["image_sizes"].tolist()]
-        packed = [
-            pack(_features(model, tiles), size, grids[size], model.image_newline)
-            for tiles, size in zip(arrays["pixel_values"], sizes, strict=True)
-        ]
-        prompt = put_pictures(prompt, arrays["input_ids"], IMAGE, mx.concatenate(packed))
+        packed = packed_features(partial(_features, model), inputs, PICTURES, model.image_newline)
+        prompt = put_pictures(prompt, arrays["input_ids"], IMAGE, packed)
     return generate_from_embeddings(model, prompt, num_tokens)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.moondream2 import config as upstream
 from mlx_vlm.models.moondream2.moondream2 import Model
 
 from ._build import Rule, enliven, fan_in, spread
-from ._moondream import BOS, CROP, MARGIN, NUM_FEATURES, ONE_PICTURE, PATCH, embeddings, image, text, visible
-from ._oracle import generate_by_recomputing, to_mx
+from ._moondream import BOS, ONE_PICTURE, VISION, generate_under_prefix, image, text
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
 
@@ -28,17 +26,7 @@ def build() -> nn.Module:
                 num_key_value_heads=4,
                 rope_theta=100.0,
             ),
-            vision_config=upstream.VisionConfig(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                patch_size=PATCH,
-                crop_size=CROP,
-                overlap_margin=MARGIN,
-                proj_inner_dim=64,
-                proj_out_dim=64,
-            ),
+            vision_config=upstream.VisionConfig(**VISION),
         )
     )
     head = "text.lm_head.weight"
@@ -48,19 +36,8 @@ def build() -> nn.Module:
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, under the prefix mask when there is a picture."""
-    arrays = to_mx(inputs)
-    prompt = embeddings(model, arrays, model.text.model.embed_tokens)
-    prefix = 1 + NUM_FEATURES if "pixel_values" in arrays else 0
-
-    def logits(generated: list[int]) -> mx.array:
-        tail = model.text.model.embed_tokens(mx.array([generated], dtype=mx.int32))
-        hidden = mx.concatenate([prompt, tail], axis=1)
-        mask = visible(hidden.shape[1], prefix)
-        for block in model.text.model.layers:
-            hidden = block(hidden, mask)
-        return model.text.lm_head(model.text.model.post_ln(hidden[:, -1]))[0]
-
-    return generate_by_recomputing(logits, num_tokens)
+    trunk = model.text.model
+    return generate_under_prefix(model, inputs, num_tokens, trunk.embed_tokens, trunk.layers)
 
 
 FAMILY = TinyFamily(

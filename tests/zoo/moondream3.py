@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.moondream3 import config as upstream
 from mlx_vlm.models.moondream3.moondream3 import Model
 
 from ._build import Rule, Shape, enliven, fan_in, spread
-from ._moondream import BOS, CROP, MARGIN, NUM_FEATURES, ONE_PICTURE, PATCH, embeddings, image, text, visible
-from ._oracle import generate_by_recomputing, to_mx
+from ._moondream import BOS, NUM_FEATURES, ONE_PICTURE, VISION, generate_under_prefix, image, text
 from ._types import END_OF_TEXT, VOCABULARY, Inputs, TinyFamily, Trace
 
 
@@ -41,17 +39,7 @@ def build() -> nn.Module:
                 moe_start_layer=2,
                 prefix_attn=1 + NUM_FEATURES,
             ),
-            vision_config=upstream.VisionConfig(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                patch_size=PATCH,
-                crop_size=CROP,
-                overlap_margin=MARGIN,
-                proj_inner_dim=64,
-                proj_out_dim=64,
-            ),
+            vision_config=upstream.VisionConfig(**VISION),
         )
     )
     head = "text.lm_head.weight"
@@ -68,18 +56,8 @@ def build() -> nn.Module:
 
 def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     """The whole sequence at each step, under the prefix mask when there is a picture."""
-    arrays = to_mx(inputs)
-    prompt = embeddings(model, arrays, model.text.model.wte)
-    prefix = 1 + NUM_FEATURES if "pixel_values" in arrays else 0
-
-    def logits(generated: list[int]) -> mx.array:
-        hidden = mx.concatenate([prompt, model.text.model.wte(mx.array([generated], dtype=mx.int32))], axis=1)
-        mask = visible(hidden.shape[1], prefix)
-        for block in model.text.model.blocks:
-            hidden = block(hidden, mask)
-        return model.text.lm_head(model.text.model.post_ln(hidden[:, -1]))[0]
-
-    return generate_by_recomputing(logits, num_tokens)
+    trunk = model.text.model
+    return generate_under_prefix(model, inputs, num_tokens, trunk.wte, trunk.blocks)
 
 
 FAMILY = TinyFamily(

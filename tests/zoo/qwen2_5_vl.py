@@ -7,7 +7,7 @@ from mlx_vlm.models import qwen2_5_vl as upstream
 
 from . import _qwen, _videos
 from ._build import Rule, asks, enliven, fan_in, text_request
-from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
+from ._types import VOCABULARY, TinyFamily
 
 # A window is 4 x 4 patches. The first two grids end in partial windows; the last is 4 high, so that the windows
 # divide it evenly and mlx-vlm's list of boundaries has repeats.
@@ -19,11 +19,7 @@ def build() -> nn.Module:
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="qwen2_5_vl",
-            vocab_size=VOCABULARY,
-            eos_token_id=[END_OF_TEXT],
-            image_token_id=_qwen.IMAGE,
-            video_token_id=_qwen.VIDEO,
-            vision_start_token_id=_qwen.VISION_START,
+            **_qwen.MARKERS,
             vision_end_token_id=_qwen.VISION_END,
             text_config=upstream.TextConfig(
                 model_type="qwen2_5_vl",
@@ -44,10 +40,7 @@ def build() -> nn.Module:
                 intermediate_size=64,
                 out_hidden_size=64,
                 num_heads=2,
-                patch_size=_qwen.PATCH,
-                spatial_patch_size=_qwen.PATCH,
-                spatial_merge_size=_qwen.MERGE,
-                temporal_patch_size=_qwen.TEMPORAL_PATCH,
+                **_qwen.PATCHES,
                 window_size=16,
                 fullatt_block_indexes=[1],
             ),

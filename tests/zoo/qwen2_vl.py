@@ -8,7 +8,7 @@ from mlx_vlm.models import qwen2_vl as upstream
 from . import _qwen, _videos
 from ._build import Rule, enliven, fan_in, text_request
 from ._qwen import image, two_images
-from ._types import END_OF_TEXT, VOCABULARY, TinyFamily
+from ._types import VOCABULARY, TinyFamily
 
 
 def build() -> nn.Module:
@@ -16,11 +16,7 @@ def build() -> nn.Module:
     model = upstream.Model(
         upstream.ModelConfig(
             model_type="qwen2_vl",
-            vocab_size=VOCABULARY,
-            eos_token_id=[END_OF_TEXT],
-            image_token_id=_qwen.IMAGE,
-            video_token_id=_qwen.VIDEO,
-            vision_start_token_id=_qwen.VISION_START,
+            **_qwen.MARKERS,
             text_config=upstream.TextConfig(
                 model_type="qwen2_vl",
                 hidden_size=64,
@@ -39,10 +35,7 @@ def build() -> nn.Module:
                 hidden_size=64,
                 num_heads=2,
                 mlp_ratio=2.0,
-                patch_size=_qwen.PATCH,
-                spatial_patch_size=_qwen.PATCH,
-                spatial_merge_size=_qwen.MERGE,
-                temporal_patch_size=_qwen.TEMPORAL_PATCH,
+                **_qwen.PATCHES,
             ),
         )
     )
