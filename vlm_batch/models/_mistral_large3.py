@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_vlm.models.deepseek_v3.language import LanguageModel, MoEGate
+from mlx_vlm.models.deepseek_v3.language import DeepseekV3Attention, LanguageModel, MoEGate
 from mlx_vlm.models.kimi_k25.language import LanguageModel as Embedded
 
-from vlm_batch.models.kimi_k25 import KimiK25
+from vlm_batch.adapters.latent import latent_attention
 
 
 class TakesEmbeddings(LanguageModel):
@@ -29,4 +29,8 @@ class SoftmaxGate(MoEGate):
         return chosen, weights * self.routed_scaling_factor
 
 
-PATCHES = {**KimiK25.patches(), LanguageModel: TakesEmbeddings, MoEGate: SoftmaxGate}
+PATCHES = {
+    DeepseekV3Attention: latent_attention(DeepseekV3Attention),
+    LanguageModel: TakesEmbeddings,
+    MoEGate: SoftmaxGate,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlm_batch.models.kimi_k25 import KimiK25
+from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.registry import ModelSpec, register
 
@@ -32,4 +32,6 @@ class MistralLarge3(Pixtral):
 
         return PATCHES
 
-    last_position_logits = KimiK25.last_position_logits  # type: ignore[assignment]
+    def last_position_logits(self) -> None:
+        """The language model runs the trunk's layers itself."""
+        self.language.model.norm = LastPosition(self.language.model.norm)
