@@ -10,7 +10,7 @@ from tests.harness import every_family, inputs_of, shared_adapter
 from tests.reuse_cases import Asker
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import join_rows, split_rows
+from vlm_batch.arrays import join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore

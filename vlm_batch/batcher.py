@@ -20,9 +20,9 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx, as_numpy
-from vlm_batch.caches.quantized import KVQuantisation, settings_of
+from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.generator import BatchGenerator, describe
-from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
+from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings, Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest, InvalidVideo
 from vlm_batch.handle import Handle
@@ -181,7 +181,7 @@ class VLMBatcher:
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
-        kept = Kept(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes)
+        kept = CacheSettings(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes)
         make_engine = partial(_engine, settings=settings, max_prompt_tokens=max_prompt_tokens, kept=kept, kv=kv)
         ready: Future[tuple[BatchGenerator, Processing]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
@@ -540,7 +540,7 @@ def _engine(
     *,
     settings: SchedulerConfig,
     max_prompt_tokens: int | None,
-    kept: Kept,
+    kept: CacheSettings,
     kv: KVQuantisation | None,
 ) -> tuple[BatchGenerator, Processing]:
     adapter = adapt(model)

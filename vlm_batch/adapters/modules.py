@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, split_rows
 from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
 
@@ -144,40 +143,6 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
         return None
     ends: list[int] = np.cumsum(counts)[:-1].tolist()
     return list(mx.split(pixels, ends, axis=axis))
-
-
-def is_array_tree(tree: Any) -> bool:
-    """True for an array, and for lists and tuples of arrays (or of None)."""
-    if type(tree) in (list, tuple):
-        return all(is_array_tree(item) for item in tree)
-    return tree is None or isinstance(tree, mx.array)
-
-
-def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
-    """A tree of arrays, whose first axes are made of shares in proportion to ``counts``, one tree a share; or None."""
-    arrays = arrays_of(tree)
-    total = sum(counts)
-    if not is_array_tree(tree) or not arrays or any(array.ndim == 0 for array in arrays):
-        return None
-    if any(array.shape[0] * count % total for array in arrays for count in counts):
-        return None
-    starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
-
-    def share(item: Any, begin: int, end: int) -> Any:
-        if isinstance(item, mx.array):
-            rows = item.shape[0]
-            return item[rows * begin // total : rows * end // total]
-        return type(item)(share(part, begin, end) for part in item) if item is not None else None
-
-    return [share(tree, begin, end) for begin, end in itertools.pairwise(starts)]
-
-
-def join_rows(trees: Sequence[Any]) -> Any:
-    """The inverse of ``split_rows``."""
-    first = trees[0]
-    if isinstance(first, mx.array):
-        return mx.concatenate(list(trees))
-    return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
 
 
 def evaluate_arrays(module: nn.Module, on_disk: tuple[type, ...] = ()) -> None:

@@ -13,13 +13,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
+from vlm_batch.arrays import grown, own_array, round_up
+
 #: Capacities are multiples of this, and so are the columns that attention reads: shapes, and with them compiled graphs,
 #: change rarely. A capacity grows by a quarter at least, so that a token is copied O(1) times.
 CAPACITY_STEP = 256
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 @lru_cache(maxsize=8)
@@ -129,11 +127,11 @@ class SlabCache:
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
-        """What ``update_and_fetch`` last returned (layers that share another layer's KV read it)."""
+        """The result of the last ``update_and_fetch`` (layers that share another layer's KV read it)."""
         return self._fetched()
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """Which keys each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
+        """The keys that each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
         width = self._width(self._idx + 1)
@@ -168,10 +166,10 @@ class SlabCache:
         return self.offset
 
     def _capacity(self, tokens: int, current: int) -> int:
-        return _round_up(max(tokens, current + current // 4), CAPACITY_STEP)
+        return round_up(max(tokens, current + current // 4), CAPACITY_STEP)
 
     def _width(self, tokens: int) -> int:
-        return _round_up(tokens, CAPACITY_STEP)
+        return round_up(tokens, CAPACITY_STEP)
 
     def _pad(self, live: mx.array) -> mx.array:
         """Zeros for the places past the live ones: what is written there is never read."""
@@ -186,7 +184,7 @@ class SlabCache:
     def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
         """Columns of one row (1, H, end - start, D), copied."""
         assert slab is not None
-        return mx.contiguous(slab[place : place + 1, :, start:end])
+        return own_array(slab[place : place + 1, :, start:end])
 
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
         assert self.keys is not None and self.values is not None
@@ -199,8 +197,8 @@ class SlabCache:
         if tokens <= current:
             return
         capacity = self._capacity(tokens, current)
-        self.keys = grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+        self.keys = grown(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = grown(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
 
 
 class RingSlabCache(SlabCache):
@@ -271,10 +269,3 @@ class RingSlabCache(SlabCache):
 
 def put_columns(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
     return mx.put_along_axis(slab, mx.broadcast_to(at, new.shape), new, axis=2)
-
-
-def grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    grown = mx.zeros(shape, dtype)
-    if slab is not None:
-        grown[:, :, : slab.shape[2]] = slab
-    return grown

@@ -13,7 +13,7 @@ from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import Encoded, PromptKey, SamplingParams, Status, TokenLogprobs
 
 
@@ -29,7 +29,7 @@ class Traces:
     known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
     shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
     stops: tuple[int, ...] = ()  # where its chunks are to end
-    points: dict[int, Point] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     pending: SavedRow | None = None  # its prompt's state, until it is evaluated
 

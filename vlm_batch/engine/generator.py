@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of, stack_logits
 from vlm_batch.caches import Placement, can_share, take_row
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.batch import DecodeBatch, Row, Traces
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.defaults import BESIDE_DECODE, MAX_TOGETHER, for_placement

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.states import is_whole_kind
+from vlm_batch.caches.layers import is_whole_kind
 from vlm_batch.engine.batch import Row, Traces
 from vlm_batch.errors import InvalidCache
 from vlm_batch.store.budget import ByteBudget
@@ -23,13 +23,13 @@ from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_point, save_row
+from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
 from vlm_batch.types import PromptKey, Status
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64
-#: At least so many tokens lie between two points of a row that chunk ends leave (turn boundaries always do).
-POINT_STRIDE = 512
+#: At least so many tokens lie between two snapshots of a row that chunk ends leave (turn boundaries always do).
+SNAPSHOT_STRIDE = 512
 
 
 #: Bytes that are kept for later requests: saved rows and vision features together.
@@ -55,8 +55,8 @@ class Recogniser(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How much is kept for later requests, and where: bytes in memory, and those of files in a directory."""
+class CacheSettings:
+    """Bounds on what is kept for later requests: bytes in memory, and bytes of files in a directory."""
 
     max_bytes: int = DEFAULT_CACHE_BYTES
     directory: Path | None = None
@@ -159,7 +159,7 @@ class Reuse:
         pictures = traces.key.pictures
         num_pictures = sum(end <= length for _, end in pictures)
         row.cache = saved.restore(length, num_pictures if num_pictures == len(pictures) else 0)
-        traces.points = {at: point for at, point in saved.points.items() if at <= length}
+        traces.snapshots = {at: snapshot for at, snapshot in saved.snapshots.items() if at <= length}
         traces.logits = saved.logits_at(length) if length == traces.key.length else None
         traces.cached = length
         return length
@@ -171,14 +171,14 @@ class Reuse:
             row.traces.continues = None
 
     def chunk_done(self, row: Row) -> list[mx.array]:
-        """Leave a point at a chunk's end, for layers that cannot be cut back to it later. Returns what is to be evaluated."""
+        """Leave a snapshot at a chunk's end, for layers that cannot be cut back to it later. Returns what to evaluate."""
         traces = row.traces
         if traces is None or traces.key is None or row.cache is None or all(map(is_whole_kind, row.cache)):
             return []
-        last = max((at for at in traces.points if at <= row.prefilled), default=0)
-        if row.prefilled not in traces.stops and row.prefilled - last < POINT_STRIDE:
+        last = max((at for at in traces.snapshots if at <= row.prefilled), default=0)
+        if row.prefilled not in traces.stops and row.prefilled - last < SNAPSHOT_STRIDE:
             return []
-        return self._point(row, traces, None)
+        return self._snapshot(row, traces, None)
 
     def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
         """The whole prompt is in the row's caches, and nothing was dropped from them yet: leave them as they are.
@@ -197,7 +197,7 @@ class Reuse:
         constant = [array for state in traces.constant.values() for array in state.arrays()]
         if traces.cached == row.prompt_length:
             return constant
-        arrays = self._point(row, traces, logits) + constant
+        arrays = self._snapshot(row, traces, logits) + constant
         if self.prefix is None or row.prompt_length < MIN_TOKENS:
             return arrays
         traces.pending = self._saved(row, traces, row.cache, 0)
@@ -210,11 +210,11 @@ class Reuse:
                 self.prefix.store(row.traces.pending)
             row.traces.pending = None
 
-    def _point(self, row: Row, traces: Traces, logits: mx.array | None) -> list[mx.array]:
+    def _snapshot(self, row: Row, traces: Traces, logits: mx.array | None) -> list[mx.array]:
         assert row.cache is not None
-        point = save_point(row.cache, row.prefilled, logits)
-        traces.points = thin({**traces.points, row.prefilled: point})
-        return point.arrays()
+        snapshot = save_snapshot(row.cache, row.prefilled, logits)
+        traces.snapshots = thin({**traces.snapshots, row.prefilled: snapshot})
+        return snapshot.arrays()
 
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
@@ -250,7 +250,7 @@ class Reuse:
         answer = np.zeros((num_answered, 3), dtype=np.int64)
         answer[:, 0], answer[:, 1:] = row.token_ids[:num_answered], traces.key.answer
         keys = np.concatenate([traces.key.positions, answer])
-        return save_row(caches, keys, traces.points, len(traces.key.pictures), traces.constant)
+        return save_row(caches, keys, traces.snapshots, len(traces.key.pictures), traces.constant)
 
     def _traces(self, row: Row) -> Traces:
         if row.traces is None:

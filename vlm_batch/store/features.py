@@ -1,4 +1,4 @@
-"""Vision features by what was looked at: a picture is encoded once, for all requests that are alive together and later."""
+"""Vision features by content: a picture is encoded once, for all requests that are alive together and later."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import arrays_of, map_arrays
 from vlm_batch.store.budget import ByteBudget
 
 
 class FeatureStore:
-    """What encoders made of pictures, by the digest of what they were given; within a budget of bytes."""
+    """Features that encoders made of pictures, by the digest of their inputs; within a budget of bytes."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self.budget = budget
@@ -27,20 +27,18 @@ class FeatureStore:
             return None
         self.num_hits += 1
         self.budget.touch((id(self), key))
-        return _handles(self._features[key])
+        return map_arrays(self._features[key], _handle)
 
     def put(self, key: bytes, features: Any) -> None:
         """Keep evaluated features, if they fit the budget."""
         nbytes = sum(array.nbytes for array in arrays_of(features))
         if self.budget.add((id(self), key), nbytes, lambda: self._drop(key)):
-            self._features[key] = _handles(features)
+            self._features[key] = map_arrays(features, _handle)
 
     def _drop(self, key: bytes) -> None:
         del self._features[key]
 
 
-def _handles(tree: Any) -> Any:
-    """The same values in array objects of their own: an ``x += 1`` changes the object."""
-    if isinstance(tree, mx.array):
-        return tree[...]
-    return type(tree)(_handles(item) for item in tree) if isinstance(tree, (list, tuple)) else tree
+def _handle(array: mx.array) -> mx.array:
+    """The same values in an array object of its own: an ``x += 1`` changes the object."""
+    return array[...]

@@ -1,4 +1,4 @@
-"""Which of many rows begin as a prompt does, without looking at each of them.
+"""An index of many rows by their beginnings, so that a prompt is not compared with each of them.
 
 Rows are filed under every whole block of their positions, by a hash of the blocks up to it. The index narrows down only:
 whoever asks compares the positions themselves.

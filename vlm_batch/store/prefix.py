@@ -15,11 +15,11 @@ import numpy as np
 
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.index import BLOCK, BeginningIndex
-from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import PromptKey
 
 #: Points that one saved row keeps: the first (what many prompts share) and the last ones. Recurrent states are large.
-MAX_POINTS = 8
+MAX_SNAPSHOTS = 8
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,13 @@ class PrefixCache:
 
 
 def absorb(longer: SavedRow, shorter: SavedRow) -> SavedRow:
-    """``longer`` with the points of a row whose positions are its own first ones."""
-    points = thin({**shorter.points, **longer.points})
-    return replace(longer, points=points)
+    """``longer`` with the snapshots of a row whose positions are its own first ones."""
+    snapshots = thin({**shorter.snapshots, **longer.snapshots})
+    return replace(longer, snapshots=snapshots)
 
 
-def thin(points: dict[int, Point]) -> dict[int, Point]:
-    """The first and the last of too many points."""
-    order = sorted(points)
-    kept = order if len(order) <= MAX_POINTS else [order[0], *order[1 - MAX_POINTS :]]
-    return {at: points[at] for at in kept}
+def thin(snapshots: dict[int, Snapshot]) -> dict[int, Snapshot]:
+    """The first and the last of too many snapshots."""
+    order = sorted(snapshots)
+    kept = order if len(order) <= MAX_SNAPSHOTS else [order[0], *order[1 - MAX_SNAPSHOTS :]]
+    return {at: snapshots[at] for at in kept}
