@@ -14,6 +14,7 @@ from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.caches.known import check_caches
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models import families, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
@@ -76,9 +77,11 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         try:
-            return spec.adapter(model)
+            adapter = spec.adapter(model)
         except AttributeError as error:
             raise UnsupportedModel(f"this {model_type} model lacks what its adapter needs: {error}") from error
+        check_caches(adapter.make_cache(), family=spec.family)
+        return adapter
     if not SingleRow.can_run(model):
         raise UnsupportedModel(
             f"model type {model_type!r} is not known, and it is no decoder that could be run one row at a time; "
