@@ -16,7 +16,7 @@ from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches.known import check_caches
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.models import families, spec_for
+from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 
 
@@ -30,6 +30,7 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
     path = find_checkpoint(path_or_id)
     model_type = get_model_type(load_config(path))
     check_model_type(model_type)
+    provide_package(model_type)
     try:
         model, processor = load(str(path), trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in

@@ -189,7 +189,13 @@ def evaluate_arrays(module: nn.Module) -> None:
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
-    mx.eval(list(_arrays(module, set())))
+    packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
+    mx.eval(list(_arrays(module, packages, set())))
+
+
+def package_of(value: Any) -> str:
+    """The package that the class of an object comes from."""
+    return type(value).__module__.partition(".")[0]
 
 
 def leave_on_disk(module: nn.Module) -> None:
@@ -204,7 +210,8 @@ def leave_on_disk(module: nn.Module) -> None:
             child.__dict__.pop("_source_embedding", None)
 
 
-def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
+def _arrays(node: Any, packages: set[str], seen: set[int]) -> Iterator[mx.array]:
+    """Arrays of modules, and of other objects whose classes come from ``packages``."""
     if isinstance(node, mx.array):
         yield node
         return
@@ -212,15 +219,15 @@ def _arrays(node: Any, seen: set[int]) -> Iterator[mx.array]:
         return
     seen.add(id(node))
     if isinstance(node, nn.Module):
-        yield from _arrays(dict(node), seen)
+        yield from _arrays(dict(node), packages, seen)
     if isinstance(node, Mapping):
         for child in node.values():
-            yield from _arrays(child, seen)
+            yield from _arrays(child, packages, seen)
     elif isinstance(node, (list, tuple)):
         for child in node:
-            yield from _arrays(child, seen)
-    if type(node).__module__.startswith(("mlx_vlm.", "mlx.nn")):
-        yield from _arrays(getattr(node, "__dict__", {}), seen)
+            yield from _arrays(child, packages, seen)
+    if package_of(node) in packages:
+        yield from _arrays(getattr(node, "__dict__", {}), packages, seen)
 
 
 def two_tables(parent: type) -> type:
