@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +24,11 @@ from tests.zoo import family
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import RUNS_MODEL, Adapter
-from vlm_batch.adapters.hooks import hook, runs_model
+from vlm_batch.adapters.hooks import check_attention, hook, put_hooks, runs_model
+from vlm_batch.adapters.rotary import APPLY, Turn
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
+from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models import adapter_for, families
 
 IMAGE = "image:4:1"
@@ -125,3 +130,141 @@ def test_every_familys_own_calls_are_marked() -> None:
             if issubclass(base, Adapter):
                 for name in RUNS_MODEL & vars(base).keys():
                     assert inspect.unwrap(vars(base)[name]) is not vars(base)[name], f"{base.__name__}.{name}"
+
+
+# The next mlx-vlm
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def theirs(x: int) -> str:
+    return f"theirs {x}"
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A file of a model's, imported."""
+    made = ModuleType("fake_vlm.language")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def test_a_name_that_is_gone_refuses_the_family(file: ModuleType) -> None:
+    vars(file)["attend"] = theirs
+    both = {"attend": hook(theirs, theirs), "swiglu": hook(theirs, theirs)}
+    with pytest.raises(UnsupportedModel, match=r"fake: .* fake_vlm.language has no swiglu to be replaced"):
+        put_hooks([file.__name__], both, family="fake", required=["attend", "swiglu"])
+
+
+def test_a_name_that_is_another_function_refuses_the_family(file: ModuleType) -> None:
+    vars(file)["attend"] = lambda x: "new"
+    hooks = {"attend": hook(theirs, theirs)}
+    with pytest.raises(UnsupportedModel, match=r"fake: .* fake_vlm.language.attend is not the function"):
+        put_hooks([file.__name__], hooks, family="fake")
+    before = vars(file)["attend"]
+    put_hooks([file.__name__], hooks, family="fake", is_strict=False)
+    assert vars(file)["attend"] is before
+
+
+def test_hooks_of_an_earlier_adapter_count(file: ModuleType) -> None:
+    vars(file)["attend"] = theirs
+    first, second = ({"attend": hook(theirs, lambda x: f"ours {x}")} for _ in range(2))
+    for hooks in (first, second, first):
+        put_hooks([file.__name__], hooks, family="fake", required=["attend"])
+    assert vars(file)["attend"] is first["attend"].either
+    vars(file)["attend"] = wraps(theirs)(lambda x: "somebody else's around it")
+    with pytest.raises(UnsupportedModel, match="is not the function"):
+        put_hooks([file.__name__], first, family="fake")
+
+
+LAYER = """
+import mlx.nn as nn
+import mlx_vlm.models.base as base
+from mlx_vlm.models.base import scaled_dot_product_attention{other_name}
+
+def helper(q, k, v, cache):
+    return scaled_dot_product_attention(q, k, v, cache, scale=1.0, mask=None)
+
+class Attention(nn.Module):
+    def __call__(self, x, cache):
+        k, v = cache.update_and_fetch(x, x)
+        return {call}(x, k, v, cache)
+"""
+REFUSED_LAYER = (
+    r"fake: .* fake_vlm.language.Attention.__call__ writes to a cache and does not call scaled_dot_product_att"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "other_name", "passes"),
+    [
+        ("scaled_dot_product_attention", "", True),
+        ("helper", "", True),  # through another function of the file
+        ("base.scaled_dot_product_attention", "", False),  # imported otherwise
+        ("attend", " as attend", False),
+        ("mx.fast.scaled_dot_product_attention", " as attend", False),  # attends by itself
+        ("self.fused", "", False),  # has moved
+    ],
+)
+def test_attention_past_the_hook_refuses_the_family(file: ModuleType, call: str, other_name: str, passes: bool) -> None:
+    exec(LAYER.format(call=call, other_name=other_name), vars(file))
+    layer = vars(file)["Attention"]()
+    put_hooks([file.__name__], HOOKS, family="fake")
+    hooked = HOOKS["scaled_dot_product_attention"]
+    if passes:
+        check_attention(layer, hooked, family="fake")
+    else:
+        with pytest.raises(UnsupportedModel, match=REFUSED_LAYER):
+            check_attention(layer, hooked, family="fake")
+        check_attention(layer, hooked, family="fake", exempt=frozenset({"Attention"}))
+
+
+def test_what_an_adapter_replaces_whole_is_not_looked_at(file: ModuleType) -> None:
+    exec(LAYER.format(call="self.fused", other_name=""), vars(file))
+    upstream: Any = vars(file)["Attention"]
+
+    class Whole(upstream):  # type: ignore[misc]
+        def __call__(self, x: mx.array, cache: Any) -> mx.array:
+            return x
+
+    class Around(upstream):  # type: ignore[misc]
+        def __call__(self, x: mx.array, cache: Any) -> mx.array:
+            return super().__call__(x, cache)
+
+    hooked = HOOKS["scaled_dot_product_attention"]
+    check_attention(Whole(), hooked, family="fake")
+    with pytest.raises(UnsupportedModel, match=REFUSED_LAYER):
+        check_attention(Around(), hooked, family="fake")
+
+
+def test_a_familys_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A next mlx-vlm's LLaVA, whose attention lies behind another name of its file."""
+    language = sys.modules["mlx_vlm.models.llava.language"]
+    model = family("llava").build()
+    moved = vars(language)["scaled_dot_product_attention"]
+    monkeypatch.delitem(vars(language), "scaled_dot_product_attention")
+    monkeypatch.setitem(vars(language), "attend", moved)
+    with pytest.raises(UnsupportedModel, match=r"llava: .* mlx_vlm.models.llava.language.Attention.__call__"):
+        adapter_for("llava")(model)
+
+
+def test_m_rope_that_is_applied_elsewhere_refuses_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = sys.modules["mlx_vlm.models.qwen2_vl.language"]
+    model = family("qwen2_vl").build()
+    monkeypatch.delitem(vars(language), APPLY)
+    with pytest.raises(
+        UnsupportedModel, match=r"qwen2_vl: the file of mlx_vlm.models.qwen2_vl.* has no apply_multimod"
+    ):
+        adapter_for("qwen2_vl")(model)
+
+
+def test_a_decode_steps_rotation_is_an_adapters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launches count, and only while an adapter runs its model."""
+    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    adapter_for("qwen2_vl")(family("qwen2_vl").build())
+    apply = vars(sys.modules["mlx_vlm.models.qwen2_vl.language"])[APPLY]
+    states = mx.ones((2, 1, 1, 4))
+    turn = Turn(mx.array([3, 5]), mx.array([1.0, 2.0]), is_traditional=False)
+    queries, keys = runs_model(apply)(states, states, turn, None)
+    assert mx.array_equal(queries, turn(states)) and mx.array_equal(keys, turn(states))
+    with pytest.raises((TypeError, AttributeError)):  # mlx-vlm's own function, which knows no Turn
+        apply(states, states, turn, None)

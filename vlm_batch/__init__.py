@@ -47,7 +47,7 @@ from vlm_batch.types import (  # noqa: E402
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import Handle, PromptCache, Stats, VLMBatcher
-    from vlm_batch.models import families
+    from vlm_batch.models import families, register
 
 __all__ = [
     "BatcherClosed",
@@ -75,6 +75,7 @@ __all__ = [
     "Video",
     "__version__",
     "families",
+    "register",
 ]
 
 
@@ -84,8 +85,8 @@ def __getattr__(name: str) -> Any:
         from vlm_batch import batcher
 
         return vars(batcher)[name]
-    if name == "families":
-        from vlm_batch.models import families
+    if name in ("families", "register"):
+        from vlm_batch import models
 
-        return families
+        return vars(models)[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,9 @@ from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.caches.known import check_caches
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.models import families, spec_for
+from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 
 
@@ -29,6 +30,7 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
     path = find_checkpoint(path_or_id)
     model_type = get_model_type(load_config(path))
     check_model_type(model_type)
+    provide_package(model_type)
     try:
         model, processor = load(str(path), trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
@@ -78,9 +80,11 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         try:
-            return spec.adapter(model)
+            adapter = spec.adapter(model)
         except AttributeError as error:
             raise UnsupportedModel(f"this {model_type} model lacks what its adapter needs: {error}") from error
+        check_caches(adapter.make_cache(), family=spec.family)
+        return adapter
     if not SingleRow.can_run(model):
         raise UnsupportedModel(
             f"model type {model_type!r} is not known, and it is no decoder that could be run one row at a time; "

@@ -1,9 +1,9 @@
-"""Facts about families: one frozen ``ModelSpec`` each, registered by the file that holds its adapter."""
+"""Facts about families: one frozen ``ModelSpec`` each, registered with the adapter that it belongs to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -16,13 +16,16 @@ AdapterType = TypeVar("AdapterType", bound="type[Adapter]")
 class ModelSpec:
     """The facts about one family.
 
-    ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``known_gaps`` names a parity
-    scenario that fails and why, as data for the tests (strict expected failures). ``notes`` say what the adapter
-    patches, for a reader. ``video`` says whether videos are verified; ``no_video`` why they are not.
+    ``model_types`` are the values of ``config.json``'s ``model_type`` that it serves. ``package`` is the dotted name of the
+    module with the model's code, for a model type that mlx-vlm has no package for; it has what such a package has
+    (``Model``, ``ModelConfig``, ``LanguageModel``, ...). ``known_gaps`` names a parity scenario that fails and why, as data
+    for the tests (strict expected failures). ``notes`` say what the adapter patches, for a reader. ``video`` says whether
+    videos are verified; ``no_video`` why they are not.
     """
 
     family: str
     model_types: tuple[str, ...]
+    package: str | None = None
     images: bool = True
     multi_image: bool = True
     video: bool = False
@@ -37,23 +40,41 @@ _SPECS: dict[str, ModelSpec] = {}
 
 
 def register(spec: ModelSpec) -> Callable[[AdapterType], AdapterType]:
-    """Class decorator: make an adapter known under its spec. A model type can belong to one family only."""
+    """Class decorator: make an adapter known under its spec.
+
+    A family and a model type can belong to one adapter only; the same class again (a notebook's cell that is run twice)
+    takes the place of what it was. Raises ValueError.
+    """
 
     def add(adapter: AdapterType) -> AdapterType:
-        taken = {t: s.family for s in _SPECS.values() for t in s.model_types}
-        for model_type in spec.model_types:
-            if model_type in taken:
+        for other in _SPECS.values():
+            if _is_same(other.adapter, adapter):
+                continue
+            if other.family == spec.family:
                 raise ValueError(
-                    f"model type {model_type!r} of {spec.family!r} is already registered by {taken[model_type]!r}"
+                    f"family {spec.family!r} is registered twice: {_place(other.adapter)}, {_place(adapter)}"
                 )
-        if spec.family in _SPECS:
-            raise ValueError(f"family {spec.family!r} is registered twice")
-        bound = ModelSpec(**{**spec.__dict__, "adapter": adapter})
+            for model_type in set(spec.model_types) & set(other.model_types):
+                raise ValueError(
+                    f"model type {model_type!r} of {spec.family!r} ({_place(adapter)}) is already registered by "
+                    f"{other.family!r} ({_place(other.adapter)})"
+                )
+        for family in [other.family for other in _SPECS.values() if _is_same(other.adapter, adapter)]:
+            del _SPECS[family]
+        bound = replace(spec, adapter=adapter)
         _SPECS[spec.family] = bound
         adapter.spec = bound
         return adapter
 
     return add
+
+
+def _is_same(one: type | None, other: type) -> bool:
+    return one is not None and _place(one) == _place(other)
+
+
+def _place(adapter: type | None) -> str:
+    return "no adapter" if adapter is None else f"{adapter.__module__}.{adapter.__qualname__}"
 
 
 def registered() -> tuple[ModelSpec, ...]:

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.hooks import files_of, put_hooks, runs_model
+from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.errors import InvalidPrompt
@@ -70,6 +70,9 @@ class Adapter:
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
+    #: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
+    caches_without_attention: ClassVar[frozenset[str]] = frozenset()
+
     def __init_subclass__(cls) -> None:
         """A family's own version of a call that runs the model is one, too."""
         for name in RUNS_MODEL & vars(cls).keys():
@@ -80,8 +83,14 @@ class Adapter:
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.patches())
         self.language: Any = self.model.language_model
-        put_hooks(files_of(self.language), HOOKS)
+        self.hook_functions()
         self.last_position_logits()
+
+    def hook_functions(self) -> None:
+        """Put our functions in the place of mlx-vlm's in the language model's files; refuse a model that calls others."""
+        put_hooks(files_of(self.language), HOOKS, family=self.spec.family)
+        hooked = HOOKS["scaled_dot_product_attention"]
+        check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

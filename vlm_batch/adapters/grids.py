@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
@@ -106,9 +105,10 @@ class MRoPEAdapter(GridAdapter):
 
     input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._decoding = hook_rotary(self.language)
+    def hook_functions(self) -> None:
+        """And of M-RoPE, for decode steps."""
+        super().hook_functions()
+        self._decoding = hook_rotary(self.language, family=self.spec.family)
 
     def decode(self, step: DecodeStep) -> mx.array:
         with self._decoding.at(step.positions):

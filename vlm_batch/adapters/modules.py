@@ -150,7 +150,12 @@ def evaluate_arrays(module: nn.Module, on_disk: tuple[type, ...] = ()) -> None:
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
-    mx.eval(list(_arrays(module, set(), on_disk)))
+    mx.eval(list(_arrays(module, on_disk)))
+
+
+def package_of(value: Any) -> str:
+    """The package that the class of an object comes from."""
+    return type(value).__module__.partition(".")[0]
 
 
 def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
@@ -165,23 +170,32 @@ def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
         table.__dict__.pop("_source_embedding", None)
 
 
-def _arrays(node: Any, seen: set[int], on_disk: tuple[type, ...]) -> Iterator[mx.array]:
-    if isinstance(node, mx.array):
-        yield node
-        return
-    if id(node) in seen or isinstance(node, (str, bytes, int, float, type, *on_disk)):
-        return
-    seen.add(id(node))
-    if isinstance(node, nn.Module):
-        yield from _arrays(dict(node), seen, on_disk)
-    if isinstance(node, Mapping):
-        for child in node.values():
-            yield from _arrays(child, seen, on_disk)
-    elif isinstance(node, (list, tuple)):
-        for child in node:
-            yield from _arrays(child, seen, on_disk)
-    if type(node).__module__.startswith(("mlx_vlm.", "mlx.nn")):
-        yield from _arrays(getattr(node, "__dict__", {}), seen, on_disk)
+def _arrays(module: nn.Module, on_disk: tuple[type, ...]) -> Iterator[mx.array]:
+    """Arrays of modules, and of other objects whose classes come from the modules' packages."""
+    packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
+    leaves = (str, bytes, int, float, type, *on_disk)
+    seen: set[int] = set()
+
+    def walk(node: Any) -> Iterator[mx.array]:
+        if isinstance(node, mx.array):
+            yield node
+            return
+        if id(node) in seen or isinstance(node, leaves):
+            return
+        seen.add(id(node))
+        children: list[Any] = []
+        if isinstance(node, nn.Module):
+            children.append(dict(node))
+        if isinstance(node, Mapping):
+            children.extend(node.values())
+        elif isinstance(node, (list, tuple)):
+            children.extend(node)
+        if package_of(node) in packages:
+            children.append(getattr(node, "__dict__", {}))
+        for child in children:
+            yield from walk(child)
+
+    return walk(module)
 
 
 def two_tables(parent: type) -> type:

@@ -18,7 +18,8 @@ import mlx.nn as nn
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.hooks import files_of
+from vlm_batch.adapters.hooks import files_of, hook, is_hook, is_replacement, put_hooks
+from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
 
@@ -61,11 +62,11 @@ class Turn:
         )
 
 
-def hook_rotary(module: nn.Module) -> DecodePositions:
+def hook_rotary(module: nn.Module, *, family: str) -> DecodePositions:
     """Let the M-RoPE of a model of ours (mlx-vlm's classes, our copy) turn a decode step's tokens in one operation.
 
-    The function that applies it is bound to a module-level name, which is what is rebound; for whatever is given cosines
-    it is mlx-vlm's.
+    The function that applies it is hooked in each file that has one; for whatever is given cosines it is mlx-vlm's. Raises
+    UnsupportedModel, naming the family, where a module with such an embedding lies in a file without that function.
     """
     step = DecodePositions()
     found = [child for _, child in module.named_modules() if isinstance(child, MRoPERotaryEmbedding)]
@@ -76,11 +77,23 @@ def hook_rotary(module: nn.Module) -> DecodePositions:
         child.__class__ = turning(type(child))
         child.__dict__.update(_step=step, _periods=periods)
     if found:
-        for name in files_of(module):
-            namespace = vars(sys.modules[name])
-            if APPLY in namespace and not isinstance(namespace[APPLY], Applying):
-                namespace[APPLY] = Applying(namespace[APPLY])
+        for file in files_of(module):
+            theirs = vars(sys.modules[file]).get(APPLY)
+            if theirs is not None and not is_hook(theirs):
+                put_hooks([file], {APPLY: hook(theirs, applying(theirs))}, family=family)
+        check_applied(module, found, family=family)
     return step
+
+
+def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> None:
+    """Refuse a model whose modules hold a rotary embedding of ours and come from no file with the hooked function."""
+    ours = {id(child) for child in found}
+    for _, owner in module.named_modules():
+        if any(id(child) in ours for child in owner.values()):
+            bases = [base for base in type(owner).__mro__ if not is_replacement(base)]
+            if not any(is_hook(vars(sys.modules[base.__module__]).get(APPLY)) for base in bases):
+                at = f"{bases[0].__module__}.{bases[0].__qualname__}"
+                raise UnsupportedModel(f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied")
 
 
 def turning(parent: type) -> type:
@@ -96,12 +109,10 @@ def turning(parent: type) -> type:
     return Turning
 
 
-@dataclass(frozen=True)
-class Applying:
-    """mlx-vlm's function that rotates queries and keys, and the same by a ``Turn``."""
+def applying(upstream: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
+    """mlx-vlm's function that rotates queries and keys (B, H, L, D), and the same by a ``Turn``."""
 
-    upstream: Callable[..., tuple[mx.array, mx.array]]
+    def apply(q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
+        return (cos(q), cos(k)) if isinstance(cos, Turn) else upstream(q, k, cos, sin, *args, **kwargs)
 
-    def __call__(self, q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        """(B, H, L, D) queries and keys, rotated."""
-        return (cos(q), cos(k)) if isinstance(cos, Turn) else self.upstream(q, k, cos, sin, *args, **kwargs)
+    return apply

@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import files_of, put_hooks
 from vlm_batch.registry import ModelSpec
 from vlm_batch.types import DecodeStep, Encoded
 
@@ -22,6 +24,10 @@ class SingleRow(Adapter):
     spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
     max_rows = 1
     no_prefix_reuse = "it runs one row at a time, through mlx-vlm's own path"
+
+    def hook_functions(self) -> None:
+        """Cheaper kernels where the model's files have mlx-vlm's functions; one row's own caches take any attention."""
+        put_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
 
     def last_position_logits(self) -> None:
         """Nothing is known of the trunk's result, so it stays as it is."""

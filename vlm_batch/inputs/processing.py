@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.prompt_utils import apply_chat_template, get_chat_template
+from mlx_vlm.prompt_utils import MODEL_CONFIG, apply_chat_template, get_chat_template
 from mlx_vlm.utils import (
     VideoMetadata,
     prepare_inputs,
@@ -52,7 +52,8 @@ class Processing:
             raise InvalidPrompt("the prompt is empty")
         turns = prompt if isinstance(prompt, str) else list(prompt)
         try:
-            if num_videos:  # mlx-vlm's template function knows videos of single prompts only, by their paths
+            # mlx-vlm's template function knows videos of single prompts only, by their paths, and no types but its own
+            if num_videos or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
                 marked = with_parts(turns, num_images, num_videos)
                 rendered = get_chat_template(self.processor, marked, add_generation_prompt=True)
             else:

@@ -1,17 +1,42 @@
-"""The families: one file each, named after the family. Importing this package imports none; asking for one imports all."""
+"""The families: one file each, named after the family. Importing this package imports none; asking for one imports all.
+
+Families of other packages are found by the entry point group ``vlm_batch.families``, whose entries name modules, or are
+registered by whoever imports their module.
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
+from vlm_batch import registry
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.registry import ModelSpec, registered
 
 if TYPE_CHECKING:
     from vlm_batch.adapters.base import Adapter
+
+#: The group of entry points by which other packages make families known.
+ENTRY_POINTS = "vlm_batch.families"
+#: Where mlx-vlm's loader looks for the code of a model type, and what it needs there.
+UPSTREAM, NEEDED = "mlx_vlm.models", ("Model", "ModelConfig")
+
+
+def register(spec: ModelSpec) -> Callable[[registry.AdapterType], registry.AdapterType]:
+    """Class decorator: make a family of one's own known, with its adapter, before a model of it is loaded.
+
+    The library's own families are imported first, so that a family or model type that is taken is refused here, whatever was
+    imported when. The same class again (a notebook's cell that is run twice) takes the place of what it was. Raises ValueError.
+    """
+    _import_own()
+    return registry.register(spec)
 
 
 def families() -> tuple[ModelSpec, ...]:
@@ -34,9 +59,49 @@ def adapter_for(model_type: str) -> type[Adapter]:
     return spec.adapter
 
 
-@cache
+def provide_package(model_type: str) -> None:
+    """Let mlx-vlm's loader find the model code of a family that names its own ``package``.
+
+    Raises UnsupportedModel where the package cannot be imported, lacks what a loader needs, or is not needed.
+    """
+    spec, name = spec_for(model_type), f"{UPSTREAM}.{model_type}"
+    if spec is None or spec.package is None:
+        return
+    try:
+        package = import_module(spec.package)
+    except ImportError as error:
+        raise UnsupportedModel(f"{spec.family}: its model code {spec.package!r} cannot be imported: {error}") from error
+    if missing := [needed for needed in NEEDED if needed not in vars(package)]:
+        raise UnsupportedModel(f"{spec.family}: its model code {spec.package!r} has no {' and no '.join(missing)}")
+    if sys.modules.get(name) is not package:
+        if find_spec(name) is not None:
+            raise UnsupportedModel(
+                f"{spec.family}: mlx-vlm has code for {model_type!r}: leave package={spec.package!r} out"
+            )
+        sys.modules[name] = package
+
+
 def _import_all() -> None:
-    """Import every family's file, which registers it."""
+    _import_own()
+    _import_entry_points()
+
+
+@cache
+def _import_own() -> None:
+    """Import every file of a family, which registers it."""
     for module in iter_modules(__path__):
         if not module.name.startswith("_"):
             import_module(f"{__name__}.{module.name}")
+
+
+@cache
+def _import_entry_points() -> None:
+    """Import the modules that other packages name; one that fails is said and left out."""
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:
+            warnings.warn(
+                f"the families of {entry.value} (entry point {entry.name!r}) are left out: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )

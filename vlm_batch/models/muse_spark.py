@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import Hook, files_of, hook, put_hooks
@@ -30,10 +29,12 @@ from vlm_batch.registry import ModelSpec, register
 class MuseSpark(Adapter):
     """RoPE takes each row's own offset, and windows are the caches' business."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def hook_functions(self) -> None:
+        """And functions that stand in for Metal's, where there is none."""
         if not mx.metal.is_available():
-            put_hooks(files_of(model.language_model), without_metal())
-        super().__init__(model)
+            hooks = without_metal()
+            put_hooks(files_of(self.language), hooks, family=self.spec.family, required=hooks)
+        super().hook_functions()
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from vlm_batch.adapters.attention import HOOKS, row_by_row
 from vlm_batch.adapters.base import Adapter
@@ -16,6 +15,9 @@ from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
+
+#: The file with the functions of sparse attention.
+SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"
 
 
 @register(
@@ -35,9 +37,10 @@ class Qwen4Exp(MRoPEAdapter):
 
     video_sampling = Sampling(frame_factor=1)
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        put_hooks(["mlx_vlm.models.qwen4_exp.qsa_kernel"], HOOKS)  # where functions lie that its attention calls
+    def hook_functions(self) -> None:
+        """Also in the file of functions that its attention calls; none of M-RoPE, see ``decode``."""
+        put_hooks([SPARSE], HOOKS, family=self.spec.family, required=["scaled_dot_product_attention"])
+        Adapter.hook_functions(self)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
