@@ -184,9 +184,7 @@ def _arrays(module: nn.Module, on_disk: tuple[type, ...]) -> Iterator[mx.array]:
             return
         seen.add(id(node))
         children: list[Any] = []
-        if isinstance(node, nn.Module):
-            children.append(dict(node))
-        if isinstance(node, Mapping):
+        if isinstance(node, Mapping):  # a module is one, too
             children.extend(node.values())
         elif isinstance(node, (list, tuple)):
             children.extend(node)
