@@ -34,8 +34,8 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
             "means of blocks and never takes the last, incomplete block's (deepseek_v4/language.py:685 and :745)",
             "attention runs a row at a time over the row's own window and pools; projections and experts run for all rows "
             "at once",
-            "left as in mlx-vlm: DeepSeek's own code rounds keys and pools to 8 and 4 bits as in training; mlx-vlm does not, nor "
-            "does transformers",
+            "left as in mlx-vlm: DeepSeek's own code rounds keys and pools to 8 and 4 bits as in training; mlx-vlm does not,"
+            " nor does transformers",
         ),
     )
 )
