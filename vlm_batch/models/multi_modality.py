@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.multi_modality.vision import FastGELUActivation, SigLipVisionModel
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import put_features, repeat_placeholders
@@ -32,6 +31,8 @@ class MultiModality(Adapter):
     input_keys = frozenset({"pixel_values"})
 
     def __init__(self, model: nn.Module) -> None:
+        from mlx_vlm.models.multi_modality.vision import SigLipVisionModel
+
         super().__init__(model)
         for _, tower in self.model.vision_model.named_modules():
             if isinstance(tower, SigLipVisionModel):
@@ -40,6 +41,8 @@ class MultiModality(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.multi_modality.vision import FastGELUActivation
+
         class ExactGELU(FastGELUActivation):
             """Upstream's is the tanh form (multi_modality/vision.py:150)."""
 
