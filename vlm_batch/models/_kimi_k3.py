@@ -30,4 +30,4 @@ class RowLatentAttention(KimiK3MLAAttention):
         return self.o_proj(output * mx.sigmoid(self.g_proj(x)) if self.use_gate else output)
 
 
-PATCHES = {KimiK3MLAAttention: RowLatentAttention}
+PATCHES: dict[type, type] = {KimiK3MLAAttention: RowLatentAttention}

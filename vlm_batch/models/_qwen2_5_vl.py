@@ -72,4 +72,4 @@ class WindowRuns(VisionModel):
         return module.proj(attend_runs(queries, keys, split[:, 2], runs, module.scale))
 
 
-PATCHES = {VisionModel: WindowRuns, Attention: seal_masks(Attention)}
+PATCHES: dict[type, type] = {VisionModel: WindowRuns, Attention: seal_masks(Attention)}
