@@ -19,9 +19,10 @@ class PlacingAdapter(Adapter):
         embeds = self.token_table(mx.maximum(ids, 0))
         if "pixel_values" in extra:
             given = extra.get("cached_image_features")
-            pictures = self.encode_pictures(extra, embeds.dtype) if given is None else list(given)
-            features = self.to_embeddings(mx.concatenate(pictures), embeds.dtype)
-            embeds = put_features(embeds, ids, self.image_token_ids(), features)
+            given = self.encode_pictures(extra, embeds.dtype) if given is None else given
+            pictures = [given] if isinstance(given, mx.array) else given
+            rows = mx.concatenate([picture.reshape(-1, picture.shape[-1]) for picture in pictures])  # (N, D)
+            embeds = put_features(embeds, ids, self.image_token_ids(), self.to_embeddings(rows, embeds.dtype))
         return {"inputs_embeds": embeds}
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
