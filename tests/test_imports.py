@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import mlx_vlm.models
 import pytest
 
 import vlm_batch
@@ -132,17 +133,27 @@ def test_the_toolkit_knows_no_family(path: Path) -> None:
             assert spec is not None and spec.submodule_search_locations is None, f"{path.name} imports {whole}"
 
 
+def modules_after(code: str) -> list[str]:
+    """The modules that a fresh interpreter has imported after some code."""
+    code += "\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.split()
+
+
 def test_importing_the_toolkit_imports_no_family() -> None:
     names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in TOOLKIT]
-    code = f"""
-import sys
-from importlib import import_module
-for name in {[name.removesuffix(".__init__") for name in names]}:
-    import_module(name)
-print([name for name in sys.modules if name.startswith("vlm_batch.models")])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    found = modules_after("".join(f"import {name.removesuffix('.__init__')}\n" for name in names))
+    assert "vlm_batch.adapters.base" in found
+    assert not [name for name in found if name.startswith("vlm_batch.models")]
+
+
+def test_finding_the_families_imports_no_model() -> None:
+    """Neither what replaces mlx-vlm's modules nor mlx-vlm's models: those of one family, when it is adapted."""
+    found = modules_after("import vlm_batch.models; vlm_batch.models.families()")
+    assert "vlm_batch.models.qwen2_vl" in found
+    assert not [name for name in found if name.startswith("vlm_batch.models._")]
+    families_upstream = {path.parent.name for path in Path(mlx_vlm.models.__file__).parent.glob("*/__init__.py")}
+    assert not families_upstream & {name.split(".")[2] for name in found if name.startswith("mlx_vlm.models.")}
 
 
 @pytest.mark.parametrize("path", [*MODELS, *TOOLKIT], ids=lambda path: str(path.relative_to(PACKAGE)))

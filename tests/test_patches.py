@@ -14,9 +14,11 @@ from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
 from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
+from vlm_batch.adapters.attention import each_row
 from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.adapters.routing import dropped_groups
-from vlm_batch.caches import BlockCache, BlockSlabCache
+from vlm_batch.adapters.vision import resize_bicubic
+from vlm_batch.caches import BlockCache, BlockSlabCache, RowsCache
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.models.deepseek_vl_v2 import DeepseekVL2
 from vlm_batch.models.phi3_v import Phi3V
@@ -153,3 +155,42 @@ def test_long_rope_is_each_rows_own_choice() -> None:
     long = rope(mx.concatenate([x[:1]] * 20, axis=2))  # a prompt of 20 in one run
     patched.prompt = 20
     np.testing.assert_allclose(patched(x[:1], offset=0), long[:, :, :1], atol=1e-5)
+
+
+@pytest.mark.parametrize(("old", "new"), [((4, 4), (4, 4)), ((3, 5), (7, 2)), ((8, 8), (5, 13)), ((1, 2), (3, 3))])
+def test_tables_are_resized_by_keys_kernel_with_edges_repeated(old: tuple[int, int], new: tuple[int, int]) -> None:
+    """``F.interpolate(mode="bicubic", align_corners=False)`` by the book, in float64."""
+    table = np.random.RandomState(7).standard_normal((*old, 3))
+
+    def kernel(x: float) -> float:
+        x = abs(x)
+        if x <= 1:
+            return 1.25 * x**3 - 2.25 * x**2 + 1
+        return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+    right = np.zeros((*new, 3))
+    for row, column in np.ndindex(new):
+        y, x = ((place + 0.5) * old[axis] / new[axis] - 0.5 for axis, place in enumerate((row, column)))
+        for i in range(int(np.floor(y)) - 1, int(np.floor(y)) + 3):
+            for j in range(int(np.floor(x)) - 1, int(np.floor(x)) + 3):
+                inside = table[min(max(i, 0), old[0] - 1), min(max(j, 0), old[1] - 1)]
+                right[row, column] += kernel(y - i) * kernel(x - j) * inside
+    np.testing.assert_allclose(resize_bicubic(mx.array(table.astype(np.float32)), new), right, atol=1e-5)
+
+
+def test_a_function_over_rows_sees_each_row_and_leaves_empty_places_zero() -> None:
+    rows = RowsCache()
+    rows.resize(3)
+    for place, length in ((0, 2), (2, 5)):
+        single = KVCache()
+        single.update_and_fetch(keys_of(0, length), keys_of(0, length))
+        rows.put(place, single)
+    x = mx.arange(1, 4, dtype=mx.float32)[:, None]
+
+    def of_one(cache: Any, part: mx.array, factor: float) -> tuple[mx.array, mx.array]:
+        return part * factor, mx.array([[cache.offset]])
+
+    scaled, lengths = each_row(of_one, rows, rows, x, factor=10.0)
+    assert scaled.tolist() == [[10.0], [0.0], [30.0]]
+    assert lengths.tolist() == [[2], [0], [5]]
+    assert each_row(lambda part: part, rows, x).tolist() == [[1.0], [0.0], [3.0]]

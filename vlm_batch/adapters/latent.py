@@ -22,8 +22,8 @@ def latent_attention(parent: type) -> type:
     """An attention class over latents (B, 1, L, R) that takes rows which keep their own caches."""
 
     class RowLatentAttention(parent):  # type: ignore[misc]
-        """Upstream multiplies what the cache returns (youtu_vl/language.py:119, deepseek_v3/language.py:120), which must
-        then be one array; rows that keep their own caches are multiplied one at a time."""
+        """Upstream multiplies what the cache returns (deepseek_v3/language.py:120, youtu_vl/language.py:119,
+        kimi_k3/language.py:589), which must then be one array; rows that keep their own caches are multiplied one at a time."""
 
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
             """(B, L, D) -> (B, L, D)"""
@@ -35,10 +35,18 @@ def latent_attention(parent: type) -> type:
             queries, turned = mx.split(queries, [self.qk_nope_head_dim], axis=-1)
             latent, rotated = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
             latent, rotated = self.kv_a_layernorm(latent)[:, None], rotated[:, None]  # (B, 1, 1, R), (B, 1, 1, D_rope)
-            turned, rotated = (self.rope(part, cache.offset) for part in (turned, rotated))
+            turned, rotated = (self.turned(part, cache.offset) for part in (turned, rotated))
             latents, keys = cache.update_and_fetch(latent, rotated)
             queries = mx.concatenate([self.embed_q(queries), turned], axis=-1)
             output = attend_rows(attend_latent, queries, latents, keys, self.scale, None, None)
-            return self.o_proj(self.unembed_out(output).swapaxes(1, 2).flatten(-2))
+            return self.projected(self.unembed_out(output).swapaxes(1, 2).flatten(-2), x)
+
+        def turned(self, part: mx.array, offset: mx.array) -> mx.array:
+            """Queries or keys (B, H, 1, D_rope), by their rows' positions (B,)."""
+            return self.rope(part, offset)
+
+        def projected(self, output: mx.array, x: mx.array) -> mx.array:
+            """The heads' output (B, 1, H * D_head), for the layer's input x (B, 1, D): (B, 1, D)."""
+            return self.o_proj(output)
 
     return RowLatentAttention

@@ -1,4 +1,4 @@
-"""Adapters of families whose prompts hold one id for each picture, often one that is no token."""
+"""Adapters that put pictures' features into the prompt themselves, in the place of its placeholders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,31 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import put_features, repeat_placeholders
 
 
-class OnePlaceholder(Adapter):
-    """Every placeholder becomes as many positions as its picture has features."""
+class PlacingAdapter(Adapter):
+    """Families whose prompts hold a placeholder for each of a picture's features, where mlx-vlm puts them in wrongly."""
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with each picture's features in its placeholders, some of which are no tokens (below 0)."""
+        embeds = self.token_table(mx.maximum(ids, 0))
+        if "pixel_values" in extra:
+            given = extra.get("cached_image_features")
+            given = self.encode_pictures(extra, embeds.dtype) if given is None else given
+            pictures = [given] if isinstance(given, mx.array) else given
+            rows = mx.concatenate([picture.reshape(-1, picture.shape[-1]) for picture in pictures])  # (N, D)
+            embeds = put_features(embeds, ids, self.image_token_ids(), self.to_embeddings(rows, embeds.dtype))
+        return {"inputs_embeds": embeds}
+
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+        """Encode a request's pictures: the features (tokens, D) of each. ``dtype`` is that of embeddings."""
+        raise NotImplementedError
+
+    def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Bring features (N, D) to the scale of embeddings; the default leaves them as they are."""
+        return features
+
+
+class OnePlaceholder(PlacingAdapter):
+    """Families whose prompts hold one id for each picture, which becomes as many positions as its picture has features."""
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         if "pixel_values" not in extra:
@@ -25,18 +48,6 @@ class OnePlaceholder(Adapter):
         given = extra.get("cached_image_features")
         return self.count_positions(extra) if given is None else [len(picture) for picture in given]
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        embeds = self.language.model.embed_tokens(mx.maximum(ids, 0))
-        if "pixel_values" in extra:
-            given = extra.get("cached_image_features")
-            pictures = self.encode_pictures(extra) if given is None else list(given)
-            embeds = put_features(embeds, ids, self.image_token_ids(), mx.concatenate(pictures))
-        return {"inputs_embeds": embeds}
-
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         """Count the features that the family's tower makes of each picture."""
-        raise NotImplementedError
-
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
-        """The features (tokens, D) of each picture."""
         raise NotImplementedError

@@ -50,4 +50,4 @@ class RowLayer(DecoderLayer):
         return "post_attention_layernorm" not in self
 
 
-PATCHES = {Attention: RowAttention, DecoderLayer: RowLayer}
+PATCHES: dict[type, type] = {Attention: RowAttention, DecoderLayer: RowLayer}

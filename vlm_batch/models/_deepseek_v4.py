@@ -196,7 +196,7 @@ class Trunk(upstream.DeepseekV4Model):
         return mx.concatenate([mask[:, :-length], inside], axis=-1)
 
 
-PATCHES = {
+PATCHES: dict[type, type] = {
     upstream.Compressor: Compressor,
     upstream.Indexer: Indexer,
     upstream.LocalAttention: Attention,

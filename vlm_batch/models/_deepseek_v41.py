@@ -40,4 +40,4 @@ class Attention(upstream.DeepseekV41Attention):
         return mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=self.scale, mask=mask, sinks=sinks)
 
 
-PATCHES = {upstream.DeepseekV41Attention: Attention}
+PATCHES: dict[type, type] = {upstream.DeepseekV41Attention: Attention}

@@ -27,4 +27,4 @@ class RowGate(MoEGate):
         return experts, mx.take_along_axis(scores, experts, axis=-1) * self.routed_scaling_factor
 
 
-PATCHES = {MoEGate: RowGate}
+PATCHES: dict[type, type] = {MoEGate: RowGate}

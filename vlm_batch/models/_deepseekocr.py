@@ -47,4 +47,4 @@ class ResizedEmbeddings(VisionEmbeddings):
         return mx.concatenate([abs_pos[:, :1], resized.flatten(2).swapaxes(1, 2).astype(abs_pos.dtype)], axis=1)
 
 
-PATCHES = {Attention: RelativeAttention, VisionEmbeddings: ResizedEmbeddings}
+PATCHES: dict[type, type] = {Attention: RelativeAttention, VisionEmbeddings: ResizedEmbeddings}

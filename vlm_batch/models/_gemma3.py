@@ -28,4 +28,4 @@ class TwoMasks(Gemma3Model):
         return self.norm(hidden)
 
 
-PATCHES = {Gemma3Model: TwoMasks}
+PATCHES: dict[type, type] = {Gemma3Model: TwoMasks}

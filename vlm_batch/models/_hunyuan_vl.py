@@ -50,7 +50,7 @@ class RowAttention(Attention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
 
-PATCHES = {Attention: RowAttention, PatchEmbed: BoundedPositions}
+PATCHES: dict[type, type] = {Attention: RowAttention, PatchEmbed: BoundedPositions}
 
 
 def axis_angles(positions: mx.array, frequencies: mx.array, sections: Sequence[int] | None) -> mx.array:

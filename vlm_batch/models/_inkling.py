@@ -67,4 +67,4 @@ class RowAttention(InklingAttention):
         return mx.where(unseen, mx.array(UNSEEN, bias.dtype), mask)[:, :, None]
 
 
-PATCHES = {InklingAttention: RowAttention}
+PATCHES: dict[type, type] = {InklingAttention: RowAttention}

@@ -59,4 +59,4 @@ class RowModel(LlamaModel):
         return self.norm(hidden)
 
 
-PATCHES = {Attention: RowAttention, LlamaModel: RowModel}
+PATCHES: dict[type, type] = {Attention: RowAttention, LlamaModel: RowModel}

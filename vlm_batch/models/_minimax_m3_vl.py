@@ -90,4 +90,4 @@ def share(heads: int, group: int, groups: int) -> slice:
     return slice(first, first + max(1, heads // groups))
 
 
-PATCHES = {MiniMaxAttention: RowAttention}
+PATCHES: dict[type, type] = {MiniMaxAttention: RowAttention}

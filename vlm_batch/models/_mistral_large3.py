@@ -29,7 +29,7 @@ class SoftmaxGate(MoEGate):
         return chosen, weights * self.routed_scaling_factor
 
 
-PATCHES = {
+PATCHES: dict[type, type] = {
     DeepseekV3Attention: latent_attention(DeepseekV3Attention),
     LanguageModel: TakesEmbeddings,
     MoEGate: SoftmaxGate,

@@ -65,7 +65,7 @@ class SkippingLayer(upstream.MllamaCrossAttentionDecoderLayer):
         )
 
 
-PATCHES = {
+PATCHES: dict[type, type] = {
     upstream.MllamaTextSelfAttention: RowSelfAttention,
     upstream.MllamaTextCrossAttention: RowCrossAttention,
     upstream.MllamaCrossAttentionDecoderLayer: SkippingLayer,

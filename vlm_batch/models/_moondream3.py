@@ -36,4 +36,4 @@ class Tower(AdaptivePooling, VisionModel):
     """The tower with crops pooled as published."""
 
 
-PATCHES = {Attention: RowAttention, VisionModel: Tower}
+PATCHES: dict[type, type] = {Attention: RowAttention, VisionModel: Tower}

@@ -35,4 +35,4 @@ class UnroundedTextModel(MuseSparkTextModel):
         return self.norm(stream)
 
 
-PATCHES = {MuseSparkTextModel: UnroundedTextModel}
+PATCHES: dict[type, type] = {MuseSparkTextModel: UnroundedTextModel}

@@ -48,4 +48,4 @@ class RowAttention(Attention):
         return (weights @ values[:, :, None]).reshape(*queries.shape[:3], values.shape[-1])
 
 
-PATCHES = {Attention: RowAttention}
+PATCHES: dict[type, type] = {Attention: RowAttention}

@@ -26,4 +26,4 @@ class RowAttention(Attention):
         return self.o_proj(output.swapaxes(1, 2).flatten(-2))
 
 
-PATCHES = {Attention: RowAttention}
+PATCHES: dict[type, type] = {Attention: RowAttention}

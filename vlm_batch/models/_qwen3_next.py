@@ -39,4 +39,4 @@ class DeltaNet(Qwen3NextGatedDeltaNet):
         return self.out_proj(self.norm(out, z).reshape(batch, length, -1))
 
 
-PATCHES = {Qwen3NextGatedDeltaNet: DeltaNet}
+PATCHES: dict[type, type] = {Qwen3NextGatedDeltaNet: DeltaNet}

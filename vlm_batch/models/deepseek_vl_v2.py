@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.registry import ModelSpec, register
@@ -36,6 +35,8 @@ class DeepseekVL2(Adapter):
     ignored_inputs = frozenset({"labels", "sft_format", "seq_lens"})
 
     def __init__(self, model: nn.Module) -> None:
+        from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention
+
         super().__init__(model)
         for _, module in self.language.named_modules():  # as modeling_deepseek.py has it
             if isinstance(module, DeepseekV2Attention):

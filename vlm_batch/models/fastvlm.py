@@ -29,7 +29,7 @@ class FastVLM(OnePlaceholder):
         count, _, height, width = extra["pixel_values"].shape
         return [-(-height // FASTVIT_STRIDE) * -(-width // FASTVIT_STRIDE)] * count
 
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         tower = self.model.vision_tower
         dtype = tower.vision_model.patch_embed.blocks[0].reparam_conv.weight.dtype
         _, features, _ = tower(extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype))  # (N, H, W, C)

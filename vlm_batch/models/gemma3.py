@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import bidirectional_mask, put_features, spans_of
+from vlm_batch.adapters.placeholders import PlacingAdapter
+from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded
 
@@ -25,7 +25,7 @@ from vlm_batch.types import Encoded
         ),
     )
 )
-class Gemma3(Adapter):
+class Gemma3(PlacingAdapter):
     """A picture is one chunk's; without one in it, a chunk takes upstream's own masks."""
 
     ignored_inputs = frozenset({"num_crops"})
@@ -36,19 +36,14 @@ class Gemma3(Adapter):
 
         return PATCHES
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with the pictures in their places, divided by what the trunk multiplies all of them with."""
-        embeds = self.language.model.embed_tokens(ids)
-        if "pixel_values" not in extra:
-            return {"inputs_embeds": embeds}
-        features = extra.get("cached_image_features")
-        if features is None:
-            pictures = extra["pixel_values"].transpose(0, 2, 3, 1).astype(embeds.dtype)
-            states, *_ = self.model.vision_tower(pictures, output_hidden_states=True)
-            features = self.model.multi_modal_projector(states)
-        width = features.shape[-1]
-        features = features.reshape(-1, width) / embedding_scale(width, embeds.dtype)
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+        pictures = extra["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
+        states, *_ = self.model.vision_tower(pictures, output_hidden_states=True)
+        return list(self.model.multi_modal_projector(states))
+
+    def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Divided by what the trunk multiplies all embeddings with."""
+        return features / embedding_scale(features.shape[-1], dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return spans_of(ids, self.image_token_ids()) if "pixel_values" in extra else ()

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.models.idefics3 import Idefics3
 from vlm_batch.registry import ModelSpec, register
 
@@ -36,7 +36,7 @@ class TanhGELU(nn.GELU):
         ),
     )
 )
-class Idefics2(Idefics3):
+class Idefics2(PlacingAdapter, Idefics3):
     """Pictures keep their own shape; a perceiver makes the same number of latents of each."""
 
     input_keys = frozenset({"pixel_values", "pixel_attention_mask"})
@@ -58,16 +58,16 @@ class Idefics2(Idefics3):
 
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with each picture's latents in its placeholders; pictures are encoded one at a time."""
-        embeds = self.language.embed_tokens(ids)
-        if "pixel_values" not in extra:
-            return {"inputs_embeds": embeds}
+    @property
+    def token_table(self) -> Any:
+        return self.language.embed_tokens
+
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+        """The latents of each picture, one at a time; what is zero throughout is no picture."""
         pictures = extra["pixel_values"].flatten(0, 1)  # (N, 3, H, W)
         masks = extra.get("pixel_attention_mask")
         masks = mx.ones((len(pictures), *pictures.shape[2:])) if masks is None else masks.flatten(0, 1)
-        found = [self._encode(*one) for one in zip(pictures, masks, strict=True) if mx.any(one[0] != 0).item()]
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), mx.concatenate(found))}
+        return [self._encode(*one) for one in zip(pictures, masks, strict=True) if mx.any(one[0] != 0).item()]
 
     def _encode(self, picture: mx.array, mask: mx.array) -> mx.array:
         """(3, H, W) and which pixels are its own (H, W) -> (latents, D)"""

@@ -39,6 +39,6 @@ class LlavaBunny(OnePlaceholder):
         vision = self.config.vision_config
         return [(vision.image_size // vision.patch_size) ** 2] * len(extra["pixel_values"])
 
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         *_, states = self.model.vision_tower(extra["pixel_values"].transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.mm_projector(states[-1].astype(extra["pixel_values"].dtype)))

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.vision import best_grid, pack_tiles
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.llava import Llava
@@ -29,30 +29,22 @@ GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
         ),
     )
 )
-class LlavaNext(Llava):
+class LlavaNext(PlacingAdapter, Llava):
     """The picture side is done here; mlx-vlm's language model is right."""
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with each picture's packed features in its placeholders."""
-        embeds = self.language.model.embed_tokens(ids)
-        if "pixel_values" not in extra:
-            return {"inputs_embeds": embeds}
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+        """Each picture's packed features, of (tiles, 3, S, S) and its (high, wide) in pixels."""
         if "image_sizes" not in extra:
-            raise InvalidPrompt("llava_next takes its pictures with their image_sizes (pictures, 2)")
+            raise InvalidPrompt(f"{self.spec.family} takes its pictures with their image_sizes (pictures, 2)")
         sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
-        pictures = zip(extra["pixel_values"], sizes, strict=True)
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), self._encode(pictures))}
-
-    def _encode(self, pictures: Any) -> mx.array:
-        """Of all pictures in order, each (tiles, 3, S, S) with its (high, wide) in pixels: (tokens, D)."""
         packed = []
-        for tiles, size in pictures:
+        for tiles, size in zip(extra["pixel_values"], sizes, strict=True):
             grid = self.grid(size)
             features = self.model.multi_modal_projector(self.states(tiles[: grid[0] * grid[1] + 1]))
             packed.append(pack_tiles(features, size, grid, self.model.image_newline))
-        return mx.concatenate(packed)
+        return packed
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """The grid of tiles of a picture of (high, wide) pixels: the checkpoint's, where its configuration keeps them."""

@@ -12,7 +12,6 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.models._moondream2 import with_published_crops
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import Encoded, Picture
 
@@ -72,6 +71,8 @@ class Moondream2(Adapter):
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
+        from vlm_batch.models._moondream2 import with_published_crops
+
         return with_published_crops(processor)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.multi_modality.vision import FastGELUActivation, SigLipVisionModel
 
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import put_features, repeat_placeholders
+from vlm_batch.adapters.placeholders import PlacingAdapter
+from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -26,12 +25,14 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class MultiModality(Adapter):
+class MultiModality(PlacingAdapter):
     """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
 
     input_keys = frozenset({"pixel_values"})
 
     def __init__(self, model: nn.Module) -> None:
+        from mlx_vlm.models.multi_modality.vision import SigLipVisionModel
+
         super().__init__(model)
         for _, tower in self.model.vision_model.named_modules():
             if isinstance(tower, SigLipVisionModel):
@@ -40,6 +41,8 @@ class MultiModality(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.multi_modality.vision import FastGELUActivation
+
         class ExactGELU(FastGELUActivation):
             """Upstream's is the tanh form (multi_modality/vision.py:150)."""
 
@@ -54,16 +57,11 @@ class MultiModality(Adapter):
             return ids
         return repeat_placeholders(ids, self.config.image_token_index, [self.config.num_image_tokens] * pictures)
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with each picture's features in its placeholders; pictures are encoded one at a time."""
-        embeds = self.language.model.embed_tokens(ids)
-        if "pixel_values" in extra:
-            found = mx.concatenate([self._encode(picture) for picture in extra["pixel_values"]])
-            embeds = put_features(embeds, ids, self.image_token_ids(), found)
-        return {"inputs_embeds": embeds}
-
-    def _encode(self, picture: mx.array) -> mx.array:
-        """(3, S, S) -> (tokens, D)"""
-        states = self.model.vision_model(picture[None].transpose(0, 2, 3, 1), output_hidden_states=True)
-        is_hybrid = self.config.vision_config.cls == "HybridVisionTower"  # its result is already (high, low)
-        return self.model.aligner(states if is_hybrid else states[0])[0]
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+        """One at a time, (3, S, S) -> (tokens, D)."""
+        found = []
+        for picture in extra["pixel_values"].transpose(0, 2, 3, 1):
+            states = self.model.vision_model(picture[None], output_hidden_states=True)
+            is_hybrid = self.config.vision_config.cls == "HybridVisionTower"  # its result is already (high, low)
+            found.append(self.model.aligner(states if is_hybrid else states[0])[0])
+        return found

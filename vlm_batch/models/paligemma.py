@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep
 
@@ -27,7 +26,7 @@ from vlm_batch.types import DecodeStep
         ),
     )
 )
-class PaliGemma(Adapter):
+class PaliGemma(PlacingAdapter):
     """A checkpoint may ask for a causal prompt (``use_bidirectional_attention: false``), which is chunked as usual."""
 
     ignored_inputs = frozenset({"labels"})
@@ -42,22 +41,15 @@ class PaliGemma(Adapter):
     def _is_prefix(self) -> bool:
         return bool(self.config.text_config.use_bidirectional_attention)
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings with the pictures in their places, divided by what the trunk multiplies all of them with."""
-        embeds = self.language.model.embed_tokens(ids)
-        if "pixel_values" not in extra:
-            return {"inputs_embeds": embeds}
-        features = extra.get("cached_image_features")
-        if features is None:
-            features = mx.concatenate([self._encode(picture.astype(embeds.dtype)) for picture in extra["pixel_values"]])
-        width = features.shape[-1]
-        features = features.reshape(-1, width) / mx.array(width**0.5, dtype=embeds.dtype)
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
+        """One at a time."""
+        pictures = extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1)
+        states = [self.model.vision_tower(picture[None], output_hidden_states=True)[0] for picture in pictures]
+        return [self.model.multi_modal_projector(one) for one in states]
 
-    def _encode(self, picture: mx.array) -> mx.array:
-        """(3, S, S) -> (tokens, D)"""
-        states, *_ = self.model.vision_tower(picture[None].transpose(0, 2, 3, 1), output_hidden_states=True)
-        return self.model.multi_modal_projector(states)
+    def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Divided by what the trunk multiplies all embeddings with."""
+        return features / mx.array(features.shape[-1] ** 0.5, dtype=dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return ((0, ids.shape[1]),) if self._is_prefix else ()

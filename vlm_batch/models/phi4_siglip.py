@@ -61,7 +61,7 @@ class Phi4SigLip(OnePlaceholder):
             return [extra["pixel_values"].shape[1]] * len(extra["pixel_values"])
         return [int(count) for count in mask.sum(axis=-1).tolist()]
 
-    def encode_pictures(self, extra: Mapping[str, Any]) -> list[mx.array]:
+    def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """Each picture by itself, without the padding that the others give it."""
         features = []
         for index, count in enumerate(self.count_positions(extra)):

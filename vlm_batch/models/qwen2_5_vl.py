@@ -8,9 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.windows import window_runs
 from vlm_batch.models.qwen2_vl import Qwen2VL
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import PositionState
@@ -50,7 +48,6 @@ class Qwen25VL(Qwen2VL):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.qwen2_5_vl.language import Attention
-        from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
+        from vlm_batch.models._qwen2_5_vl import PATCHES
 
-        return {VisionModel: window_runs(VisionModel), Attention: seal_masks(Attention)}
+        return PATCHES

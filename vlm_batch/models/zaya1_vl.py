@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import mlx.core as mx
+
 from vlm_batch.adapters.grids import GridAdapter
-from vlm_batch.adapters.windows import distinct_windows
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -30,4 +31,12 @@ class Zaya1VL(GridAdapter):
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.zaya1_vl.vision import VisionModel
 
-        return {VisionModel: distinct_windows(VisionModel)}
+        class DistinctWindows(VisionModel):
+            """Qwen2.5-VL's tower without windows of length zero: a padded grid has windows without patches, whose boundaries
+            repeat, and mlx-vlm compares array scalars by identity (qwen2_5_vl/vision.py:332)."""
+
+            def get_window_index(self, grid_thw: mx.array) -> tuple[mx.array, mx.array]:
+                index, boundaries = super().get_window_index(grid_thw)
+                return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
+
+        return {VisionModel: DistinctWindows}

@@ -1,0 +1,75 @@
+"""Qwen2.5-VL's vision tower with its windows of one size in one attention call, and one rotation a picture.
+
+mlx-vlm's calls attention once a window (25 windows of a picture of 504 pixels in each of 28 blocks), turns the boundaries into
+a list in every block, which waits for the device, and takes cosines and sines anew for queries and keys of every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.models.qwen2_5_vl.language import Attention
+from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
+
+from vlm_batch.adapters import kernels
+from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.windows import Run, attend_runs, merge_runs, patch_positions, rotate, window_order
+
+
+class WindowRuns(VisionModel):
+    """The same function of pixels, with one attention call for windows of one size, and one rotation a picture."""
+
+    def __call__(self, hidden_states: mx.array, grid_thw: mx.array, output_hidden_states: Any = None) -> mx.array:
+        """Patches (N, values) of pictures with grids (P, 3) -> features (N / merge², D), picture by picture."""
+        merge, unit = self.spatial_merge_size, self.spatial_merge_unit
+        side = self.window_size // merge // self.patch_size
+        orders: list[np.ndarray] = []
+        places: list[np.ndarray] = []
+        windows: list[Run] = []
+        wholes: list[Run] = []
+        start = 0
+        for frames, high, wide in np.array(grid_thw).tolist():
+            order, runs = window_order(high // merge, wide // merge, side)
+            for _ in range(frames):
+                orders.append(order + start)
+                windows.extend(runs)
+                wholes.append((1, high * wide))
+                places.append(patch_positions(high, wide, merge).reshape(-1, unit, 2)[order])
+                start += len(order)
+        order = np.concatenate(orders)
+        in_windows = merge_runs([(count, size * unit) for count, size in windows])
+        in_pictures = merge_runs(wholes)
+        cos, sin = self._rotation(np.concatenate(places).reshape(-1, 2))
+        x = self.patch_embed(hidden_states)
+        x = x.reshape(start, unit, -1)[mx.array(order)].reshape(start * unit, -1)  # (N, D)
+        for number, block in enumerate(self.blocks):
+            runs = in_pictures if number in self.fullatt_block_indexes else in_windows
+            x = x + self._attend(block.attn, block.norm1(x), runs, cos, sin)
+            x = x + self._gated(block.mlp, block.norm2(x))
+        return self.merger(x)[mx.array(np.argsort(order))]
+
+    def _rotation(self, places: np.ndarray) -> tuple[mx.array, mx.array]:
+        """Cosines and sines (N, 1, D) for patches at (row, column) (N, 2): rows turn one half, columns the other."""
+        rotary = self.rotary_pos_emb
+        speeds = 1.0 / (rotary.theta ** (np.arange(0, rotary.dim, 2, dtype=np.float32) / rotary.dim))
+        angles = (places[:, :, None] * speeds.astype(np.float32)).reshape(len(places), 1, -1).astype(np.float32)
+        turned = mx.array(np.concatenate([angles, angles], axis=-1))
+        return mx.cos(turned), mx.sin(turned)
+
+    @staticmethod
+    def _gated(module: Any, x: mx.array) -> mx.array:
+        """(N, D) -> (N, D)"""
+        return module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
+
+    @staticmethod
+    def _attend(module: Any, x: mx.array, runs: Sequence[Run], cos: mx.array, sin: mx.array) -> mx.array:
+        """(N, D) -> (N, D)"""
+        split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
+        queries, keys = rotate(split[:, :2].swapaxes(0, 1), cos, sin)
+        return module.proj(attend_runs(queries, keys, split[:, 2], runs, module.scale))
+
+
+PATCHES: dict[type, type] = {VisionModel: WindowRuns, Attention: seal_masks(Attention)}
