@@ -190,7 +190,7 @@ def evaluate_arrays(module: nn.Module) -> None:
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
     packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
-    mx.eval(list(_arrays(module, packages, set())))
+    mx.eval(list(_arrays(module, packages, {})))
 
 
 def package_of(value: Any) -> str:
@@ -210,17 +210,18 @@ def leave_on_disk(module: nn.Module) -> None:
             child.__dict__.pop("_source_embedding", None)
 
 
-def _arrays(node: Any, packages: set[str], seen: set[int]) -> Iterator[mx.array]:
-    """Arrays of modules, and of other objects whose classes come from ``packages``."""
+def _arrays(node: Any, packages: set[str], seen: dict[int, Any]) -> Iterator[mx.array]:
+    """Arrays of modules, and of other objects whose classes come from ``packages``.
+
+    ``seen`` holds what has been looked at: an object that is gone would leave its id to another.
+    """
     if isinstance(node, mx.array):
         yield node
         return
     if id(node) in seen or isinstance(node, (str, bytes, int, float, type, *OFFLOADED)):
         return
-    seen.add(id(node))
-    if isinstance(node, nn.Module):
-        yield from _arrays(dict(node), packages, seen)
-    if isinstance(node, Mapping):
+    seen[id(node)] = node
+    if isinstance(node, Mapping):  # as modules are
         for child in node.values():
             yield from _arrays(child, packages, seen)
     elif isinstance(node, (list, tuple)):
