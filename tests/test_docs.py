@@ -108,10 +108,45 @@ def test_the_readme_counts_what_mlx_vlm_gets_right() -> None:
     )
 
 
-def test_the_adapter_guide_names_hooks_that_exist() -> None:
-    from vlm_batch.adapters.base import Adapter
+GUIDE = (ROOT / "docs/adding-a-family.md").read_text(encoding="utf-8")
 
-    table = (ROOT / "docs/adding-a-family.md").read_text(encoding="utf-8").split("| hook |")[1].split("\n\n")[0]
-    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named
-    assert named <= set(vars(Adapter))
+
+def first_cells(heading: str) -> list[str]:
+    """The first column of the guide's table with a heading."""
+    rows = GUIDE.split(f"| {heading} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [row.split("|")[1] for row in rows]
+
+
+def test_the_adapter_guide_names_every_hook_and_no_other() -> None:
+    from vlm_batch.adapters.base import Adapter
+    from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+
+    named = [name for cell in first_cells("hook") for name in re.findall(r"`(\w+)`", cell)]
+    assert len(named) == len(set(named))
+    public = {name for name in {**vars(Adapter), **Adapter.__annotations__} if not name.startswith("_")} - {"spec"}
+    grids = {name for kind in (GridAdapter, MRoPEAdapter) for name in vars(kind) if not name.startswith("_")}
+    assert public <= set(named) <= public | grids
+    adapters = {base for spec in families() for base in (spec.adapter.__mro__ if spec.adapter else ())}
+    overridden = {name for kind in adapters - {Adapter, GridAdapter, MRoPEAdapter, object} for name in vars(kind)}
+    assert overridden & (public | grids) <= set(named)
+    assert all(
+        len(row.strip("|").split("|")) == 3 for row in GUIDE.split("| hook |")[1].split("\n\n")[0].splitlines()[2:]
+    )
+
+
+def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
+    from vlm_batch.adapters.base import Adapter
+    from vlm_batch.adapters.grids import MRoPEAdapter
+
+    kinds = dict(re.findall(r"^\| ([\w-]+(?: \w+)?) \| `(\w+)` \|", GUIDE.split("### A file to copy")[1], re.MULTILINE))
+    assert kinds.keys() == {"plain", "M-RoPE", "two-way", "cross-attention", "recurrent", "own caches"}
+    adapters = {spec.family: spec.adapter for spec in families()}
+    assert all(name in adapters and name in FAMILIES for name in kinds.values())
+    for kind, is_of_it in {
+        "plain": lambda one: not issubclass(one, MRoPEAdapter) and one.make_cache is Adapter.make_cache,
+        "M-RoPE": lambda one: issubclass(one, MRoPEAdapter),
+        "two-way": lambda one: one.atomic_spans is not Adapter.atomic_spans,
+        "cross-attention": lambda one: one.split is not Adapter.split or one.decode_extras is not Adapter.decode_extras,
+        "own caches": lambda one: one.make_cache is not Adapter.make_cache,
+    }.items():
+        assert is_of_it(adapters[kinds[kind]]), kind

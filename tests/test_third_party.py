@@ -42,7 +42,10 @@ with VLMBatcher(folder, max_rows=4) as batcher:
     handles = [batcher.submit(path, prompt, params=params) for path, prompt in zip(paths, prompts)]
     together = [handle.result() for handle in handles]
 
-model, processor = load(str(folder))
+model, processor = load(str(folder))  # what of it is still to be computed belongs to this thread
+with VLMBatcher(model, processor) as batcher:
+    together.append(batcher.submit(paths[0], prompts[0], params=params).result())
+paths, prompts = [*paths, paths[0]], [*prompts, prompts[0]]
 alone = []
 for path, prompt in zip(paths, prompts):
     marker = "<|vision_start|><|image_pad|><|vision_end|>" if path else ""

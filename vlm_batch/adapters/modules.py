@@ -171,10 +171,13 @@ def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
 
 
 def _arrays(module: nn.Module, on_disk: tuple[type, ...]) -> Iterator[mx.array]:
-    """Arrays of modules, and of other objects whose classes come from the modules' packages."""
+    """Arrays of modules, and of other objects whose classes come from the modules' packages.
+
+    ``seen`` holds the objects themselves: one that is gone would leave its id to another.
+    """
     packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
     leaves = (str, bytes, int, float, type, *on_disk)
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
 
     def walk(node: Any) -> Iterator[mx.array]:
         if isinstance(node, mx.array):
@@ -182,7 +185,7 @@ def _arrays(module: nn.Module, on_disk: tuple[type, ...]) -> Iterator[mx.array]:
             return
         if id(node) in seen or isinstance(node, leaves):
             return
-        seen.add(id(node))
+        seen[id(node)] = node
         children: list[Any] = []
         if isinstance(node, Mapping):  # a module is one, too
             children.extend(node.values())

@@ -1,13 +1,23 @@
 """Model packages of mlx-vlm that this library does not batch, each with its reason.
 
 ``REFUSED`` are refused when they are loaded: they make no text one token at a time. ``ONE_AT_A_TIME`` do, and have no
-verified adapter: they are served through mlx-vlm's own path, one row at a time, which is said once.
+verified adapter: they are served through mlx-vlm's own path, one row at a time, which is said once. Both are found in mlx-vlm
+as far as its packages tell: drafters by the folder that they lie in, decoders of text by code that knows of no pictures.
 ``tests/test_registry.py`` fails for a package that is neither here nor in the registry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from vlm_batch.models import families
+
+#: mlx-vlm's folders of packages that its loader looks into: of models, and of those that draft for other models.
+MODELS, DRAFTERS = "mlx_vlm.models", "mlx_vlm.speculative.drafters"
 
 _PICTURES = "it makes pictures by diffusion, not text"
 _DENOISES = "it writes text by denoising blocks of it, not one token at a time"
@@ -18,6 +28,15 @@ _LABELS = "it labels the words of its input, and writes no text"
 _DETECTS = "it finds objects in pictures and gives boxes or masks, not text"
 _GEOMETRY = "it gives depth or shapes of what a picture shows, not text"
 _DRAFTS = "it only proposes tokens to another model that decodes speculatively"
+
+
+@cache
+def _packages(parent: str) -> dict[str, Path]:
+    """The packages in one of mlx-vlm's folders, by name: each a model type that its loader finds."""
+    spec = find_spec(parent)
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec is not None else []
+    return {path.parent.name: path.parent for root in roots for path in sorted(root.glob("*/__init__.py"))}
+
 
 #: Model type, after mlx-vlm's remapping, -> why it is refused.
 REFUSED: Mapping[str, str] = {
@@ -64,49 +83,45 @@ REFUSED: Mapping[str, str] = {
     "sapiens2": "it gives poses and dense maps of people in pictures, not text",
     "nemotron_voicechat": "it answers speech with speech, frame by frame",
     "mistral4": "it is the language half of mistral3, whose model type its checkpoints carry",
-    **dict.fromkeys(
-        (
-            "deepseek_v4_dspark",
-            "deepseek_v4_mtp",
-            "dflash2",
-            "dspark",
-            "eagle3",
-            "gemma4_assistant",
-            "gemma4_dflash",
-            "gemma4_dspark",
-            "gemma4_unified_assistant",
-            "glm4_moe_lite_mtp",
-            "glm5_next_mtp",
-            "glm_moe_dsa_mtp",
-            "hy_v4_mtp",
-            "inkling_mtp",
-            "laguna_dflash",
-            "muse_glimmer_assistant",
-            "nemotron_h_mtp",
-            "qwen3_5_mtp",
-            "qwen3_dflash",
-            "qwen3_dspark",
-            "qwen4_exp_mtp",
-        ),
-        _DRAFTS,
-    ),
+    **dict.fromkeys(sorted(_packages(DRAFTERS).keys() - _packages(MODELS).keys()), _DRAFTS),
 }
 
 _TEXT_ONLY = "it takes text only, and its rows have not been verified in a batch"
 
-_TEXT_DECODERS = """
-    afm7 afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 cohere2_moe dbrx deepseek
-    deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flint gemma gemma2
-    gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granitemoe granitemoehybrid helium hrm_text hunyuan hunyuan_v1_dense hy_v4 internlm2 internlm3 iquestloopcoder jamba
-    k2_horizon kimi_linear klear kolibri1 laguna lfm2 lfm2_moe lille_130m limite llama llama4_text longcat_flash
-    longcat_flash_ngram longcat_flash_sparse mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3
-    ministral3 mixtral nanochat nemotron nemotron_h nemotron_nas olmo olmo2 olmo3 olmoe openelm phi phi3 phi3small phimoe
-    phixtral plamo plamo2 qwen qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe recurrent_gemma rwkv7
-    seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 telechat3 xing4_0 youtu_llm z1t
-"""
+
+class _TextDecoders(Mapping[str, str]):
+    """The packages of mlx-vlm's models that are neither refused nor of a family and whose code knows of no pictures."""
+
+    def __getitem__(self, model_type: str) -> str:
+        folder = _packages(MODELS).get(model_type)
+        if folder is None or model_type in REFUSED or model_type in _registered() or _knows_pictures(folder):
+            raise KeyError(model_type)
+        return _TEXT_ONLY
+
+    def __iter__(self) -> Iterator[str]:
+        return (model_type for model_type in _packages(MODELS) if model_type in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _registered() -> set[str]:
+    return {model_type for spec in families() for model_type in spec.model_types}
+
+
+@cache
+def _knows_pictures(folder: Path) -> bool:
+    """Whether a name in the code of a package has to do with vision; what comments and docstrings say does not count."""
+    texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
+    return any("vision" in name.lower() for text in texts if "vision" in text.lower() for name in _names(text))
+
+
+def _names(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        for field in ("id", "attr", "arg", "name", "module"):
+            if isinstance(name := vars(node).get(field), str):
+                yield name
+
 
 #: Model type, after mlx-vlm's remapping, -> why it is not batched.
-ONE_AT_A_TIME: Mapping[str, str] = {
-    **dict.fromkeys(_TEXT_DECODERS.split(), _TEXT_ONLY),
-}
+ONE_AT_A_TIME: Mapping[str, str] = _TextDecoders()

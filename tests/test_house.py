@@ -1,0 +1,101 @@
+"""The counts of how the package is laid out count what they say."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import house
+from tests.house import PACKAGE, Source
+
+BELOW, ABOVE = "caches/one.py", "engine/two.py"
+
+
+def source(name: str, text: str) -> Source:
+    return Source(PACKAGE / name, text, ast.parse(text))
+
+
+def test_arrows_and_circles() -> None:
+    files = [
+        source(
+            BELOW, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vlm_batch.engine.two import Two\n"
+        ),
+        source(
+            ABOVE, "import vlm_batch.caches.one\nfrom vlm_batch import errors\nfrom vlm_batch.engine import three\n"
+        ),
+    ]
+    assert house.arrows(files) == {
+        ("caches", "engine"): {True},
+        ("engine", "caches"): {False},
+        ("engine", "errors"): {False},
+    }
+    counts = {count.what: count for count in house.count_imports(files)}
+    assert counts["import circles between rooms"].now == "0"
+    assert counts["upward arrows when it runs"].now == "0"
+    assert counts["upward arrows for the type checker"].of == "caches to engine"
+    files.append(source("caches/three.py", "def later():\n    from vlm_batch.engine import two\n"))
+    counts = {count.what: count for count in house.count_imports(files)}
+    assert counts["import circles between rooms"].of == "caches, engine"
+    assert counts["upward arrows when it runs"].of == "caches to engine"
+
+
+def test_sizes() -> None:
+    text = "class Wide:\n    def __init__(self, a, *, b=1):\n        pass\n" + "    def m(self):\n        pass\n" * 26
+    text += "def long():\n" + "    pass\n" * 60
+    counts = {count.what: count for count in house.count_sizes([source(BELOW, text)])}
+    assert counts["functions over 60 lines"].of == "long (61)"
+    assert counts["classes over 25 methods"].of == "Wide (27)"
+    assert (counts["most parameters of a constructor"].now, counts["most parameters of a constructor"].of) == (
+        "2",
+        "Wide",
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("isinstance(x, KVCache)", 1),
+        ("isinstance(x, (int, KVCache))", 1),
+        ("type(x) is KVCache", 1),
+        ("isinstance(x, Other)", 0),
+        ("match x:\n    case KVCache():\n        pass", 1),
+        ("type(x) in (KVCache, Other)", 1),
+    ],
+)
+def test_branches_on_caches(code: str, count: int) -> None:
+    assert house.cache_branches(ast.parse(code), {"KVCache"}) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "is_asking"),
+    [("What a thing is.", True), ("How: so", True), ("Whatever it is.", False), ("A row.", False)],
+)
+def test_docstrings_that_ask(text: str, is_asking: bool) -> None:
+    assert house.asks(text) == is_asking
+
+
+def test_the_package_is_counted() -> None:
+    """One request, and every line of the table."""
+    counts = {count.what: count.now for count in house.count_all()}
+    assert len(counts) == 13
+    assert 10 < int(counts["files that one picture and three tokens pass"]) < 60
+    assert 100 < int(counts["distinct functions that they pass"]) < 500
+    assert {"Request", "Result"} <= set(house.bodies())
+    assert counts["import circles between rooms"] == "0"
+    assert counts["upward arrows when it runs"] == "0"
+
+
+def test_the_history_is_read() -> None:
+    counted = ["git", "rev-list", "--count", "HEAD"]
+    if shutil.which("git") is None or int(subprocess.run(counted, capture_output=True, cwd=PACKAGE).stdout or 0) < 200:
+        pytest.skip("a copy without its history")
+    found = house.files_of_families()
+    assert len(found) == house.LAST_FAMILIES and min(found.values()) >= 1
+
+
+def test_the_script_can_be_run() -> None:
+    assert (Path(house.__file__).parent.parent / "scripts" / "house").stat().st_mode & 0o111
