@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import walk_packages
@@ -218,7 +218,7 @@ def cache_branches(tree: ast.AST, classes: set[str]) -> int:
     """Decisions by the class of a cache: ``isinstance``, ``type(x) is``, and ``case`` with one of ``classes``."""
     count = 0
     for node in ast.walk(tree):
-        named: list[ast.AST] = []
+        named: Sequence[ast.AST] = ()
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -228,7 +228,7 @@ def cache_branches(tree: ast.AST, classes: set[str]) -> int:
         elif (
             isinstance(node, ast.Compare) and isinstance(node.left, ast.Call) and ast.unparse(node.left.func) == "type"
         ):
-            named = list(node.comparators)
+            named = node.comparators
         elif isinstance(node, ast.MatchClass):
             named = [node.cls]
         count += any(isinstance(part, ast.Name) and part.id in classes for one in named for part in ast.walk(one))
@@ -353,7 +353,7 @@ def count_sizes(files: list[Source]) -> list[Count]:
     ]
     classes = [node for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
     wide = [f"{node.name} ({methods(node)})" for node in classes if methods(node) > MAX_METHODS]
-    made = [(parameters(one), node.name) for node in classes for one in node.body if is_constructor(one)]
+    made = [(parameters(one), node.name) for node in classes for one in constructors(node)]
     most, owner = max(made)
     return [
         Count(f"functions over {MAX_LINES} lines", str(len(long)), "0", ", ".join(long)),
@@ -362,9 +362,9 @@ def count_sizes(files: list[Source]) -> list[Count]:
     ]
 
 
-def is_constructor(node: ast.AST) -> bool:
-    """Whether a class's own ``__init__``."""
-    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
+def constructors(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    """A class's own ``__init__``, if it has one."""
+    return [child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"]
 
 
 def count_words(files: list[Source]) -> list[Count]:

@@ -137,6 +137,29 @@ def test_a_family_that_is_taken_is_refused_whatever_was_imported_first(folder: P
         )
 
 
+def test_a_class_that_is_registered_again_takes_its_own_place(folder: Path) -> None:
+    """A notebook's cell that is run twice, with something changed."""
+    done = run(
+        folder,
+        "import vlm_batch\nfrom vlm_batch import ModelSpec, register\nfrom vlm_batch.adapters.base import Adapter\n"
+        "for note in ('first', 'second'):\n"
+        "    @register(ModelSpec(family='mine', model_types=('my_vl',), notes=(note,)))\n"
+        "    class Mine(Adapter):\n        pass\n"
+        "print([spec.notes for spec in vlm_batch.families() if 'my_vl' in spec.model_types], Mine.spec.notes)",
+    )
+    assert done.stdout.strip() == "[('second',)] ('second',)", done.stderr
+
+
+def test_the_command_line_knows_a_family_by_its_entry_point(folder: Path) -> None:
+    install_entry_point(folder, "my_family")
+    code = (
+        "from vlm_batch.cli.main import main\nimport sys\nfor args in ([], ['my_vl']):\n    main(['families', *args])"
+    )
+    done = run(folder, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("my_vl") >= 2
+
+
 def test_a_module_that_fails_is_said_and_the_others_are_there(folder: Path) -> None:
     install_entry_point(folder, "no_such_module")
     code = (

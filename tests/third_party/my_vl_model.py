@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
         return LanguageModelOutput(logits=self.model.embed_tokens.as_linear(hidden))
 
     @property
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[Layer]:
         return self.model.layers
 
 
@@ -139,7 +139,7 @@ class Model(nn.Module):
         self, ids: mx.array, pixels: mx.array | None = None, image_grid_thw: mx.array | None = None, **unread: Any
     ) -> InputEmbeddingsFeatures:
         embeds = self.language_model.model.embed_tokens(ids)
-        if pixels is not None:
+        if pixels is not None and image_grid_thw is not None:
             features = 3 * self.vision_tower(pixels, image_grid_thw)
             is_picture = ids[0] == self.config.image_token_id
             of_position = mx.maximum(mx.cumsum(is_picture.astype(mx.int32)) - 1, 0)
@@ -147,7 +147,7 @@ class Model(nn.Module):
         return InputEmbeddingsFeatures(inputs_embeds=embeds)
 
     @property
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[Layer]:
         return self.language_model.layers
 
 
