@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from vlm_batch.arrays import as_numpy
 from vlm_batch.errors import InvalidPrompt, InvalidVideo
 from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.fetch import Cancelled
+from vlm_batch.inputs.fetch import Cancelled, FetchPolicy
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, load_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
@@ -26,12 +26,13 @@ class Limits:
 
     ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
     of a video, before these are. ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context
-    bounds them as well.
+    bounds them as well. ``fetch`` says which paths and URLs are read, and how much of them.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     prompt_tokens: int | None = None
+    fetch: FetchPolicy = field(default_factory=FetchPolicy)
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,12 @@ class Preparer:
         images = []
         for source in question.images:
             cancelled.check()
-            images.append(load_image(source, limits.image_pixels))
+            images.append(load_image(source, limits.image_pixels, limits.fetch, cancelled))
         clips = []
         for video in question.videos:
             cancelled.check()
-            clips.append(load_video(video, self.processing.sampling, limits.video_pixels, limits.image_pixels))
+            sampling = self.processing.sampling
+            clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, limits.fetch, cancelled))
         with self._processor_lock:
             cancelled.check()
             if question.prompt is not None:
