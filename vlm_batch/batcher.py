@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,17 @@ from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings, VideoInput
+from vlm_batch.types import (
+    Event,
+    FetchPolicy,
+    ImageInput,
+    Message,
+    Request,
+    Result,
+    SamplingParams,
+    Timings,
+    VideoInput,
+)
 
 #: Requests with videos that are decoded ahead, and rows that may wait before one more of them is taken in: a clip's patches can
 #: be half a gigabyte.
@@ -108,7 +118,8 @@ class VLMBatcher:
     seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
     ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
     is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``look_ahead`` requests are read ahead of the engine, and ``generate`` keeps that many in flight.
+    lifts either. ``fetch`` says which paths and URLs are read, how much of them and for how long. ``look_ahead`` requests
+    are read ahead of the engine, of those with URLs as many besides, and ``generate`` keeps that many in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -133,6 +144,7 @@ class VLMBatcher:
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         max_video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
+        fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         cache_dir: str | Path | None = None,
@@ -165,7 +177,12 @@ class VLMBatcher:
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
         kept = Kept(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes)
-        limits = Limits(image_pixels=max_image_pixels, video_pixels=max_video_pixels, prompt_tokens=max_prompt_tokens)
+        limits = Limits(
+            image_pixels=max_image_pixels,
+            video_pixels=max_video_pixels,
+            prompt_tokens=max_prompt_tokens,
+            fetch=fetch or FetchPolicy(),
+        )
         make_engine = partial(
             _engine, settings=settings, max_prompt_tokens=max_prompt_tokens, kept=kept, kv=kv, limits=limits
         )
@@ -380,12 +397,18 @@ class VLMBatcher:
         return True
 
     def _load_ahead(self) -> None:
-        """Have the most urgent requests' pictures and videos read, ``look_ahead`` requests at most, few of them with videos."""
+        """Have the most urgent requests' pictures and videos read: ``look_ahead`` of each lane at most, few with videos."""
         now = time.perf_counter()
         scheduler = self._generator.scheduler
-        while len(self._preparing) < self.look_ahead:
-            is_full = sum(bool(job.question.videos) for job in self._preparing) >= VIDEOS_AHEAD
-            queued = [job for job in self._queued if not (is_full and job.question.videos)]
+        while True:
+            taken = Counter(job.question.lane for job in self._preparing)
+            clips = Counter(job.question.lane for job in self._preparing if job.question.videos)
+            queued = [
+                job
+                for job in self._queued
+                if taken[job.question.lane] < self.look_ahead
+                and not (job.question.videos and clips[job.question.lane] >= VIDEOS_AHEAD)
+            ]
             if not queued:
                 return
             job = min(queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
