@@ -17,7 +17,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import BatcherClosed, InvalidRequest, describe
+from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list
 from vlm_batch.inputs.prepare import Limits
@@ -26,7 +26,17 @@ from vlm_batch.loading import EngineOptions, load_engine, make_engine
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import ImageInput, Message, Request, Result, SamplingParams, Stats, VideoInput
+from vlm_batch.types import (
+    FetchPolicy,
+    ImageInput,
+    Message,
+    Request,
+    Result,
+    SamplingParams,
+    Stats,
+    VideoInput,
+    failed_result,
+)
 
 __all__ = ["Handle", "PromptCache", "Stats", "VLMBatcher"]
 
@@ -39,7 +49,8 @@ class VLMBatcher:
     seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
     ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
     is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``look_ahead`` requests are read ahead of the engine, and ``generate`` keeps that many in flight.
+    lifts either. ``fetch`` says which paths and URLs are read, how much of them and for how long. ``look_ahead`` requests
+    are read ahead of the engine, of those with URLs as many besides, and ``generate`` keeps that many in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -64,6 +75,7 @@ class VLMBatcher:
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         max_video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
+        fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         cache_dir: str | Path | None = None,
@@ -93,7 +105,10 @@ class VLMBatcher:
             ),
             caches=CacheSettings(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes),
             limits=Limits(
-                image_pixels=max_image_pixels, video_pixels=max_video_pixels, prompt_tokens=max_prompt_tokens
+                image_pixels=max_image_pixels,
+                video_pixels=max_video_pixels,
+                prompt_tokens=max_prompt_tokens,
+                fetch=fetch or FetchPolicy(),
             ),
             kv=None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
         )
@@ -108,7 +123,7 @@ class VLMBatcher:
             load = partial(load_engine, model, options, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer = engine.loop, engine.preparer
-        weakref.finalize(self, self._loop.stop)  # a forgotten batcher's thread ends, too
+        weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
 
     def submit(
         self,
@@ -157,6 +172,7 @@ class VLMBatcher:
 
     def submit_request(self, request: Request) -> Handle:
         """``submit`` for a ``Request`` object."""
+        self._loop.check_runs()  # before any lock: in a child process nobody would let go of it
         question = self._preparer.check(request)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
         handle = Handle(request_id, self.cancel)
@@ -167,7 +183,7 @@ class VLMBatcher:
                 raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
             if request.cache is not None:
                 request.cache.claim(self._loop.generator.reuse.identity)
-            self._loop.submit(question, request, handle, has_videos=bool(question.videos))
+            self._loop.submit(question, request, handle)
         return handle
 
     def generate(
@@ -210,6 +226,8 @@ class VLMBatcher:
 
     def close(self) -> None:
         """End every request that is still alive as cancelled, and stop the engine. Idempotent."""
+        if self._loop.is_gone:
+            return
         with self._lock:
             first, self._closed = not self._closed, True
             if first:
@@ -251,5 +269,4 @@ class VLMBatcher:
 
 def _failed(request: Request | Mapping[str, Any], index: int, error: Exception) -> Result:
     given = request.get("request_id") if isinstance(request, Mapping) else request.request_id
-    request_id = given if given is not None else f"refused-{index}"
-    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error)
+    return failed_result(given if given is not None else f"refused-{index}", error)

@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from vlm_batch.errors import InvalidParameters, RequestFailed
+from vlm_batch.errors import InvalidParameters, RequestFailed, describe
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -147,6 +148,37 @@ class Video:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FetchPolicy:
+    """Rules for reading pictures and videos that requests name by path or URL.
+
+    ``allow_http`` reads http and https URLs; ``allow_private`` also those on loopback, private, link-local and other
+    addresses that are not public. ``allow_files`` reads local paths, only below ``directories`` if any are named
+    (links are followed first). At most ``max_bytes`` are read of a URL, a data URI or a picture's file, within
+    ``seconds`` in all and over at most ``max_redirects``. A proxy that the environment names is used; it resolves names
+    for itself, so behind one the check of addresses is only as good as the names' answers here.
+    """
+
+    allow_http: bool = True
+    allow_private: bool = False
+    allow_files: bool = True
+    directories: Sequence[str | Path] = ()
+    max_bytes: int = 256 << 20
+    seconds: float = 60.0
+    max_redirects: int = 5
+
+    def __post_init__(self) -> None:
+        if not (_is_whole(self.max_bytes) and self.max_bytes >= 1):
+            raise InvalidParameters(f"max_bytes is {self.max_bytes!r}; it must be an integer of at least 1")
+        if not (_is_real(self.seconds) and self.seconds > 0):
+            raise InvalidParameters(f"seconds is {self.seconds!r}; it must be a finite number above 0")
+        if not (_is_whole(self.max_redirects) and self.max_redirects >= 0):
+            raise InvalidParameters(f"max_redirects is {self.max_redirects!r}; it must be an integer of at least 0")
+        if isinstance(self.directories, (str, Path)):
+            object.__setattr__(self, "directories", (self.directories,))
+        object.__setattr__(self, "directories", tuple(self.directories))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures and videos.
 
@@ -247,6 +279,11 @@ class Result:
         if self.error is not None:
             raise RequestFailed(f"request {self.request_id}: {self.error}") from self.exception
         return self
+
+
+def failed_result(request_id: str, error: BaseException) -> Result:
+    """The end of a request of which nothing else is known."""
+    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error)
 
 
 @dataclass(frozen=True)

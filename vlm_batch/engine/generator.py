@@ -144,6 +144,10 @@ class BatchGenerator:
         if row.status is not Status.FINISHED:
             self._guard(row, self.admission.take_in, row, loading)
 
+    def fail(self, row: Row, error: BaseException) -> None:
+        """End a row with an error that came from outside. Its end comes with the next step."""
+        self._end(row, "error", error)
+
     def cancel(self, request_id: str) -> bool:
         """End a row at whatever stage it is; False if there is none of that id. Its end comes with the next step."""
         row = self._rows.get(request_id)

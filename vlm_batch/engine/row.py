@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +143,7 @@ class Row:
     answer: Answer
     prompt: Prompt | None = None
     priority: int = 0
+    lane: Hashable = None  # what its loading waits for
     has_videos: bool = False
     status: Status = Status.WAITING
     facts: Facts = Facts()
