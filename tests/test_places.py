@@ -14,7 +14,6 @@ from tests.harness import NUM_TOKENS, Answer, Ask, check, inputs_of, run, shared
 from vlm_batch.adapters.attention import attention
 from vlm_batch.caches import Placement, RecurrentCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
-from vlm_batch.caches.layers import LayerCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.engine.generator import BatchGenerator
@@ -85,7 +84,7 @@ def test_recurrent_states_are_replaced_whole() -> None:
     assert [state[0].tolist() for state in layer.arrays()] == [[1.0] * 3, [0.0] * 4]
 
 
-def _poison(layer: LayerCache | Any, place: int) -> None:
+def _poison(layer: Any, place: int) -> None:
     """NaN in all that a row has put at its place of a layer."""
     for part in layer.caches if isinstance(layer, CacheList) else [layer]:
         for array in part.arrays():

@@ -551,7 +551,7 @@ def _engine(
     if kept.max_bytes:
         adapter.remember_features(FeatureStore(budget))
     prefix = kept.prefix_cache(budget, identity) if kept.max_bytes and adapter.no_prefix_reuse is None else None
-    reuse = Reuse(adapter, prefix, identity)
+    reuse = Reuse(adapter, prefix, identity, budget)
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         settings = replace(settings, max_rows=min(settings.max_rows, adapter.max_rows), encode_ahead=0)
