@@ -418,15 +418,15 @@ def test_what_was_used_longest_ago_goes_first() -> None:
         def find(self, keys: np.ndarray, beyond: int) -> None:
             return None
 
-    cache = PrefixCache(ByteBudget(3 * 1000), Below())
+    cache = PrefixCache(ByteBudget(3 * 2000), Below())
     rows = [saved([index] * 9, nbytes=700) for index in range(3)]
     for row in rows:
         cache.store(row)
-    assert cache.budget.nbytes == sum(row.nbytes for row in rows)
+    assert cache.budget.nbytes == sum(row.footprint for row in rows)
     cache.find(key([0] * 8 + [1, 5]))
     cache.store(saved([3] * 9, nbytes=700))
     assert evicted == [rows[1]]
-    cache.store(saved([4] * 9, nbytes=4000))  # larger than everything: nobody goes for it
+    cache.store(saved([4] * 9, nbytes=8000))  # larger than everything: nobody goes for it
     assert len(cache) == 3
     assert len(evicted) == 2
 
@@ -439,6 +439,9 @@ def test_a_budget_is_shared_by_its_owners() -> None:
     assert budget.add("another", 30, lambda: dropped.append("another"))
     assert (dropped, budget.nbytes, len(budget)) == (["features"], 90, 2)
     assert not budget.add("huge", 101, lambda: dropped.append("huge"))
+    assert budget.add("another", 40, lambda: dropped.append("another"))  # replaced, and counted once
+    assert (dropped, budget.nbytes, len(budget)) == (["features"], 100, 2)
+    budget.remove("nothing of that name")
     budget.clear()
     assert (budget.nbytes, dropped) == (0, ["features", "row", "another"])
 

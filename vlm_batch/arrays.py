@@ -70,8 +70,11 @@ def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:
 
 
 def own_array(array: mx.array) -> mx.array:
-    """The same values in an array of their own: a slice would hold on to all of what it was cut from."""
-    return mx.contiguous(array)
+    """The same values in an array of their own: a slice would hold on to all of what it was cut from.
+
+    ``mx.contiguous`` shares a slice's memory if that is not more than 16 kB larger; ``mx.concatenate`` never does.
+    """
+    return mx.concatenate([array, array[:0]]) if array.ndim else mx.contiguous(array)
 
 
 def grown(

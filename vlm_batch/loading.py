@@ -92,7 +92,7 @@ def _reuse(adapter: Adapter, options: EngineOptions) -> Reuse:
     budget = ByteBudget(options.caches.max_bytes)
     adapter.remember_features(FeatureStore(budget))
     prefix = options.caches.prefix_cache(budget, identity) if adapter.no_prefix_reuse is None else None
-    return Reuse(adapter, prefix, identity)
+    return Reuse(adapter, prefix, identity, budget)
 
 
 def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:

@@ -101,7 +101,7 @@ class RememberingTower(nn.Module):
 class RememberingGridTower(RememberingTower):
     """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
-    Every picture is remembered by itself; those that are new go through the tower together.
+    Every picture is remembered by itself; those that are new go through the tower together, each of them once.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class RememberingGridTower(RememberingTower):
         parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
         keys = [digest([list(part), dict(kwargs)]) for part in parts]
         found = [self._store.get(key) for key in keys]
-        new = [index for index, features in enumerate(found) if features is None]
+        new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())
         if new:
             fresh = self.tower(
                 mx.concatenate([parts[index][0] for index in new], axis=patch_axis(pixels, counts)),
@@ -125,9 +125,10 @@ class RememberingGridTower(RememberingTower):
             split = split_rows(fresh, [counts[index] for index in new])
             if split is None:  # an answer that is not one row for so many patches of each picture
                 return fresh if len(new) == len(parts) else self.tower(*args, **kwargs)
-            for index, features in zip(new, split, strict=True):
-                self.remember(keys[index], features)
-                found[index] = features
+            made = {keys[index]: features for index, features in zip(new, split, strict=True)}
+            for key, features in made.items():
+                self.remember(key, features)
+            found = [made.get(key, features) for key, features in zip(keys, found, strict=True)]
         return join_rows(found)
 
 

@@ -229,6 +229,7 @@ class QuantizedSlabCache(SlabCache):
         for slabs, parts in zip((self.keys, self.values), rows, strict=True):
             for slab, part in zip(slabs, parts, strict=True):
                 slab[place : place + 1, :, :length] = part
+        self._wipe(place, length)
         self._lengths[place] = length
 
     def take(self, place: int) -> Any:

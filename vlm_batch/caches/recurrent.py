@@ -51,7 +51,7 @@ class RecurrentCache(ArraysCache):
         return cache
 
     def clear(self, place: int) -> None:
-        """Free a place; its state stays until another row's is written over it."""
+        """Free a place; its state stays until another row's is written over all of it."""
 
     def remove(self, place: int) -> None:
         """Forget the row at a place and close the gap."""

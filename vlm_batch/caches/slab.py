@@ -34,15 +34,21 @@ class SlabCache:
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._lengths = [0] * num_places
+        self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
         self._kept = self._lengths
         self._live = 0
         self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
 
     def put(self, place: int, cache: Any) -> None:
-        """Copy one row's keys and values (its own bytes only) from its single-row cache into a place."""
+        """Copy one row's keys and values (its own bytes only) from its single-row cache into a place.
+
+        What an ended row has left behind them becomes zeros: masked columns count 0 times their value, and 0 times NaN
+        is NaN.
+        """
         keys, values = self._ordered(cache)
         self._reserve(keys, values, int(cache.offset) + 1)
         self._write(place, keys, values, int(cache.offset))
+        self._wipe(place, min(int(cache.offset), int(keys.shape[2])))
         self._lengths[place] = int(cache.offset)
 
     def take(self, place: int) -> KVCache:
@@ -53,7 +59,8 @@ class SlabCache:
         return cache
 
     def clear(self, place: int) -> None:
-        """Free a place; its bytes stay until another row is written over them."""
+        """Free a place; its bytes stay until another row is put there."""
+        self._left[place] = max(self._left[place], self._lengths[place])
         self._lengths[place] = 0
 
     def resize(self, num_places: int) -> None:
@@ -190,6 +197,13 @@ class SlabCache:
         assert self.keys is not None and self.values is not None
         self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
         self.values[place : place + 1, :, :offset] = values[:, :, :offset]
+
+    def _wipe(self, place: int, columns: int) -> None:
+        """Zero what ended rows have left at a place behind its first columns."""
+        left, self._left[place] = self._left[place], 0
+        for slab in self.arrays():
+            if columns < (end := min(left, int(slab.shape[2]))):
+                slab[place : place + 1, :, columns:end] = 0
 
     def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
         """Make room for ``tokens`` columns. Growth doubles; it is the only time that a neighbour's bytes are copied."""

@@ -19,6 +19,7 @@ from vlm_batch.caches.layers import is_whole_kind
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.errors import InvalidCache
+from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity
@@ -63,26 +64,33 @@ class CacheSettings:
 
 
 class Reuse:
-    """``identity`` is of the model and the settings that rows are made with here."""
+    """``identity`` is of the model and the settings that rows are made with here; ``budget`` of all that is kept."""
 
     def __init__(
-        self, adapter: Recogniser, prefix: PrefixCache | None = None, identity: Identity | None = None
+        self,
+        adapter: Recogniser,
+        prefix: PrefixCache | None = None,
+        identity: Identity | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         self.adapter = adapter
         self.prefix = prefix
+        self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, and not waited for yet
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept for later requests, vision features included."""
-        return 0 if self.prefix is None else self.prefix.budget.nbytes
+        return self.budget.nbytes
 
     def close(self) -> None:
-        """Write what is to outlive the process."""
+        """Write what is to outlive the process, and give back the memory of all that was kept, vision features included."""
+        self.settle_ended()
         if self.prefix is not None:
-            self.settle_ended()
             self.prefix.close()
+        self.budget.clear()
+        give_back()
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""

@@ -96,7 +96,13 @@ def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
         raise InvalidCache(f"{path} cannot be read: {error}") from error
     if metadata.get("digest") != _seal(tensors, metadata):
         raise InvalidCache(f"{path} is damaged: its contents do not match their digest")
-    structure = json.loads(header["structure"])
+    try:
+        return _row_of(json.loads(header["structure"]), tensors), identity_of(header)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidCache(f"{path} is no saved cache of this library: {error!r}") from error
+
+
+def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> SavedRow:
     snapshots = {
         int(at): Snapshot(
             {int(i): _unpack(state, tensors) for i, state in snapshot["layers"].items()},
@@ -106,12 +112,15 @@ def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
     }
     whole = {int(i): _unpack(state, tensors) for i, state in structure["whole"].items()}
     keys = np.array(tensors["keys"])
-    return SavedRow(keys, structure["num_layers"], whole, snapshots, structure["num_pictures"]), identity_of(header)
+    return SavedRow(keys, structure["num_layers"], whole, snapshots, structure["num_pictures"])
 
 
 def identity_of(header: Mapping[str, str]) -> Identity:
-    """The identity that a file's header names."""
-    return Identity(**json.loads(header["identity"]))
+    """The identity that a file's header names. Raises InvalidCache if it names none."""
+    try:
+        return Identity(**json.loads(header["identity"]))
+    except Exception as error:
+        raise InvalidCache(f"the file says not whose it is: {error!r}") from error
 
 
 def read_header(path: str | Path) -> dict[str, str]:
@@ -123,10 +132,13 @@ def read_header(path: str | Path) -> dict[str, str]:
 def read_keys(path: str | Path) -> np.ndarray:
     """Only the keys (L, 3) of a row's file. Raises InvalidCache, FileNotFoundError."""
     _, tensors = _header(path)
-    begin, end = tensors["keys"]["data_offsets"]
-    with open(path, "rb") as file:
-        file.seek(tensors["begin"] + begin)
-        return np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(tensors["keys"]["shape"])
+    try:
+        begin, end = tensors["keys"]["data_offsets"]
+        with open(path, "rb") as file:
+            file.seek(tensors["begin"] + begin)
+            return np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(tensors["keys"]["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidCache(f"{path} has no keys of a row: {error!r}") from error
 
 
 def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:

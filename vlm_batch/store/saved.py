@@ -16,6 +16,10 @@ import numpy as np
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import kind_of, save_layer
 from vlm_batch.caches.states import LayerState
+from vlm_batch.store.budget import footprint
+
+#: Bytes that a position of a row takes in the index of the prefix cache (``vlm_batch.store.index``).
+INDEX_BYTES = 22
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,16 @@ class SavedRow:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its keys and arrays."""
         return self.keys.nbytes + sum(array.nbytes for array in self.arrays())
 
+    @property
+    def footprint(self) -> int:
+        """Bytes that it takes in memory, with all that is kept to find it."""
+        return len(self.keys) * (self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES) + footprint(self.arrays())
+
     def arrays(self) -> list[mx.array]:
+        """Every array of every layer."""
         layers = [array for layer in self.whole.values() for array in layer.arrays()]
         return layers + [array for snapshot in self.snapshots.values() for array in snapshot.arrays()]
 
