@@ -220,7 +220,7 @@ def test_a_budget_of_a_few_rows_serves_on() -> None:
             result = asked.result()
             assert result.ok, result.error
         assert 0 < batcher.stats().cache_bytes <= 200_000
-        reuse = batcher._generator.reuse
+        reuse = batcher._loop.generator.reuse
     assert reuse.nbytes == len(reuse.budget) == 0  # closed: rows and features
 
 

@@ -140,7 +140,7 @@ def _hooked() -> Iterator[tuple[str, Any]]:
 def _called() -> Iterator[tuple[str, Any]]:
     for family, model_types, adapter in _adapters():
         for name, (owner, method) in CALLS.items():
-            ours = inspect.unwrap(vars(adapter).get(name, vars(Adapter)[name]))
+            ours = inspect.unwrap(getattr(adapter, name))
             if ours.__module__ == Adapter.__module__ or {"super", method} & set(ours.__code__.co_names):
                 continue
             for model_type in model_types:
