@@ -40,6 +40,10 @@ class Processing:
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
 
+    def copy(self) -> Processing:
+        """The same with a processor of its own, for another thread."""
+        return Processing(copy.deepcopy(self.processor), self.config, self.sampling)
+
     # Text
     # ---------------------------------------------------------------------------------------------------------------
 
