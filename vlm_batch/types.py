@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
-#: A path, URL, data URI, ``bytes``, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
+#: A path, URL, data URI, ``bytes``, open file, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
 ImageInput: TypeAlias = Any
 
 #: A ``Video``, or what its ``source`` can be.

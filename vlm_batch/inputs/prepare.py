@@ -341,4 +341,6 @@ def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[s
     shape = arrays["input_ids"].shape
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
         raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
+    if arrays["input_ids"].dtype.kind not in "iu":
+        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {arrays['input_ids'].dtype}")
     return arrays
