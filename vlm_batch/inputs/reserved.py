@@ -50,12 +50,15 @@ class ReservedWords:
         named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
         special = self._special
         marked = [special[token] for token in self._image_token_ids if token in special]
-        return frozenset(word for word in (*named, *marked) if isinstance(word, str) and len(word.strip()) > 1)
+        around = self._rendering("x", num_images=1) or ""  # a picture's beginning and end
+        framing = [word for word in special.values() if word in around and word not in self.turns and _is_mark(word)]
+        words = (*named, *marked, *framing)
+        return frozenset(word for word in words if isinstance(word, str) and len(word.strip()) > 1)
 
     @cached_property
     def turns(self) -> frozenset[str]:
         renderings = [text for probe in _PROBES if (text := self._rendering(probe)) is not None]
-        marks = [word for word in self._special.values() if not word.isalnum()]
+        marks = filter(_is_mark, self._special.values())
         return frozenset(word for word in marks if any(word in text for text in renderings))
 
     def check_prompt(self, text: str) -> None:
@@ -86,11 +89,16 @@ class ReservedWords:
         added = getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
         return {int(token): str(word) for token, word in added.items() if getattr(word, "special", False)}
 
-    def _rendering(self, chat: list[Message]) -> str | None:
+    def _rendering(self, chat: str | list[Message], num_images: int = 0) -> str | None:
         try:
-            return self._processing.render(chat, 0)
-        except InvalidPrompt:  # not every template takes a system turn
+            return self._processing.render(chat, num_images)
+        except InvalidPrompt:  # not every template takes a system turn, or a picture
             return None
+
+
+def _is_mark(word: str) -> bool:
+    """Whether a special token is no word or letter of its own."""
+    return not word.isalnum()
 
 
 def texts_of(value: Any, key: str = "") -> Iterator[str]:
