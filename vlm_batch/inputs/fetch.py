@@ -290,7 +290,7 @@ class _Download:
         raise self._refused(f"it redirects more than {self._policy.max_redirects} times (FetchPolicy.max_redirects)")
 
     def _ask(self, url: httpx.URL, write: Callable[[bytes], Any]) -> str | None:
-        """Where a redirect leads to; None if the body was read."""
+        """Read the body and return None, or return the address that a redirect leads to."""
         seconds = self._deadline - time.monotonic()
         headers: dict[bytes | str, bytes | str] = {
             "Host": url.netloc.decode("ascii"),

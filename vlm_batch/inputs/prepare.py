@@ -60,7 +60,7 @@ LONG_PROMPT = 200_000
 
 
 class Lane(Enum):
-    """What a question's loading waits for. Those of one lane wait for each other, and for no other lane's."""
+    """The slowest thing that a question's loading waits for: those of one lane wait for each other, and for no other lane's."""
 
     MEMORY = "memory"  # everything is here
     DISK = "disk"
@@ -255,7 +255,7 @@ class Preparer:
 
 
 def lane_of(medium: ImageInput | Video) -> Lane | None:
-    """What reading a picture or video waits for; None if it is in memory."""
+    """The lane that a picture or video is read in; None if it is in memory."""
     if isinstance(medium, Video):
         if not is_to_be_fetched(medium):
             return None
