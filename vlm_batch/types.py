@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
+from io import IOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vlm_batch.errors import InvalidParameters, RequestFailed, describe
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vlm_batch.store.prompt import PromptCache
 
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
-#: A path, URL, data URI, ``bytes``, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
+#: A path, URL, data URI, ``bytes``, open file, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
 ImageInput: TypeAlias = Any
 
 #: A ``Video``, or what its ``source`` can be.
@@ -194,16 +197,20 @@ class Request:
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
-    token_ids: Sequence[int] | None = None
+    token_ids: Sequence[int] | np.ndarray | None = None
     inputs: Mapping[str, Any] | None = None
-    images: Sequence[ImageInput] = ()
-    videos: Sequence[VideoInput] = ()
+    images: ImageInput | Sequence[ImageInput] = ()
+    videos: VideoInput | Sequence[VideoInput] = ()
     rendered: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
     cache: PromptCache | None = None
     return_cache: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("images", "videos"):
+            object.__setattr__(self, name, _together(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -266,8 +273,16 @@ class Result:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
-    exception: BaseException | None = field(default=None, compare=False, repr=False)
-    cache: PromptCache | None = field(default=None, compare=False, repr=False)
+    if TYPE_CHECKING:
+        exception: BaseException | None = None
+        cache: PromptCache | None = None
+    else:  # objects, not data: set like the others, and left out by dataclasses.asdict, which goes to JSON
+        exception: InitVar[BaseException | None] = None
+        cache: InitVar[PromptCache | None] = None
+
+        def __post_init__(self, exception: BaseException | None, cache: PromptCache | None) -> None:
+            object.__setattr__(self, "exception", exception)
+            object.__setattr__(self, "cache", cache)
 
     @property
     def ok(self) -> bool:
@@ -421,6 +436,13 @@ class Chunk:
 def fresh_seed() -> int:
     """A seed of 64 bits from the operating system, for a request that named none."""
     return int.from_bytes(os.urandom(8), "little")
+
+
+def _together(given: Any) -> tuple[Any, ...]:
+    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
+    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
+        return tuple(given)
+    return () if given is None else (given,)
 
 
 def _is_whole(value: Any) -> bool:
