@@ -191,6 +191,11 @@ class Request:
     final; their pictures and videos must already have their placeholder tokens. ``inputs`` is what
     ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
 
+    What the chat template reads besides: ``tools`` (OpenAI's form), ``documents``, ``enable_thinking``,
+    ``reasoning_effort``, and any other argument in ``template_args``. One that this checkpoint's template does not read
+    is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
+    the chat's last turn open, so that the answer goes on with it.
+
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.
     """
@@ -202,6 +207,13 @@ class Request:
     images: ImageInput | Sequence[ImageInput] = ()
     videos: VideoInput | Sequence[VideoInput] = ()
     rendered: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0

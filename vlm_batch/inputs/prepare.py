@@ -21,6 +21,7 @@ from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
+from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
     Clip,
@@ -156,6 +157,9 @@ class Preparer:
         Raises InvalidRequest.
         """
         _check_types(request)
+        options = TemplateOptions.of(request)
+        if request.inputs is not None or request.token_ids is not None or request.rendered:
+            options.refuse("the prompt is final already; a chat template's arguments go with prompt or messages")
         images, videos = tuple(request.images), tuple(request.videos)
         turns: list[Message] = []
         if request.messages is not None:
@@ -170,12 +174,13 @@ class Preparer:
             return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
         if request.prompt is not None:
             self._check_length(len(request.prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
-            prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips))
+            prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips), options)
         else:
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
             self._reserved.check_chat(turns)
-            prompt = self.processing.render(turns, len(images), len(clips))
+            self._reserved.check_arguments(options.arguments)
+            prompt = self.processing.render(turns, len(images), len(clips), options)
         return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
@@ -199,10 +204,11 @@ class Preparer:
             raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
         return tuple(own_video(as_video(video)) for video in videos)
 
-    def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int) -> str:
+    def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int, options: TemplateOptions) -> str:
         if not is_final:
             self._reserved.check_prompt(prompt)
-            return self.processing.render(prompt, num_images, num_videos)
+            self._reserved.check_arguments(options.arguments)
+            return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
         for kind, noun, given in (("image", "picture", num_images), ("video", "video", num_videos)):
