@@ -25,7 +25,7 @@ from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_point, save_row
-from vlm_batch.types import PromptKey, Status
+from vlm_batch.types import PromptKey
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64
@@ -202,9 +202,8 @@ class Reuse:
     def settle(self, row: Row) -> None:
         """The prompt's state is evaluated and its first token sound: later rows may have it."""
         if row.reuse is not None and row.reuse.pending is not None:
-            if self.prefix is not None and row.status is not Status.FINISHED:
-                self.prefix.store(row.reuse.pending)
-            row.reuse.pending = None
+            pending, row.reuse.pending = row.reuse.pending, None
+            self._store(pending)
 
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
@@ -235,10 +234,14 @@ class Reuse:
         """Make known what rows left that ended a step ago: the device has copied it by now, with nothing to wait for."""
         ended, self._ended = self._ended, []
         for saved in ended:
-            with contextlib.suppress(RuntimeError):  # no memory for it: then it is not kept
-                mx.eval(saved.arrays())
-                if self.prefix is not None:
-                    self.prefix.store(saved)
+            self._store(saved)
+
+    def _store(self, saved: SavedRow) -> None:
+        """Keep a row for later ones; where that fails, for lack of memory say, it costs the entry and no request."""
+        with contextlib.suppress(Exception):
+            mx.eval(saved.arrays())
+            if self.prefix is not None:
+                self.prefix.store(saved)
 
     def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], num_answered: int) -> SavedRow:
         assert book.key is not None

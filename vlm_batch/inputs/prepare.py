@@ -156,6 +156,7 @@ class Preparer:
         if request.messages is not None:
             turns, *media = split_messages(request.messages, images, videos)
             images, videos = map(tuple, media)
+        self._check_pictures(len(images))
         images, clips = tuple(map(own_image, images)), self._checked_videos(videos)
         if request.inputs is not None:
             return Question(inputs=_checked_inputs(request.inputs, images or videos))
@@ -168,6 +169,13 @@ class Preparer:
         else:
             prompt = self.processing.render(turns, len(images), len(clips))
         return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
+
+    def _check_pictures(self, count: int) -> None:
+        """Raise InvalidImage for more pictures than the family takes."""
+        if count and not self.spec.images:
+            raise InvalidImage(f"{self.spec.family} takes no pictures: it answers texts only")
+        if count > 1 and not self.spec.multi_image:
+            raise InvalidImage(f"{self.spec.family} takes one picture a request; given: {count}")
 
     def _checked_videos(self, videos: Sequence[VideoInput]) -> tuple[Video, ...]:
         if videos and not self.spec.video:
