@@ -14,9 +14,9 @@ from typing import Any
 import mlx.nn as nn
 
 from vlm_batch import many
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
-from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept
+from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
@@ -254,15 +254,15 @@ class VLMBatcher:
         self.close()
 
 
-def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> Kept:
+def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:
     max_bytes = whole_option("cache_bytes", cache_bytes, least=0)
     if cache_dir is None:
-        return Kept(max_bytes, None, whole_option("cache_dir_bytes", cache_dir_bytes, least=0))
+        return CacheSettings(max_bytes, None, whole_option("cache_dir_bytes", cache_dir_bytes, least=0))
     if not isinstance(cache_dir, (str, Path)):
         raise ValueError(f"cache_dir is a {type(cache_dir).__name__}; it must be a path")
     if not max_bytes or whole_option("cache_dir_bytes", cache_dir_bytes, least=0) < 1:
         raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
-    return Kept(max_bytes, Path(cache_dir), int(cache_dir_bytes))
+    return CacheSettings(max_bytes, Path(cache_dir), int(cache_dir_bytes))
 
 
 def _kv_settings(bits: float | None, group_size: int, scheme: str, start: int) -> KVQuantisation | None:

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches import Placement
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode

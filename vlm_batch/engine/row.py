@@ -14,7 +14,7 @@ from vlm_batch.engine.port import Loading
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
     Encoded,
     FinishReason,
@@ -127,7 +127,7 @@ class RowReuse:
     known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
     shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
     stops: tuple[int, ...] = ()  # where its chunks are to end
-    points: dict[int, Point] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
     left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
