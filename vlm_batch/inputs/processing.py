@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import mlx.core as mx
@@ -42,6 +43,8 @@ class Processing:
         self._thinks = config.model_type == "qwen3_omni_moe"  # unless it is told otherwise, as in mlx-vlm
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
+        self._encoder: Any = None  # for words by themselves, from any thread
+        self._encoder_lock = Lock()
 
     def copy(self) -> Processing:
         """The same with a processor of its own, for another thread."""
@@ -110,6 +113,13 @@ class Processing:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
+
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text by itself."""
+        with self._encoder_lock:
+            if self._encoder is None:
+                self._encoder = copy.deepcopy(self.tokenizer)
+            return tuple(self._encoder.encode(text, add_special_tokens=False))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
