@@ -370,6 +370,7 @@ class Result:
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
     height) as the processor was given them. ``parsed`` is the value of an answer that was held to a form: what its JSON
     says, or its text; None if it ended before it had the form. ``stop_reason`` is the matched stop string or token id.
+    ``others`` are the further answers of a request that asked for several (``n``), each with its own end and usage.
     ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
     """
 
@@ -385,6 +386,7 @@ class Result:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     parsed: Any = None
+    others: tuple[Result, ...] = ()
     error: str | None = None
     if TYPE_CHECKING:
         exception: BaseException | None = None
@@ -418,7 +420,8 @@ def failed_result(request_id: str, error: BaseException) -> Result:
 class Event:
     """One step of one request as the engine saw it: a token with the text that it completed, or an end, or both.
 
-    ``result`` is there if and only if the request ended with this event.
+    ``result`` is there if and only if the request ended with this event. Of a request with several answers, ``index``
+    says which of them it is about, and ``answer`` how that one ended.
     """
 
     request_id: str
@@ -426,6 +429,8 @@ class Event:
     text: str = ""
     logprobs: TokenLogprobs | None = None
     result: Result | None = None
+    index: int = 0
+    answer: Result | None = None
 
 
 @dataclass(frozen=True)
