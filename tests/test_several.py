@@ -29,6 +29,14 @@ def batcher() -> Iterator[VLMBatcher]:
         yield made
 
 
+def counted(name: str, function: Any, calls: list[str]) -> Any:
+    def call(*given: Any) -> Any:
+        calls.append(name)
+        return function(*given)
+
+    return call
+
+
 def answers_of(result: Result) -> list[Result]:
     return [result, *result.others]
 
@@ -40,10 +48,10 @@ def test_n_answers_are_those_of_n_requests(batcher: VLMBatcher, monkeypatch: pyt
         batcher.submit(CIRCLE, "describe the image", params=replace(SAMPLED, seed=seed % 2**64)).result(timeout=60)
         for seed in seeds
     ]
-    adapter, calls = batcher._loop.generator.adapter, []
-    encode, prefill = adapter.encode, adapter.prefill
-    monkeypatch.setattr(adapter, "encode", lambda *given: calls.append("encode") or encode(*given))
-    monkeypatch.setattr(adapter, "prefill", lambda *given: calls.append("prefill") or prefill(*given))
+    adapter = batcher._loop.generator.adapter
+    calls: list[str] = []
+    for name in ("encode", "prefill"):
+        monkeypatch.setattr(adapter, name, counted(name, getattr(adapter, name), calls))
     busy = batcher.submit(prompt="count to 9")
     result = batcher.submit(CIRCLE, "describe the image", params=replace(SAMPLED, n=5)).result(timeout=60)
     assert busy.result(timeout=60).text == "1 2 3 4 5 6 7 8 9"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from vlm_batch.errors import InvalidParameters, InvalidRequest, RequestFailed, describe
+from vlm_batch.errors import InvalidImage, InvalidParameters, InvalidRequest, RequestFailed, describe
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -118,8 +118,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        self._take_rules(put)
-        self._take_form(put)
         put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
@@ -147,6 +145,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise InvalidParameters(f"ignore_eos is {_shown(self.ignore_eos)}; it must be True or False")
 
+        self._take_rules(put)
+        self._take_form(put)
         if self.min_tokens > self.max_tokens:
             raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
 
@@ -284,6 +284,9 @@ class Request:
     is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
     the chat's last turn open, so that the answer goes on with it.
 
+    ``min_pixels`` and ``max_pixels`` bound what the model sees of each picture, where the family's processor has such
+    bounds; it scales pictures to lie between them. What came of it is in ``Result.model_image_sizes``.
+
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.
     """
@@ -302,6 +305,8 @@ class Request:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
     request_id: str | None = None
     priority: int = 0
@@ -319,6 +324,7 @@ class Request:
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
             raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be a non-empty string, or None")
+        put_pixels(self, self.min_pixels, self.max_pixels)
         for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
@@ -589,6 +595,16 @@ def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParam
     if unknown:
         raise InvalidParameters(f"params has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     return SamplingParams(**given)
+
+
+def put_pixels(holder: Any, least: Any, most: Any) -> None:
+    """Check bounds of pictures' pixels, and set them as Python's integers. Raises InvalidImage."""
+    for name, value in (("min_pixels", least), ("max_pixels", most)):
+        if value is not None and not (_is_whole(value) and 1 <= value <= _MOST):
+            raise InvalidImage(f"{name} is {_shown(value)}; it must be an integer of at least 1, or None")
+        object.__setattr__(holder, name, None if value is None else int(value))
+    if least is not None and most is not None and least > most:
+        raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
 
 
 def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) -> Any:

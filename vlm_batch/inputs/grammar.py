@@ -25,7 +25,7 @@ from vlm_batch.types import SamplingParams
 #: Compiled forms that are kept.
 MOST_KEPT = 64
 #: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Form:

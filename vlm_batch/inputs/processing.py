@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -26,6 +27,14 @@ from vlm_batch.inputs.chats import with_parts
 from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
+
+
+@dataclass(frozen=True)
+class PixelBounds:
+    """Between how many pixels a processor scales a picture."""
+
+    least: int
+    most: int
 
 
 class Processing:
@@ -69,6 +78,7 @@ class Processing:
         options = options or TemplateOptions()
         self.template.check(options)
         try:
+            rendered: Any
             messages = self._messages(prompt, num_images, num_videos)
             if isinstance(messages, Mapping):
                 options.refuse("this family's processor takes the last message alone")
@@ -128,6 +138,26 @@ class Processing:
 
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def pixels(self) -> PixelBounds | None:
+        """Between how many pixels the checkpoint has pictures scaled; None for a processor without such bounds."""
+        part = getattr(self.processor, "image_processor", None)
+        least, most = getattr(part, "min_pixels", None), getattr(part, "max_pixels", None)
+        return PixelBounds(least, most) if isinstance(least, int) and isinstance(most, int) else None
+
+    @contextmanager
+    def seeing(self, bounds: PixelBounds | None) -> Iterator[None]:
+        """Have pictures scaled to ``bounds``, in the processor calls within; one thread at a time."""
+        own, part = self.pixels, getattr(self.processor, "image_processor", None)
+        if bounds is None or own is None or part is None:
+            yield
+            return
+        try:
+            part.min_pixels, part.max_pixels = bounds.least, bounds.most
+            yield
+        finally:
+            part.min_pixels, part.max_pixels = own.least, own.most
 
     def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
         """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
