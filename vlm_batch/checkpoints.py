@@ -1,0 +1,126 @@
+"""A checkpoint's files to a model: configurations and weights as transformers writes them, put as mlx-vlm reads them.
+
+transformers 5 saves folders that mlx-vlm 0.7.10 was not written for: rotary settings lie in ``rope_parameters``, towers and
+decoders have other names, and experts lie in one array. What mlx-vlm does not find there it fills with its own defaults, in
+silence. So the configuration is read here first and handed on in the older words, beside the newer ones; weights are
+renamed where mlx-vlm's own renaming has no rule. What all families share is in this file, a family's own in
+``models/_layouts.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_vlm.utils
+from mlx.utils import tree_flatten
+from mlx_vlm.utils import get_model_type
+
+from vlm_batch.models._layouts import layout_of
+
+Config = dict[str, Any]
+Weights = dict[str, mx.array]
+
+#: Kinds of rotary positions that have no parameters beside their base: mlx-vlm's plain ones.
+PLAIN_ROPE = ("default", "axial", "proportional")
+
+
+def read_config(path: Path, **options: Any) -> Config:
+    """A folder's ``config.json`` with its ``generation_config.json``, in the words that mlx-vlm's classes read."""
+    return normalise_config(mlx_vlm.utils.load_config(path, **options))
+
+
+def read_model(path: Path, **options: Any) -> nn.Module:
+    """The model of a folder, through mlx-vlm's loader. Raises what the loader raises for a damaged checkpoint."""
+
+    def sanitize_weights(model: Any, weights: Weights, config: Any = None) -> Weights:
+        if config is None:  # the whole model's: the first call
+            weights = with_nested_towers(weights, model)
+            weights = layout_of(str(get_model_type(read))).weights(weights, read)
+        return mlx_vlm.utils.sanitize_weights(model, weights, config)
+
+    read = read_config(path, **options)
+    load_model = with_names(
+        mlx_vlm.utils.load_model, load_config=lambda *_, **__: read, sanitize_weights=sanitize_weights
+    )
+    model: nn.Module = load_model(path, **options)
+    return model
+
+
+def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
+    """CLIP's and SigLIP's tensors below ``vision_model``, where mlx-vlm's tower has them and transformers 5 has not."""
+    there = {name for name, _ in tree_flatten(model.parameters())}
+
+    def nested(name: str) -> str:
+        tower, found, rest = name.partition("vision_tower.")
+        inner = f"vision_tower.vision_model.{rest}"
+        return f"{tower}{inner}" if found and f"vision_tower.{rest}" not in there and inner in there else name
+
+    return {nested(name): value for name, value in weights.items()}
+
+
+def normalise_config(config: Mapping[str, Any]) -> Config:
+    """A configuration in the words of transformers 4 beside those of 5, each of its parts likewise."""
+    if not is_new(config):
+        return dict(config)
+    found = _normalise_part(config)
+    return layout_of(str(get_model_type(found))).config(found)
+
+
+def is_new(config: Mapping[str, Any]) -> bool:
+    """Whether transformers 5 wrote a configuration: by its word, or by rotary settings in their newer place."""
+    return str(config.get("transformers_version", "")).startswith("5.") or "rope_parameters" in json.dumps(config)
+
+
+def _is_part(name: str, value: Any) -> bool:
+    return name.endswith("_config") and isinstance(value, Mapping)
+
+
+def _normalise_part(config: Mapping[str, Any]) -> Config:
+    found = {name: _normalise_part(value) if _is_part(name, value) else value for name, value in config.items()}
+    return _with_older_names(_with_flat_rope(found))
+
+
+def _with_older_names(config: Config) -> Config:
+    """Entries that transformers 5 calls otherwise or leaves out, because they follow from others."""
+    if "num_local_experts" in config:
+        config = {"num_experts": config["num_local_experts"], **config}
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if heads and width and config.get("head_dim") is None and "qk_nope_head_dim" not in config:
+        config = config | {"head_dim": width // heads}
+    return config
+
+
+def _with_flat_rope(config: Config) -> Config:
+    """The entries of ``rope_parameters`` under their older names, too; what a configuration says itself stays."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not rope:
+        return config
+    kinds = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
+    found = _flat_rope(kinds.get("full_attention", next(iter(kinds.values()))) if kinds else rope)
+    if "sliding_attention" in kinds and "rope_theta" in kinds["sliding_attention"]:
+        found["rope_local_base_freq"] = kinds["sliding_attention"]["rope_theta"]
+    return config | {name: value for name, value in found.items() if config.get(name) is None}
+
+
+def _flat_rope(rope: Mapping[str, Any]) -> Config:
+    found = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    kind = rope.get("rope_type", "default")
+    if kind not in PLAIN_ROPE or "mrope_section" in rope:
+        found["rope_scaling"] = {"type": kind, **rope}
+    return found
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A function of mlx-vlm's that finds other functions under these names of its file; the file's stay as they are."""
+    code = function.__code__
+    if lacking := names.keys() - set(code.co_names):
+        raise LookupError(f"{function.__qualname__} of mlx-vlm does not call {', '.join(sorted(lacking))}")
+    copy = FunctionType(code, {**function.__globals__, **names}, code.co_name, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,156 @@
+"""How families lie on disk, where mlx-vlm 0.7.10 does not read what transformers 5 writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.errors import UnsupportedModel
+
+Config = dict[str, Any]
+Weights = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is done to one family's ``config.json`` and tensors before mlx-vlm's classes read them."""
+
+    config: Callable[[Config], Config] = lambda config: config
+    weights: Callable[[Weights, Config], Weights] = lambda weights, config: weights
+
+
+def layout_of(model_type: str) -> Layout:
+    """The rules of a model type; for most there are none beyond those of ``checkpoints``."""
+    return LAYOUTS.get(model_type, Layout())
+
+
+# Configurations
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_order(*steps: Callable[[Config], Config]) -> Callable[[Config], Config]:
+    """Several rules, one after the other."""
+
+    def run(config: Config) -> Config:
+        for step in steps:
+            config = step(config)
+        return config
+
+    return run
+
+
+def part(name: str, change: Callable[[Config], Config]) -> Callable[[Config], Config]:
+    """A rule for a part of the configuration, "text" or "vision"; nothing where there is no such part."""
+    key = f"{name}_config"
+    return lambda config: config | {key: change(dict(config[key]))} if isinstance(config.get(key), Mapping) else config
+
+
+def renamed(**names: str) -> Callable[[Config], Config]:
+    """Entries known under other names: old name -> the one that mlx-vlm reads, where that is not there yet."""
+    return lambda config: (
+        config | {new: config[old] for old, new in names.items() if old in config and config.get(new) is None}
+    )
+
+
+def filled(**values: Any) -> Callable[[Config], Config]:
+    """Entries that transformers' class has as constants and mlx-vlm's asks for."""
+    return lambda config: config | {name: value for name, value in values.items() if config.get(name) is None}
+
+
+def without(*names: str) -> Callable[[Config], Config]:
+    """Entries left out, because mlx-vlm's class takes no other than its own."""
+    return lambda config: {name: value for name, value in config.items() if name not in names}
+
+
+def own_vision_type(config: Config) -> Config:
+    """A tower's type without transformers' suffix, which mlx-vlm's tower refuses: qwen2_vl for qwen2_vl_vision."""
+    own = str(config["model_type"])
+    strip: Callable[[Config], Config] = lambda tower: (
+        tower | {"model_type": own} if tower.get("model_type") == f"{own}_vision" else tower
+    )
+    return part("vision", strip)(config)
+
+
+def text_at_the_root(config: Config) -> Config:
+    """The decoder's settings beside the model's, where mlx-vlm takes them from: its class overwrites ``text_config``."""
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, Mapping) else config
+
+
+def full_attention_interval(name: str = "full_attention_interval") -> Callable[[Config], Config]:
+    """``layer_types`` as mlx-vlm counts them: every n-th layer has full attention.
+
+    Raises UnsupportedModel for layers that lie otherwise, which mlx-vlm has no way to be told.
+    """
+
+    def change(config: Config) -> Config:
+        types = config.get("layer_types")
+        return config | {name: _interval(types)} if isinstance(types, Sequence) and types else config
+
+    return change
+
+
+def _interval(types: Sequence[str]) -> int:
+    full = [kind == "full_attention" for kind in types]
+    interval = full.index(True) + 1 if any(full) else len(full) + 1
+    if full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
+        raise UnsupportedModel(f"layer_types {list(types)} have full attention at no regular distance")
+    return interval
+
+
+# Weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def names(*rules: tuple[str, str]) -> Callable[[Weights, Config], Weights]:
+    """Tensors renamed by patterns, in order."""
+
+    def rename(weights: Weights, config: Config) -> Weights:
+        return {_renamed(name, rules): value for name, value in weights.items()}
+
+    return rename
+
+
+def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+INTERVAL = part("text", full_attention_interval())
+
+LAYOUTS: dict[str, Layout] = {
+    "qwen2_vl": Layout(in_order(text_at_the_root, own_vision_type)),
+    "qwen2_5_vl": Layout(in_order(text_at_the_root, own_vision_type)),
+    "qwen3_vl": Layout(own_vision_type),
+    "qwen3_vl_moe": Layout(own_vision_type),
+    "qwen3_5": Layout(INTERVAL),
+    "qwen3_5_moe": Layout(INTERVAL),
+    "qwen3_next": Layout(full_attention_interval()),
+    "minicpmv4_6": Layout(INTERVAL),
+    "minicpmv4_7": Layout(INTERVAL),
+    "paddleocr_vl": Layout(in_order(text_at_the_root, own_vision_type)),
+    "hunyuan_vl": Layout(own_vision_type),
+    "glm4v_moe": Layout(part("text", filled(use_qk_norm=False))),
+    "glm_ocr": Layout(
+        in_order(
+            part("text", without("rope_theta", "partial_rotary_factor", "rope_scaling")),
+            part("vision", without("rope_theta", "rope_parameters")),
+        )
+    ),
+    "gemma3": Layout(
+        lambda config: part(
+            "text",
+            in_order(
+                full_attention_interval("sliding_window_pattern"),
+                renamed(rope_theta="rope_global_base_freq"),
+                filled(mm_tokens_per_image=config.get("mm_tokens_per_image")),
+            ),
+        )(config)
+    ),
+    "kimi_k25": Layout(part("vision", lambda tower: tower | {"model_type": "moonvit"})),
+}
