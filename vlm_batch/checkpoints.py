@@ -69,7 +69,12 @@ def normalise_config(config: Mapping[str, Any]) -> Config:
     if not is_new(config):
         return dict(config)
     found = _normalise_part(config)
-    return layout_of(str(get_model_type(found))).config(found)
+    if "tie_word_embeddings" in found and isinstance(found.get("text_config"), Mapping):  # the model's counts there
+        found["text_config"] = {**found["text_config"], "tie_word_embeddings": found["tie_word_embeddings"]}
+    model_type = None
+    while model_type != (model_type := get_model_type(found)):  # a rule may say that it is another family's
+        found = layout_of(str(model_type)).config(found)
+    return found
 
 
 def is_new(config: Mapping[str, Any]) -> bool:
@@ -90,6 +95,10 @@ def _with_older_names(config: Config) -> Config:
     """Entries that transformers 5 calls otherwise or leaves out, because they follow from others."""
     if "num_local_experts" in config:
         config = {"num_experts": config["num_local_experts"], **config}
+    for one, other in (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index")):
+        for name, alias in ((one, other), (other, one)):
+            if config.get(name) is not None and config.get(alias) is None:
+                config = config | {alias: config[name]}
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     if heads and width and config.get("head_dim") is None and "qk_nope_head_dim" not in config:
         config = config | {"head_dim": width // heads}
