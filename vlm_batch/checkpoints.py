@@ -10,6 +10,7 @@ renamed where mlx-vlm's own renaming has no rule. What all families share is in 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -38,18 +39,42 @@ def read_config(path: Path, **options: Any) -> Config:
 def read_model(path: Path, **options: Any) -> nn.Module:
     """The model of a folder, through mlx-vlm's loader. Raises what the loader raises for a damaged checkpoint."""
 
+    read = read_config(path, **options)
+    layout = layout_of(str(get_model_type(read)))
+    lying: Weights = {}
+
     def sanitize_weights(model: Any, weights: Weights, config: Any = None) -> Weights:
         if config is None:  # the whole model's: the first call
-            weights = with_nested_towers(weights, model)
-            weights = layout_of(str(get_model_type(read))).weights(weights, read)
+            lying.update(in_float32(weights, layout.from_one))
+            weights = layout.weights(with_nested_towers(lying, model), read)
         return mlx_vlm.utils.sanitize_weights(model, weights, config)
 
-    read = read_config(path, **options)
+    def load_model_weights(model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any) -> nn.Module:
+        put = layout.finish(lying, weights, read)
+        return mlx_vlm.utils.load_model_weights(model, config, put, *args, **kwargs)
+
     load_model = with_names(
-        mlx_vlm.utils.load_model, load_config=lambda *_, **__: read, sanitize_weights=sanitize_weights
+        mlx_vlm.utils.load_model,
+        load_config=lambda *_, **__: read,
+        sanitize_weights=sanitize_weights,
+        load_model_weights=load_model_weights,
     )
     model: nn.Module = load_model(path, **options)
     return model
+
+
+def in_float32(weights: Weights, names: str) -> Weights:
+    """Weights in half precision made float32: those that a pattern names, and on a CPU all.
+
+    mlx-vlm adds ones and multiplies in the file's type, which loses three digits of a norm that counts from one.
+    """
+    everything = mx.default_device().type == mx.DeviceType.cpu
+
+    def raised(name: str, value: mx.array) -> mx.array:
+        named = everything or (names and re.search(names, name))
+        return value.astype(mx.float32) if named and value.dtype in (mx.bfloat16, mx.float16) else value
+
+    return {name: raised(name, value) for name, value in weights.items()}
 
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:

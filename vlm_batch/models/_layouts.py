@@ -21,6 +21,10 @@ class Layout:
 
     config: Callable[[Config], Config] = lambda config: config
     weights: Callable[[Weights, Config], Weights] = lambda weights, config: weights
+    #: Read as they lie on disk and as mlx-vlm has put them: what of the latter is set right.
+    finish: Callable[[Weights, Weights, Config], Weights] = lambda lying, put, config: put
+    #: Norms whose weights count from one (a pattern): they are kept in float32, as transformers multiplies them.
+    from_one: str = ""
 
 
 def layout_of(model_type: str) -> Layout:
@@ -121,15 +125,15 @@ def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def scaled(factor: Callable[[Config], float], pattern: str) -> Callable[[Weights, Config], Weights]:
-    """Tensors multiplied by a number of the configuration."""
+def after(*steps: Callable[[Weights, Config], Weights]) -> Callable[[Weights, Config], Weights]:
+    """Several rules for tensors, one after the other."""
 
-    def scale(weights: Weights, config: Config) -> Weights:
-        return {
-            name: value * factor(config) if re.search(pattern, name) else value for name, value in weights.items()
-        }
+    def run(weights: Weights, config: Config) -> Weights:
+        for step in steps:
+            weights = step(weights, config)
+        return weights
 
-    return scale
+    return run
 
 
 # Families
@@ -146,12 +150,45 @@ def gemma3_text(config: Config) -> Config:
     return part("text", text)(config)
 
 
-def gemma3_head(weights: Weights, config: Config) -> Weights:
-    """A head of its own under the name by which mlx-vlm looks for one; by any other it is overwritten with the table."""
+def gemma3_head(lying: Weights, put: Weights, config: Config) -> Weights:
+    """A head of its own, which mlx-vlm looks for by another name and overwrites with the table (gemma3/language.py:266)."""
     head = "language_model.lm_head.weight"
-    if config.get("tie_word_embeddings", True) or head not in weights:
+    return put if config.get("tie_word_embeddings", True) or head not in lying else put | {head: lying[head]}
+
+
+def falcon_h1(weights: Weights, config: Config) -> Weights:
+    """Multipliers that mlx-vlm leaves out when it folds them into the weights (falcon_h1/language.py:425-428).
+
+    It looks for ``key_proj.weight``, which is no name of the model: keys miss ``key_multiplier``, and values
+    ``attention_in_multiplier`` (transformers, modeling_falcon_h1.py, FalconH1Attention and FalconH1DecoderLayer). What
+    mlx-vlm has converted before has its convolutions turned, and is folded already.
+    """
+    first = weights.get("model.layers.0.mamba.conv1d.weight")
+    if first is None or first.shape[-1] <= first.shape[1]:
         return weights
-    return {"lm_head.weight" if name == head else name: value for name, value in weights.items()}
+    factors = {"self_attn.k_proj.weight": config.get("key_multiplier", 1.0)}
+    factors["self_attn.v_proj.weight"] = config.get("attention_in_multiplier", 1.0)
+    ends = tuple(factors)
+    return {
+        name: value * factors[next(end for end in ends if name.endswith(end))] if name.endswith(ends) else value
+        for name, value in weights.items()
+    }
+
+
+def muse_spark_norms(lying: Weights, put: Weights, config: Config) -> Weights:
+    """Norms that count from one, which mlx-vlm rounds to bfloat16 (muse_spark/sanitize.py:10)."""
+    found = {
+        name.replace("model.language_model.", "language_model.model.", 1): value
+        for name, value in lying.items()
+        if re.search(MUSE_SPARK_NORMS, name)
+    }
+    return put | {name: 1.0 + value.astype(mx.float32) for name, value in found.items()}
+
+
+MUSE_SPARK_NORMS = (
+    r"^model\.language_model\..*(input_layernorm|pre_feedforward_layernorm|post_feedforward_layernorm|pre_expert_norm"
+    r"|post_expert_norm)\.weight$"
+)
 
 
 def gemma4_text(text: Config) -> Config:
@@ -167,6 +204,12 @@ def gemma4_text(text: Config) -> Config:
     if set(layers) - set(full) or any(one != said[0] for one in said) or said[0].keys() - GEMMA4_FULL.keys():
         raise UnsupportedModel(f"per_layer_config {dict(layers)} does not set all layers of full attention alike")
     return text | {GEMMA4_FULL[name]: value for name, value in said[0].items()}
+
+
+def gemma4_unified_tower(tower: Config) -> Config:
+    """The side of a patch as the model takes it: several of the processor's."""
+    side, pooled = tower.get("patch_size"), tower.get("pooling_kernel_size")
+    return filled(model_patch_size=side * pooled)(tower) if side and pooled else tower
 
 
 GEMMA4_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
@@ -198,6 +241,80 @@ def indexed_attention(text: Config) -> Config:
     return text | {"layer_types": ["qwen_sparse_attention" if kind == "indexed_attention" else kind for kind in kinds]}
 
 
+def xdrope(text: Config) -> Config:
+    """Positions on four axes by the name under which mlx-vlm looks for them."""
+    rope = text.get("rope_parameters") or {}
+    if "mrope_section" not in rope:
+        return text
+    return text | {"rope_scaling": {**rope, "type": "xdrope", "xdrope_section": rope["mrope_section"]}}
+
+
+def molmo2_tower(config: Config) -> Config:
+    """The tower's and the pooling's settings as parts of one, by mlx-vlm's names."""
+    tower, pooling = dict(config.get("vision_config") or {}), dict(config.get("adapter_config") or {})
+    if not pooling:
+        return config
+    vit = renamed(
+        patch_size="image_patch_size",
+        num_position_embeddings="image_num_pos",
+        image_size="image_default_input_size",
+    )(tower)
+    adapter = renamed(vision_feature_layer="vit_layers")(pooling)
+    text = renamed(rms_norm_eps="layer_norm_eps")
+    return part("text", text)(config) | {"vision_config": {"vit_config": vit, "adapter_config": adapter}}
+
+
+def step3p5_text(text: Config) -> Config:
+    """Step 3's decoder by mlx-vlm's names: experts, layers, and what sliding layers have otherwise."""
+    kinds = text.get("layer_types") or []
+    rope = text.get("rope_parameters") or {}
+    per_kind = [rope.get(kind, rope) for kind in kinds]
+    named = renamed(
+        num_key_value_heads="num_attention_groups",
+        n_routed_experts="moe_num_experts",
+        num_experts_per_tok="moe_top_k",
+    )(text)
+    named |= {"use_head_wise_attn_gate": True, "use_moe_router_bias": True}
+    if per_kind and all("rope_theta" in one for one in per_kind):
+        named["rope_theta"] = [one["rope_theta"] for one in per_kind]
+        named["partial_rotary_factors"] = [one.get("partial_rotary_factor", 1.0) for one in per_kind]
+    if (layers := text.get("mlp_layer_types")) is not None:
+        named["moe_layers_enum"] = ",".join(str(layer) for layer, kind in enumerate(layers) if kind == "sparse")
+    if (heads := text.get("num_sliding_attention_heads")) is not None:
+        groups = named.get("num_attention_groups")
+        named["attention_other_setting"] = {"num_attention_heads": heads, "num_attention_groups": groups}
+    return named
+
+
+def step3p5_tower(tower: Config) -> Config:
+    """Step 3's tower by mlx-vlm's names."""
+    return renamed(
+        hidden_size="width",
+        num_hidden_layers="layers",
+        num_attention_heads="heads",
+        layer_scale_init_value="ls_init_value",
+    )(tower)
+
+
+def inkling_text(text: Config) -> Config:
+    """Widths of experts and of plain layers, which mlx-vlm's class calls the other way round."""
+    if "moe_intermediate_size" not in text:
+        return text
+    experts, plain = text["moe_intermediate_size"], text["intermediate_size"]
+    named = renamed(conv_kernel_size="sconv_kernel_size")(text)
+    return named | {"intermediate_size": experts, "dense_intermediate_size": plain}
+
+
+def turned_experts(weights: Weights, config: Config) -> Weights:
+    """Experts as (experts, inputs, outputs), as published; transformers 5 also saves them the other way round."""
+    inner = (config.get("text_config") or {}).get("moe_intermediate_size")
+    downs = [value for name, value in weights.items() if name.endswith(".experts.down_proj")]
+    if not downs or downs[0].shape[-1] != inner:
+        return weights
+    ends = (".experts.down_proj", ".experts.gate_up_proj")
+    return {name: value.swapaxes(1, 2) if name.endswith(ends) else value for name, value in weights.items()}
+
+
 def unused_head(weights: Weights, config: Config) -> Weights:
     """SigLIP's pooling head, which mlx-vlm's tower has and no answer reads: zeros where a checkpoint leaves it out."""
     tower = config.get("vision_config") or {}
@@ -213,14 +330,17 @@ def unused_head(weights: Weights, config: Config) -> Weights:
     return weights | {prefix + name: mx.zeros(shape) for name, shape in shapes.items()}
 
 
+#: Norms of Qwen's decoders, whose weights transformers keeps as the distance from one.
+QWEN_NORMS = r"(_layernorm|[qk]_norm|model\.norm|language_model\.norm)\.weight$"
 INTERVAL = part("text", full_attention_interval())
 GLM_MARKERS = renamed(image_start_token_id="vision_start_token_id", image_end_token_id="vision_end_token_id")
 
 LAYOUTS: dict[str, Layout] = {
     "aya_vision": Layout(part("text", full_attention_interval("sliding_window_pattern"))),
-    "gemma3": Layout(gemma3_text, gemma3_head),
+    "falcon_h1": Layout(weights=falcon_h1),
+    "gemma3": Layout(gemma3_text, finish=gemma3_head),
     "gemma4": Layout(part("text", gemma4_text)),
-    "gemma4_unified": Layout(part("text", gemma4_text)),
+    "gemma4_unified": Layout(in_order(part("text", gemma4_text), part("vision", gemma4_unified_tower))),
     "glm4v": Layout(
         lambda config: in_order(GLM_MARKERS, part("text", lambda text: {"eos_token_id": None, **text}))(config)
     ),
@@ -233,25 +353,35 @@ LAYOUTS: dict[str, Layout] = {
         )
     ),
     "granite4_vision": Layout(weights=unused_head),
-    "hunyuan_vl": Layout(own_vision_type, names((r"^lm_head\.", "language_model.lm_head."))),
+    "granite_vision": Layout(weights=unused_head),
+    "hunyuan_vl": Layout(
+        in_order(own_vision_type, renamed(im_start_id="image_start_token_id", im_end_id="image_end_token_id"), part("text", xdrope)),
+        names((r"^lm_head\.", "language_model.lm_head."))),
     "kimi_k25": Layout(
         part("vision", lambda tower: tower | {"model_type": "moonvit"}),
-        names((r"^language_model\.model\.blocks\.", "language_model.model.layers.")),
+        names(
+            (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
+            (r"^model\.mm_projector\.", "mm_projector."),
+        ),
     ),
     "lfm2_vl": Layout(part("text", lfm2_text)),
     "llama4": Layout(part("vision", filled(vision_feature_layer=-1))),
     "llava": Layout(llava),
     "llava_next": Layout(llava_next),
-    "minicpmv4_6": Layout(INTERVAL),
-    "minicpmv4_7": Layout(INTERVAL),
+    "minicpmv4_6": Layout(INTERVAL, from_one=QWEN_NORMS),
+    "minicpmv4_7": Layout(INTERVAL, from_one=QWEN_NORMS),
     "mllama": Layout(part("vision", renamed(attention_heads="num_attention_heads"))),
+    "molmo2": Layout(molmo2_tower),
+    "muse_spark": Layout(finish=muse_spark_norms),
     "paddleocr_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_5_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_vl": Layout(in_order(text_at_the_root, own_vision_type)),
-    "qwen3_5": Layout(INTERVAL),
-    "qwen3_5_moe": Layout(INTERVAL),
-    "qwen3_next": Layout(full_attention_interval()),
+    "qwen3_5": Layout(INTERVAL, from_one=QWEN_NORMS),
+    "qwen3_5_moe": Layout(INTERVAL, from_one=QWEN_NORMS),
+    "qwen3_next": Layout(full_attention_interval(), from_one=QWEN_NORMS),
     "qwen3_vl": Layout(own_vision_type),
-    "qwen3_vl_moe": Layout(own_vision_type),
+    "qwen3_vl_moe": Layout(own_vision_type, turned_experts),
     "qwen4_exp": Layout(part("text", indexed_attention)),
+    "step3p5": Layout(step3p5_text, from_one=r"norm\.weight$"),
+    "step3p7": Layout(in_order(part("text", step3p5_text), part("vision", step3p5_tower)), from_one=r"norm\.weight$"),
 }
