@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any
 
@@ -61,6 +64,65 @@ def read_model(path: Path, **options: Any) -> nn.Module:
     )
     model: nn.Module = load_model(path, **options)
     return model
+
+
+def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
+    """The processor of a folder, with what mlx-vlm hangs on it: a detokeniser, stop tokens, its own pictures' part."""
+    config = read_config(path, **options)
+    load_image_processor = with_names(mlx_vlm.utils.load_image_processor, load_config=lambda *_, **__: config)
+    images = load_image_processor(path, **options)
+    eos_token_ids = getattr(model.config, "eos_token_id", None)
+    with older_processor_files(path, str(config["model_type"])) as folder:
+        load_processor = mlx_vlm.utils.load_processor
+        if config["model_type"] == "cohere2_vision" and find_spec("torchvision") is None:
+            from vlm_batch.models import _cohere2_vision
+
+            load_processor = with_names(load_processor, AutoProcessor=_cohere2_vision)
+        processor = load_processor(folder, True, eos_token_ids=eos_token_ids, **options)
+    if images is not None:
+        processor.image_processor = images
+    return processor
+
+
+@contextmanager
+def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
+    """A folder whose processor's settings lie in the files of transformers 4, from which mlx-vlm's processors read them.
+
+    transformers 5 saves all of them in ``processor_config.json``; mlx-vlm then finds no ``preprocessor_config.json`` and
+    takes its own defaults for sizes, means and patches. The folder itself, where there is nothing to be put otherwise;
+    else one of links beside the split settings, for as long as the processor is read.
+    """
+    with (path / "config.json").open(encoding="utf-8") as file:
+        config = json.load(file)
+    files = {
+        name: settings for name, settings in _split_settings(path).items() if not (path / name).exists() and settings
+    }
+    if config.get("model_type") != model_type:
+        files["config.json"] = config | {"model_type": model_type}
+    if not files:
+        yield path
+        return
+    with TemporaryDirectory(prefix="vlm_batch-") as name:
+        folder = Path(name)
+        for item in path.iterdir():
+            if item.name not in files and item.suffix != ".safetensors":
+                (folder / item.name).symlink_to(item.resolve())
+        for file_name, settings in files.items():
+            (folder / file_name).write_text(json.dumps(settings), encoding="utf-8")
+        yield folder
+
+
+def _split_settings(path: Path) -> dict[str, Config]:
+    """The parts of ``processor_config.json`` that transformers 4 keeps in files of their own, by those files' names."""
+    together = path / "processor_config.json"
+    if not together.exists():
+        return {}
+    with together.open(encoding="utf-8") as file:
+        settings = json.load(file)
+    named = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
+    found = {name: settings.get(part) for name, part in named.items()}
+    kept = {name: settings[name] for name in ("processor_class",) if name in settings}
+    return {name: {**kept, **part} for name, part in found.items() if isinstance(part, dict)}
 
 
 def in_float32(weights: Weights, names: str) -> Weights:

@@ -9,11 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
+from mlx_vlm.utils import get_model_path, get_model_type
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.checkpoints import read_config, read_model, read_processor
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models import families, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
@@ -27,10 +28,11 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
     loader raises for a damaged checkpoint.
     """
     path = find_checkpoint(path_or_id)
-    model_type = get_model_type(load_config(path))
+    model_type = get_model_type(read_config(path))
     check_model_type(model_type)
     try:
-        model, processor = load(str(path), trust_remote_code=trust_remote_code)
+        model = read_model(path, trust_remote_code=trust_remote_code)
+        processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
         raise UnsupportedModel(

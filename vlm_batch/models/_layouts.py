@@ -322,7 +322,11 @@ def unused_head(weights: Weights, config: Config) -> Weights:
     if tower.get("vision_use_head", True) or any(prefix in name for name in weights):
         return weights
     width, inner = tower["hidden_size"], tower["intermediate_size"]
-    shapes = {"probe": (1, 1, width), "attention.in_proj.weight": (3 * width, width), "attention.in_proj.bias": (3 * width,)}
+    shapes = {
+        "probe": (1, 1, width),
+        "attention.in_proj.weight": (3 * width, width),
+        "attention.in_proj.bias": (3 * width,),
+    }
     shapes |= {"attention.out_proj.weight": (width, width), "attention.out_proj.bias": (width,)}
     shapes |= {"layernorm.weight": (width,), "layernorm.bias": (width,)}
     shapes |= {"mlp.fc1.weight": (inner, width), "mlp.fc1.bias": (inner,)}
@@ -355,8 +359,13 @@ LAYOUTS: dict[str, Layout] = {
     "granite4_vision": Layout(weights=unused_head),
     "granite_vision": Layout(weights=unused_head),
     "hunyuan_vl": Layout(
-        in_order(own_vision_type, renamed(im_start_id="image_start_token_id", im_end_id="image_end_token_id"), part("text", xdrope)),
-        names((r"^lm_head\.", "language_model.lm_head."))),
+        in_order(
+            own_vision_type,
+            renamed(im_start_id="image_start_token_id", im_end_id="image_end_token_id"),
+            part("text", xdrope),
+        ),
+        names((r"^lm_head\.", "language_model.lm_head.")),
+    ),
     "kimi_k25": Layout(
         part("vision", lambda tower: tower | {"model_type": "moonvit"}),
         names(

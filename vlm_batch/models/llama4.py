@@ -12,6 +12,7 @@ from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.registry import ModelSpec, register
 
@@ -23,6 +24,8 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "blocks and the attention temperature are counted from each row's own position; mlx-vlm takes the farthest "
             "row's for all (llama4/language.py:86 and :254)",
+            "a prompt whose placeholders are not as many as its pictures' features is refused; mlx-vlm answers it with "
+            "features left out or repeated (llama4/llama4.py:99)",
             "the vision tower's GELU is the exact one, as in transformers (modeling_llama4.py, Llama4VisionMLP); mlx-vlm "
             "takes a sigmoid (llama4/vision.py:155)",
         ),
@@ -94,6 +97,17 @@ class Llama4(Adapter):
                 return self.norm(hidden)
 
         return {Attention: RowAttention, LlamaModel: RowModel}
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with the pictures' features; upstream answers with too few or too many placeholders (llama4.py:83)."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": embeds}
+        seen = self.model.get_image_features(
+            pixel_values=extra["pixel_values"], vision_feature_layer=-1, vision_feature_select_strategy="default"
+        )
+        features = self.model.multi_modal_projector(seen.flatten(0, -2))
+        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
 
     def make_cache(self) -> list[Any]:
         made = super().make_cache()

@@ -7,10 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.prompts import put_features, sized_pictures, tiles_of
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
@@ -61,16 +60,15 @@ class LlavaNext(Llava):
             return {"inputs_embeds": embeds}
         if "image_sizes" not in extra:
             raise InvalidPrompt("llava_next takes its pictures with their image_sizes (pictures, 2)")
-        sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
-        pictures = zip(extra["pixel_values"], sizes, strict=True)
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), self._encode(pictures))}
+        features = self._encode(sized_pictures(extra))
+        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
 
     def _encode(self, pictures: Any) -> mx.array:
         """Of all pictures in order, each (tiles, 3, S, S) with its (high, wide) in pixels: (tokens, D)."""
         packed = []
         for tiles, size in pictures:
             grid = self.grid(size)
-            features = self.model.multi_modal_projector(self.states(tiles[: grid[0] * grid[1] + 1]))
+            features = self.model.multi_modal_projector(self.states(tiles_of(tiles, size, grid)))
             packed.append(pack(features, size, grid, self.model.image_newline))
         return mx.concatenate(packed)
 
