@@ -241,6 +241,70 @@ def indexed_attention(text: Config) -> Config:
     return text | {"layer_types": ["qwen_sparse_attention" if kind == "indexed_attention" else kind for kind in kinds]}
 
 
+def florence2(config: Config) -> Config:
+    """The tower's settings by mlx-vlm's names, and the order in which features stand, which transformers has fixed."""
+    tower = config.get("vision_config") or {}
+    if tower.get("model_type") != "florence_vision":
+        return config
+    named = renamed(embed_dim="dim_embed", in_channels="in_chans")(tower) | {"model_type": "davit"}
+    sources = filled(image_feature_source=["spatial_avg_pool", "temporal_avg_pool"])
+    return sources(config | {"vision_config": named})
+
+
+def florence2_weights(weights: Weights, config: Config) -> Weights:
+    """Tensors by their published names, and the projection as the plain matrix that it was published as."""
+    found = names(
+        (r"^model\.(vision_tower\.convs\.\d+)\.conv\.", r"\1.proj."),
+        (r"^model\.vision_tower\.", "vision_tower."),
+        (r"_block\.(conv[12])\.(weight|bias)$", r"_block.\1.fn.dw.\2"),
+        (r"(spatial_block)\.norm1\.", r"\1.window_attn.norm."),
+        (r"(channel_block)\.norm1\.", r"\1.channel_attn.norm."),
+        (r"_block\.norm2\.", "_block.ffn.norm."),
+        (r"\.(window_attn|channel_attn)\.(qkv|proj)\.", r".\1.fn.\2."),
+        (r"\.ffn\.(fc[12])\.", r".ffn.fn.net.\1."),
+        (r"^model\.multi_modal_projector\.image_position_embed\.", "image_pos_embed."),
+        (r"^model\.multi_modal_projector\.", ""),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^lm_head\.", "language_model.lm_head."),
+    )(weights, config)
+    projection = found.pop("image_projection.weight", None)
+    return found if projection is None else found | {"image_projection": projection.T}
+
+
+def internvl(config: Config) -> Config:
+    """Raises UnsupportedModel for a decoder that mlx-vlm's ``internvl`` does not have: it builds Qwen 3's, whatever is said."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else "qwen3"
+    if kind not in ("qwen3", "internvl"):
+        raise UnsupportedModel(
+            f"this internvl checkpoint has a {kind} decoder, and mlx-vlm's internvl a Qwen 3 one; the same model as "
+            "published before transformers took it over (model_type internvl_chat) can be loaded"
+        )
+    return config
+
+
+def kimi_tower(tower: Config) -> Config:
+    """MoonViT's settings by mlx-vlm's names."""
+    named = renamed(
+        num_hidden_layers="depth",
+        hidden_size="embed_dim",
+        num_attention_heads="num_heads",
+        pos_emb_height="init_pos_emb_height",
+        pos_emb_width="init_pos_emb_width",
+    )(tower)
+    return named | {"model_type": "moonvit"}
+
+
+def molmo2_tables(weights: Weights, config: Config) -> Weights:
+    """Two tables of words, cut where the vocabulary ends: transformers 5 saves their joined rows in halves."""
+    first, second = (f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding"))
+    if first not in weights or second not in weights:
+        return weights
+    size = config["text_config"]["vocab_size"]
+    rows = mx.concatenate([weights[first], weights[second]])
+    return weights | {first: rows[:size], second: rows[size:]}
+
+
 def xdrope(text: Config) -> Config:
     """Positions on four axes by the name under which mlx-vlm looks for them."""
     rope = text.get("rope_parameters") or {}
@@ -342,6 +406,7 @@ GLM_MARKERS = renamed(image_start_token_id="vision_start_token_id", image_end_to
 LAYOUTS: dict[str, Layout] = {
     "aya_vision": Layout(part("text", full_attention_interval("sliding_window_pattern"))),
     "falcon_h1": Layout(weights=falcon_h1),
+    "florence2": Layout(florence2, florence2_weights),
     "gemma3": Layout(gemma3_text, finish=gemma3_head),
     "gemma4": Layout(part("text", gemma4_text)),
     "gemma4_unified": Layout(in_order(part("text", gemma4_text), part("vision", gemma4_unified_tower))),
@@ -366,8 +431,9 @@ LAYOUTS: dict[str, Layout] = {
         ),
         names((r"^lm_head\.", "language_model.lm_head.")),
     ),
+    "internvl": Layout(internvl),
     "kimi_k25": Layout(
-        part("vision", lambda tower: tower | {"model_type": "moonvit"}),
+        in_order(part("vision", kimi_tower), renamed(image_token_id="media_placeholder_token_id")),
         names(
             (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
             (r"^model\.mm_projector\.", "mm_projector."),
@@ -380,7 +446,7 @@ LAYOUTS: dict[str, Layout] = {
     "minicpmv4_6": Layout(INTERVAL, from_one=QWEN_NORMS),
     "minicpmv4_7": Layout(INTERVAL, from_one=QWEN_NORMS),
     "mllama": Layout(part("vision", renamed(attention_heads="num_attention_heads"))),
-    "molmo2": Layout(molmo2_tower),
+    "molmo2": Layout(molmo2_tower, molmo2_tables),
     "muse_spark": Layout(finish=muse_spark_norms),
     "paddleocr_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_5_vl": Layout(in_order(text_at_the_root, own_vision_type)),
