@@ -305,6 +305,33 @@ def molmo2_tables(weights: Weights, config: Config) -> Weights:
     return weights | {first: rows[:size], second: rows[size:]}
 
 
+def nemotron_layers(text: Config) -> Config:
+    """Kinds of layers by mlx-vlm's words."""
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    kinds = text.get("layers_block_type")
+    return text if kinds is None else text | {"layers_block_type": [words.get(kind, kind) for kind in kinds]}
+
+
+def without_layer_scales(weights: Weights, config: Config) -> Weights:
+    """RADIO's scales of blocks' outputs, which mlx-vlm's tower has not, multiplied into the layers before them."""
+    before = {"layer_scale1": "attn.proj", "layer_scale2": "mlp.fc2"}
+    found = dict(weights)
+    for name in [name for name in weights if re.search(r"\.layer_scale[12]\.lambda1$", name)]:
+        block, scale, _ = name.rsplit(".", 2)
+        layer, factors = f"{block}.{before[scale]}", found.pop(name)
+        found[f"{layer}.weight"] = found[f"{layer}.weight"] * factors[:, None]
+        found[f"{layer}.bias"] = found[f"{layer}.bias"] * factors
+    return found
+
+
+def radio_conditioner(weights: Weights, config: Config) -> Weights:
+    """Means and deviations that a tower may take from pixels: none where the file has none, since the processor takes them."""
+    conditioner = "vision_model.radio_model.input_conditioner.norm_"
+    if not any("radio_model" in name for name in weights):
+        return weights
+    return {f"{conditioner}mean": mx.zeros((3, 1, 1)), f"{conditioner}std": mx.ones((3, 1, 1)), **weights}
+
+
 def xdrope(text: Config) -> Config:
     """Positions on four axes by the name under which mlx-vlm looks for them."""
     rope = text.get("rope_parameters") or {}
@@ -431,6 +458,7 @@ LAYOUTS: dict[str, Layout] = {
         ),
         names((r"^lm_head\.", "language_model.lm_head.")),
     ),
+    "inkling": Layout(part("text", inkling_text)),
     "internvl": Layout(internvl),
     "kimi_k25": Layout(
         in_order(part("vision", kimi_tower), renamed(image_token_id="media_placeholder_token_id")),
@@ -448,6 +476,8 @@ LAYOUTS: dict[str, Layout] = {
     "mllama": Layout(part("vision", renamed(attention_heads="num_attention_heads"))),
     "molmo2": Layout(molmo2_tower, molmo2_tables),
     "muse_spark": Layout(finish=muse_spark_norms),
+    "nemotron_h": Layout(nemotron_layers),
+    "nemotron_h_nano_omni": Layout(part("text", nemotron_layers), after(without_layer_scales, radio_conditioner)),
     "paddleocr_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_5_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_vl": Layout(in_order(text_at_the_root, own_vision_type)),
