@@ -34,21 +34,27 @@ Weights = dict[str, mx.array]
 PLAIN_ROPE = ("default", "axial", "proportional")
 
 
+#: A pattern that finds no name.
+NOTHING = r"(?!)"
+
+
 def read_config(path: Path, **options: Any) -> Config:
     """A folder's ``config.json`` with its ``generation_config.json``, in the words that mlx-vlm's classes read."""
     return normalise_config(mlx_vlm.utils.load_config(path, **options))
 
 
-def read_model(path: Path, **options: Any) -> nn.Module:
-    """The model of a folder, through mlx-vlm's loader. Raises what the loader raises for a damaged checkpoint."""
+def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
+    """The model of a folder, through mlx-vlm's loader, its half-precision weights in float32 or as they are.
 
+    Raises UnsupportedModel, and what the loader raises for a damaged checkpoint.
+    """
     read = read_config(path, **options)
     layout = layout_of(str(get_model_type(read)))
     lying: Weights = {}
 
     def sanitize_weights(model: Any, weights: Weights, config: Any = None) -> Weights:
         if config is None:  # the whole model's: the first call
-            lying.update(in_float32(weights, layout.from_one))
+            lying.update(raised(weights, r"" if in_float32 else layout.from_one or NOTHING))
             weights = layout.weights(with_nested_towers(lying, model), read)
         return mlx_vlm.utils.sanitize_weights(model, weights, config)
 
@@ -63,6 +69,10 @@ def read_model(path: Path, **options: Any) -> nn.Module:
         load_model_weights=load_model_weights,
     )
     model: nn.Module = load_model(path, **options)
+    if not in_float32:
+        keep_type(model)
+    if "image_grid_pinpoints" in read:  # mlx-vlm's LLaVA-NeXT does not keep the grids that its tiles are cut by
+        model.config.image_grid_pinpoints = read["image_grid_pinpoints"]
     return model
 
 
@@ -125,18 +135,33 @@ def _split_settings(path: Path) -> dict[str, Config]:
     return {name: {**kept, **part} for name, part in found.items() if isinstance(part, dict)}
 
 
-def in_float32(weights: Weights, names: str) -> Weights:
-    """Weights in half precision made float32: those that a pattern names, and on a CPU all.
+def raised(weights: Weights, names: str) -> Weights:
+    """Weights in half precision whose names a pattern finds, made float32.
 
     mlx-vlm adds ones and multiplies in the file's type, which loses three digits of a norm that counts from one.
     """
-    everything = mx.default_device().type == mx.DeviceType.cpu
+    half = (mx.bfloat16, mx.float16)
+    return {
+        name: value.astype(mx.float32) if value.dtype in half and re.search(names, name) else value
+        for name, value in weights.items()
+    }
 
-    def raised(name: str, value: mx.array) -> mx.array:
-        named = everything or (names and re.search(names, name))
-        return value.astype(mx.float32) if named and value.dtype in (mx.bfloat16, mx.float16) else value
 
-    return {name: raised(name, value) for name, value in weights.items()}
+class TypedNorm(nn.RMSNorm):
+    """A norm with a float32 weight in a model of half precision: what it answers has its input's type.
+
+    As in transformers (modeling_qwen3_5.py, Qwen3_5RMSNorm); MLX's answers in the wider of both, and so would all after it.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x).astype(x.dtype)
+
+
+def keep_type(model: nn.Module) -> None:
+    """Let the norms of a model that were raised to float32 answer in their input's type."""
+    for _, module in model.named_modules():
+        if type(module) is nn.RMSNorm and module.weight.dtype == mx.float32:
+            module.__class__ = TypedNorm
 
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:

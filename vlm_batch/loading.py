@@ -31,7 +31,8 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
     model_type = get_model_type(read_config(path))
     check_model_type(model_type)
     try:
-        model = read_model(path, trust_remote_code=trust_remote_code)
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        model = read_model(path, in_float32=on_cpu, trust_remote_code=trust_remote_code)
         processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
@@ -39,7 +40,7 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
             f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
         ) from error
     leave_on_disk(model)
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
     return model, processor

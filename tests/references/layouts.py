@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,39 +26,18 @@ from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.references.record import RECIPES, load
-from tests.zoo import FAMILIES
+from tests.checkpoints import LAYOUTS as FOLDER
+from tests.checkpoints import MULTIPLIERS, NO_LAYOUT, flat_weights, tensor_of
+from tests.references.record import RECIPES, answer, load
+from tests.zoo import FAMILIES, requests_of
 from tests.zoo._build import weights_of
 
 HERE = Path(__file__).resolve().parent
-FOLDER = HERE / "layouts"
 FIRST = 4
 """Numbers are negative and even, from -FIRST on: one less is odd, and a constant of transformers' is none of them."""
 
 SMALL = 256
 """Numbers in a tensor that is kept by its values."""
-
-#: What transformers' class of a recipe is not: the family's own. Its language model alone, or another model with its parts.
-ONLY_WORDS = "transformers has its language model alone, whose folders are of another type"
-LIKE_IT = "transformers has no such type; the recipe's class is another one with the same parts"
-NO_LAYOUT = {
-    **dict.fromkeys(
-        """deepseek_vl_v2 dots_ocr fastvlm llmjpvl locateanything mage_vl mimo_v2 minicpmo phi3_v youtu_vl""".split(),
-        ONLY_WORDS,
-    ),
-    **dict.fromkeys("internvl_chat kimi_vl llava_bunny mistral_large3 phi4_siglip".split(), LIKE_IT),
-    "deepseek_v4_text": "transformers' names for it are not the published ones, and mlx-vlm knows those alone: refused",
-    "deepseekocr": "transformers saves it as another type (unlimited_ocr) without its projector's settings: refused",
-    "deepseekocr_2": "transformers saves it as deepseek_ocr2, which mlx-vlm does not know: refused",
-    "ernie4_5_moe_vl": "transformers saves it as ernie4_5_vl_moe, which mlx-vlm does not know: refused",
-    "gemma3n": "its tower is left out of the reference, and so of the folder",
-    "got": "transformers saves it as got_ocr2, which mlx-vlm does not know: refused",
-    "multi_modality": "transformers saves it as deepseek_vl, which mlx-vlm does not know: refused",
-    "paddleocr_vl": "mlx-vlm's projector has its width of 1,024 written in (paddleocr_vl/vision.py:334): no tiny one fits",
-    "qwen3_omni_moe": "the reference is of the half that writes text, whose folders are of another type: refused",
-    "unlimited_ocr": "transformers saves it without its projector's settings: refused",
-}
-
 
 def numbered(zoo: nn.Module) -> None:
     """Every number of the zoo's weights becomes its place among all of them, as FIRST has it."""
@@ -131,12 +111,32 @@ def record(name: str) -> None:
     """Write tests/references/layouts/<family>.json.gz."""
     zoo = FAMILIES[name].build()
     real, _ = saved(zoo, name)
+    flat = flat_weights(zoo)
     numbered(zoo)
     found, files = saved(zoo, name)
     tensors = {key: described(value, real[key]) for key, value in sorted(found.items())}
+    for key, facts in tensors.items():
+        is_random = re.search(RECIPES[name].absent, key)  # nothing of the zoo's: transformers draws it
+        if not is_random and not np.allclose(tensor_of(facts, flat), real[key], atol=1e-6):
+            raise LookupError(f"{key} was computed with on its way")
     text = json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
     (FOLDER / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{name:22} {len(tensors)} tensors, {sum(len(one.get('pieces', ())) for one in tensors.values())} pieces")
+
+
+def record_multipliers() -> None:
+    """Write tests/references/falcon_h1_multipliers.npz: answers with multipliers, of which the family's reference has none."""
+    tiny, recipe = FAMILIES["falcon_h1"], RECIPES["falcon_h1"]
+    model = load(tiny.build(), recipe)
+    config = type(model.config)(**{**model.config.to_dict(), **MULTIPLIERS})
+    multiplied = type(model)(config).eval().float()
+    multiplied.set_attn_implementation("eager")
+    multiplied.load_state_dict({name: value for name, value in model.state_dict().items() if "mup" not in name}, strict=False)
+    multiplied.tie_weights()
+    stored: dict[str, Any] = {}
+    for name, inputs in requests_of(tiny).items():
+        stored[f"{name}/tokens"], stored[f"{name}/logprobs"] = answer(multiplied, recipe, inputs)
+    np.savez_compressed(HERE / "layouts" / "falcon_h1_multipliers.npz", **stored)
 
 
 if __name__ == "__main__":
@@ -146,3 +146,4 @@ if __name__ == "__main__":
             record(family_name)
         except LookupError as error:
             print(f"{family_name:22} {error}")
+    record_multipliers()
