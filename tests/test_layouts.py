@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, names, write_checkpoint
 from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, requests_of
 from vlm_batch.checkpoints import TypedNorm, read_model
+from vlm_batch.loading import adapt
 
 REFERENCES = Path(__file__).parent / "references"
 STEPS = 8
@@ -35,7 +36,9 @@ def answers(name: str, model: nn.Module) -> dict[str, Trace]:
 
 
 def test_every_reference_has_a_layout_or_a_reason() -> None:
-    recorded = {path.stem for path in REFERENCES.glob("*.npz")} - {"molmo_point"}  # of published code, not transformers'
+    recorded = {path.stem for path in REFERENCES.glob("*.npz")} - {
+        "molmo_point"
+    }  # of published code, not transformers'
     assert set(names()) | NO_LAYOUT.keys() == recorded
     assert not set(names()) & NO_LAYOUT.keys()
     assert recorded <= FAMILIES.keys()
@@ -44,6 +47,7 @@ def test_every_reference_has_a_layout_or_a_reason() -> None:
 @pytest.mark.parametrize("name", names())
 def test_a_saved_folder_answers_as_transformers(name: str, tmp_path: Path) -> None:
     model = loaded(write_checkpoint(tmp_path / name, name))
+    assert adapt(model).spec.family == family(name).registered
     with np.load(REFERENCES / f"{name}.npz") as recorded:
         for request, trace in answers(name, model).items():
             assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
@@ -73,7 +77,7 @@ def test_falcon_h1_has_its_multipliers(tmp_path: Path) -> None:
             assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_5", "minicpmv4_6"])
 def test_norms_stay_float32_where_the_model_does_not(name: str, tmp_path: Path) -> None:
     """As on a GPU. A norm then answers in the model's type, so that nothing after it is computed in a wider one."""
     folder = write_checkpoint(tmp_path / name, name, dtype=mx.bfloat16)
@@ -85,5 +89,5 @@ def test_norms_stay_float32_where_the_model_does_not(name: str, tmp_path: Path) 
         assert (norm.weight == wide[path].weight).all(), path
         assert norm(mx.ones((1, norm.weight.size), mx.bfloat16)).dtype == mx.bfloat16
     assert "TypedNorm" not in {type(module).__name__ for _, module in full.named_modules()}
-    trace = family(name).greedy(model, requests_of(family(name))["text"], 1)
-    assert apart(trace.logprobs, family(name).greedy(full, requests_of(family(name))["text"], 1).logprobs) < 0.2
+    ids = mx.array(family(name).text(2, 14)["input_ids"])
+    assert model.language_model(ids).logits.dtype == mx.bfloat16

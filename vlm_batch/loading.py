@@ -75,6 +75,8 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     Raises UnsupportedModel if it cannot be run that way either.
     """
     model_type = model_type or str(model.config.model_type)
+    if spec_for(model_type) is None:  # a checkpoint's own name for it, which mlx-vlm maps to another
+        model_type = str(get_model_type({"model_type": model_type}))
     check_refused(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:

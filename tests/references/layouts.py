@@ -39,6 +39,7 @@ FIRST = 4
 SMALL = 256
 """Numbers in a tensor that is kept by its values."""
 
+
 def numbered(zoo: nn.Module) -> None:
     """Every number of the zoo's weights becomes its place among all of them, as FIRST has it."""
     place, found = 0, []
@@ -72,7 +73,9 @@ def described(tensor: np.ndarray, real: np.ndarray) -> dict[str, Any]:
 def pieces(places: np.ndarray, corner: list[int]) -> Iterator[list[list[int]]]:
     """Parts of an array in which places grow evenly along each axis: [corner, shape, [place, *strides]]."""
     first = int(places.flat[0])
-    strides = [int(np.take(places, 1, axis).flat[0]) - first if size > 1 else 0 for axis, size in enumerate(places.shape)]
+    strides = [
+        int(np.take(places, 1, axis).flat[0]) - first if size > 1 else 0 for axis, size in enumerate(places.shape)
+    ]
     even = first + sum(
         np.arange(size).reshape([-1 if other == axis else 1 for other in range(places.ndim)]) * stride
         for axis, (size, stride) in enumerate(zip(places.shape, strides, strict=True))
@@ -131,7 +134,9 @@ def record_multipliers() -> None:
     config = type(model.config)(**{**model.config.to_dict(), **MULTIPLIERS})
     multiplied = type(model)(config).eval().float()
     multiplied.set_attn_implementation("eager")
-    multiplied.load_state_dict({name: value for name, value in model.state_dict().items() if "mup" not in name}, strict=False)
+    multiplied.load_state_dict(
+        {name: value for name, value in model.state_dict().items() if "mup" not in name}, strict=False
+    )
     multiplied.tie_weights()
     stored: dict[str, Any] = {}
     for name, inputs in requests_of(tiny).items():

@@ -312,6 +312,24 @@ def nemotron_layers(text: Config) -> Config:
     return text if kinds is None else text | {"layers_block_type": [words.get(kind, kind) for kind in kinds]}
 
 
+def nemotron_omni(config: Config) -> Config:
+    """Nemotron's parts by mlx-vlm's names; features are put into the plane the newer way ("v2"), as transformers does."""
+    if "image_token_id" not in config:
+        return config
+    named = renamed(image_token_id="img_context_token_id", vision_hidden_size="vit_hidden_size")(config)
+    return in_order(filled(ps_version="v2"), part("text", nemotron_layers), part("vision", radio))(named)
+
+
+def radio(tower: Config) -> Config:
+    """RADIO's settings by mlx-vlm's names; it counts summary tokens by the teachers that the tower learned from."""
+    summaries, registers = tower.get("num_cls_tokens"), tower.get("num_registers")
+    if summaries is None or registers is None:
+        return tower
+    arguments = {"teachers": [{"name": str(n)} for n in range(summaries)], "register_multiple": summaries + registers}
+    inner = int(tower["hidden_size"] * tower["mlp_ratio"])
+    return renamed(max_img_size="max_resolution")(filled(args=arguments, intermediate_size=inner)(tower))
+
+
 def without_layer_scales(weights: Weights, config: Config) -> Weights:
     """RADIO's scales of blocks' outputs, which mlx-vlm's tower has not, multiplied into the layers before them."""
     before = {"layer_scale1": "attn.proj", "layer_scale2": "mlp.fc2"}
@@ -477,7 +495,7 @@ LAYOUTS: dict[str, Layout] = {
     "molmo2": Layout(molmo2_tower, molmo2_tables),
     "muse_spark": Layout(finish=muse_spark_norms),
     "nemotron_h": Layout(nemotron_layers),
-    "nemotron_h_nano_omni": Layout(part("text", nemotron_layers), after(without_layer_scales, radio_conditioner)),
+    "nemotron_h_nano_omni": Layout(nemotron_omni, after(without_layer_scales, radio_conditioner)),
     "paddleocr_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_5_vl": Layout(in_order(text_at_the_root, own_vision_type)),
     "qwen2_vl": Layout(in_order(text_at_the_root, own_vision_type)),
