@@ -39,10 +39,13 @@ _ONLY_WORDS = "transformers has its language model alone, whose folders are of a
 _LIKE_IT = "transformers has no such type; the recipe's class is another one with the same parts"
 NO_LAYOUT = {
     **dict.fromkeys(
-        """deepseek_vl_v2 dots_ocr fastvlm llmjpvl locateanything mage_vl mimo_v2 minicpmo phi3_v youtu_vl""".split(),
+        (
+            *("deepseek_vl_v2", "dots_ocr", "fastvlm", "llmjpvl", "locateanything", "mage_vl", "mimo_v2", "minicpmo"),
+            *("phi3_v", "youtu_vl"),
+        ),
         _ONLY_WORDS,
     ),
-    **dict.fromkeys("internvl_chat kimi_vl llava_bunny mistral_large3 phi4_siglip".split(), _LIKE_IT),
+    **dict.fromkeys(["internvl_chat", "kimi_vl", "llava_bunny", "mistral_large3", "phi4_siglip"], _LIKE_IT),
     "deepseek_v4_text": "transformers' names for it are not the published ones, and mlx-vlm knows those alone: refused",
     "deepseekocr": "transformers saves it as another type (unlimited_ocr) without its projector's settings: refused",
     "deepseekocr_2": "transformers saves it as deepseek_ocr2, which mlx-vlm does not know: refused",

@@ -81,7 +81,7 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     config = read_config(path, **options)
     load_image_processor = with_names(mlx_vlm.utils.load_image_processor, load_config=lambda *_, **__: config)
     images = load_image_processor(path, **options)
-    eos_token_ids = getattr(model.config, "eos_token_id", None)
+    eos_token_ids = vars(model.config).get("eos_token_id")
     with older_processor_files(path, str(config["model_type"])) as folder:
         load_processor = mlx_vlm.utils.load_processor
         if config["model_type"] == "cohere2_vision" and find_spec("torchvision") is None:

@@ -19,7 +19,7 @@ class TileProcessor(GotOcr2ImageProcessorPil):
     transformers' ``Cohere2VisionImageProcessor``.
     """
 
-    size = {"height": 512, "width": 512}  # noqa: RUF012 - as transformers reads it
+    size = {"height": 512, "width": 512}
     crop_to_patches = True
     patch_size = 16
 

@@ -73,9 +73,10 @@ def without(*names: str) -> Callable[[Config], Config]:
 def own_vision_type(config: Config) -> Config:
     """A tower's type without transformers' suffix, which mlx-vlm's tower refuses: qwen2_vl for qwen2_vl_vision."""
     own = str(config["model_type"])
-    strip: Callable[[Config], Config] = lambda tower: (
-        tower | {"model_type": own} if tower.get("model_type") == f"{own}_vision" else tower
-    )
+
+    def strip(tower: Config) -> Config:
+        return tower | {"model_type": own} if tower.get("model_type") == f"{own}_vision" else tower
+
     return part("vision", strip)(config)
 
 

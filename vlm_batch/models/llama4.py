@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "blocks and the attention temperature are counted from each row's own position; mlx-vlm takes the farthest "
             "row's for all (llama4/language.py:86 and :254)",
+            "a picture's tiles are as published, in up to 16 tiles, undistorted, with the whole picture behind them; "
+            "mlx-vlm's processor leaves that out, and the prompt then has more placeholders than there are features "
+            "(llama4/processing_llama4.py:67)",
             "a prompt whose placeholders are not as many as its pictures' features is refused; mlx-vlm answers it with "
             "features left out or repeated (llama4/llama4.py:99)",
             "the vision tower's GELU is the exact one, as in transformers (modeling_llama4.py, Llama4VisionMLP); mlx-vlm "
@@ -44,6 +48,22 @@ class Llama4(Adapter):
         for layer in self.language.layers:
             # Upstream: 1e-6 (llama4/language.py:81); transformers: the config's (modeling_llama4.py, Llama4TextL2Norm).
             layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
+
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        """The same with the published tiles, where its pictures' part is mlx-vlm's."""
+        from mlx_vlm.models.llama4.processing_llama4 import Llama4ImageProcessor
+
+        from vlm_batch.models._llama4_pictures import TileProcessor
+
+        theirs = getattr(processor, "image_processor", None)
+        if type(theirs) is not Llama4ImageProcessor:
+            return processor
+        processor = copy.copy(processor)
+        processor.image_processor = TileProcessor(
+            theirs.size, theirs.max_patches, tuple(theirs.image_mean), tuple(theirs.image_std)
+        )
+        return processor
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
