@@ -91,6 +91,7 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
         processor = load_processor(folder, True, eos_token_ids=eos_token_ids, **options)
     if images is not None:
         processor.image_processor = images
+    layout_of(str(get_model_type(config))).processor(processor, config)
     return processor
 
 

@@ -25,6 +25,8 @@ class Layout:
     finish: Callable[[Weights, Weights, Config], Weights] = lambda lying, put, config: put
     #: Norms whose weights count from one (a pattern): they are kept in float32, as transformers multiplies them.
     from_one: str = ""
+    #: The processor that was read, and the configuration: what of the former mlx-vlm does not take from the files.
+    processor: Callable[[Any, Config], None] = lambda processor, config: None
 
 
 def layout_of(model_type: str) -> Layout:
@@ -220,6 +222,13 @@ def lfm2_text(text: Config) -> Config:
     """Widths that follow from ``hidden_size``; mlx-vlm's class has those of one checkpoint as constants."""
     width = text.get("hidden_size")
     return filled(block_dim=width, conv_dim=width, conv_dim_out=width, num_heads=text.get("num_attention_heads"))(text)
+
+
+def llama4_processor(processor: Any, config: Config) -> None:
+    """Sizes by which placeholders are counted, which mlx-vlm's processor has as constants (llama4/processing_llama4.py:129)."""
+    tower = config["vision_config"]
+    processor.patch_size = tower["patch_size"]
+    processor.downsample_ratio = round(1 / tower["pixel_shuffle_ratio"] ** 2)
 
 
 def llava(config: Config) -> Config:
@@ -487,7 +496,7 @@ LAYOUTS: dict[str, Layout] = {
         ),
     ),
     "lfm2_vl": Layout(part("text", lfm2_text)),
-    "llama4": Layout(part("vision", filled(vision_feature_layer=-1))),
+    "llama4": Layout(part("vision", filled(vision_feature_layer=-1)), processor=llama4_processor),
     "llava": Layout(llava),
     "llava_next": Layout(llava_next),
     "minicpmv4_6": Layout(INTERVAL, from_one=QWEN_NORMS),
