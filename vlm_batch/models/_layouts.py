@@ -453,8 +453,9 @@ def unused_head(weights: Weights, config: Config) -> Weights:
     return weights | {prefix + name: mx.zeros(shape) for name, shape in shapes.items()}
 
 
-#: Norms of Qwen's decoders, whose weights transformers keeps as the distance from one.
-QWEN_NORMS = r"(_layernorm|[qk]_norm|model\.norm|language_model\.norm)\.weight$"
+#: Norms of Qwen's decoders, whose weights transformers keeps as the distance from one; not by the names that mlx-vlm's
+#: own conversions have, whose norms are whole already.
+QWEN_NORMS = r"^model\..*(_layernorm|[qk]_norm|\bnorm)\.weight$"
 INTERVAL = part("text", full_attention_interval())
 GLM_MARKERS = renamed(image_start_token_id="vision_start_token_id", image_end_token_id="vision_end_token_id")
 
@@ -515,6 +516,8 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3_vl": Layout(own_vision_type),
     "qwen3_vl_moe": Layout(own_vision_type, turned_experts),
     "qwen4_exp": Layout(part("text", indexed_attention)),
-    "step3p5": Layout(step3p5_text, from_one=r"norm\.weight$"),
-    "step3p7": Layout(in_order(part("text", step3p5_text), part("vision", step3p5_tower)), from_one=r"norm\.weight$"),
+    "step3p5": Layout(step3p5_text, from_one=r"^model\..*norm\.weight$"),
+    "step3p7": Layout(
+        in_order(part("text", step3p5_text), part("vision", step3p5_tower)), from_one=r"^model\..*norm\.weight$"
+    ),
 }
