@@ -98,7 +98,12 @@ def tensor_of(facts: Mapping[str, Any], flat: np.ndarray) -> np.ndarray:
 
 
 def write_checkpoint(
-    folder: Path, name: str, *, dtype: mx.Dtype = mx.float32, rounded: mx.Dtype | None = None, **config: Any
+    folder: Path,
+    name: str,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    rounded: mx.Dtype | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
     """A family's folder. ``rounded`` rounds weights to a type without keeping them in it; ``config`` changes config.json."""
 
@@ -110,7 +115,7 @@ def write_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     for file, settings in layout(name)["files"].items():
-        changed = settings | config if file == "config.json" else settings
+        changed = settings | dict(config or {}) if file == "config.json" else settings
         (folder / file).write_text(json.dumps(changed), encoding="utf-8")
     tensors = {key: as_asked(value) for key, value in tensors_of(name).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})

@@ -369,6 +369,15 @@ def test_scaled_positions_are_handed_on() -> None:
     assert text["rope_scaling"] == {"type": "llama3", **rope}
 
 
+def test_scaled_positions_that_mlx_vlm_cannot_be_told_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "idefics2", "idefics2")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["text_config"]["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="this idefics2 model has yarn positions"):
+        load_model(folder)
+
+
 def test_layers_at_no_regular_distance_are_refused() -> None:
     layers = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModel, match="at no regular distance"):

@@ -59,8 +59,8 @@ def test_a_saved_folder_answers_as_transformers(name: str, tmp_path: Path) -> No
 def test_a_half_precision_folder_answers_as_one_of_its_values(name: str, dtype: mx.Dtype, tmp_path: Path) -> None:
     """Nothing is computed in the file's type: a folder of the same numbers in float32 answers the same."""
     config = MULTIPLIERS if name == "falcon_h1" else {}
-    half = loaded(write_checkpoint(tmp_path / "half", name, dtype=dtype, **config))
-    full = loaded(write_checkpoint(tmp_path / "full", name, rounded=dtype, **config))
+    half = loaded(write_checkpoint(tmp_path / "half", name, dtype=dtype, config=config))
+    full = loaded(write_checkpoint(tmp_path / "full", name, rounded=dtype, config=config))
     expected = answers(name, full)
     for request, trace in answers(name, half).items():
         assert trace.tokens == expected[request].tokens, request
@@ -68,7 +68,7 @@ def test_a_half_precision_folder_answers_as_one_of_its_values(name: str, dtype: 
 
 
 def test_falcon_h1_has_its_multipliers(tmp_path: Path) -> None:
-    model = loaded(write_checkpoint(tmp_path / "model", "falcon_h1", **MULTIPLIERS))
+    model = loaded(write_checkpoint(tmp_path / "model", "falcon_h1", config=MULTIPLIERS))
     tiny = family("falcon_h1")
     with np.load(LAYOUTS / "falcon_h1_multipliers.npz") as recorded:
         for request, inputs in requests_of(tiny).items():

@@ -9,6 +9,7 @@ renamed where mlx-vlm's own renaming has no rule. What all families share is in 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ import mlx_vlm.utils
 from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_type
 
+from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models._layouts import layout_of
 
 Config = dict[str, Any]
@@ -49,6 +51,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     Raises UnsupportedModel, and what the loader raises for a damaged checkpoint.
     """
     read = read_config(path, **options)
+    check_rope(read)
     layout = layout_of(str(get_model_type(read)))
     lying: Weights = {}
 
@@ -167,12 +170,12 @@ def keep_type(model: nn.Module) -> None:
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
     """CLIP's and SigLIP's tensors below ``vision_model``, where mlx-vlm's tower has them and transformers 5 has not."""
-    there = {name for name, _ in tree_flatten(model.parameters())}
+    there = {str(entry[0]) for entry in tree_flatten(model.parameters())}
 
     def nested(name: str) -> str:
-        tower, found, rest = name.partition("vision_tower.")
-        inner = f"vision_tower.vision_model.{rest}"
-        return f"{tower}{inner}" if found and f"vision_tower.{rest}" not in there and inner in there else name
+        inner = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+        inner = inner[inner.find("vision_tower.") :]  # some have "model." before it
+        return inner if inner in there and name not in there and ".vision_model." not in name else name
 
     return {nested(name): value for name, value in weights.items()}
 
@@ -236,6 +239,21 @@ def _flat_rope(rope: Mapping[str, Any]) -> Config:
     if kind not in PLAIN_ROPE or "mrope_section" in rope:
         found["rope_scaling"] = {"type": kind, **rope}
     return found
+
+
+def check_rope(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel where a decoder's positions are scaled and mlx-vlm's class has no place to be told so."""
+    architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config))
+    text = config.get("text_config")
+    has_text = isinstance(text, Mapping) and bool(text) and "TextConfig" in vars(architecture)
+    part = text if isinstance(text, Mapping) and has_text else config
+    fields = inspect.signature(architecture.TextConfig if has_text else architecture.ModelConfig).parameters
+    rope = part.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in PLAIN_ROPE and not fields.keys() & {"rope_scaling", "rope_parameters"}:
+        raise UnsupportedModel(
+            f"this {model_type} model has {kind} positions, which mlx-vlm's class of it does not know"
+        )
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ class TileProcessor(GotOcr2ImageProcessorPil):
     ) -> list[np.ndarray]:
         """(3, H, W) -> tiles (3, side, side), row by row; the whole picture is last, unless there is but one tile."""
         assert patch_size is not None
-        high, wide = patch_size.height, patch_size.width
+        high, wide = int(patch_size.height or 0), int(patch_size.width or 0)
         columns, rows = best_grid((image.shape[1], image.shape[2]), high, max_patches)
         resized = self.resize(image, SizeDict(height=rows * high, width=columns * wide), resample=resample)
         tiles = [

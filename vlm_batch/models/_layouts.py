@@ -362,7 +362,7 @@ def radio_conditioner(weights: Weights, config: Config) -> Weights:
 
 def xdrope(text: Config) -> Config:
     """Positions on four axes by the name under which mlx-vlm looks for them."""
-    rope = text.get("rope_parameters") or {}
+    rope: Mapping[str, Any] = text.get("rope_parameters") or {}
     if "mrope_section" not in rope:
         return text
     return text | {"rope_scaling": {**rope, "type": "xdrope", "xdrope_section": rope["mrope_section"]}}
@@ -385,9 +385,11 @@ def molmo2_tower(config: Config) -> Config:
 
 def step3p5_text(text: Config) -> Config:
     """Step 3's decoder by mlx-vlm's names: experts, layers, and what sliding layers have otherwise."""
+    if "n_routed_experts" not in text:  # the published form, which mlx-vlm reads
+        return text
     kinds = text.get("layer_types") or []
-    rope = text.get("rope_parameters") or {}
-    per_kind = [rope.get(kind, rope) for kind in kinds]
+    rope: Mapping[str, Any] = text.get("rope_parameters") or {}
+    per_kind: list[Mapping[str, Any]] = [rope.get(kind, rope) for kind in kinds]
     named = renamed(
         num_key_value_heads="num_attention_groups",
         n_routed_experts="moe_num_experts",

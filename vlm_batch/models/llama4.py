@@ -57,7 +57,7 @@ class Llama4(Adapter):
         from vlm_batch.models._llama4_pictures import TileProcessor
 
         theirs = getattr(processor, "image_processor", None)
-        if type(theirs) is not Llama4ImageProcessor:
+        if not isinstance(theirs, Llama4ImageProcessor) or isinstance(theirs, TileProcessor):
             return processor
         processor = copy.copy(processor)
         processor.image_processor = TileProcessor(
