@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("inputs",),
     ("adapters",),
     ("models", "engine"),
+    ("checkpoints",),
     ("loading",),
     ("batcher",),
     ("server", "jobs"),

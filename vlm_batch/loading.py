@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
+from mlx_vlm.utils import get_model_path, get_model_type
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
@@ -18,6 +18,7 @@ from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
+from vlm_batch.checkpoints import read_config, read_model, read_processor
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.port import AnswerText
@@ -103,11 +104,13 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
     loader raises for a damaged checkpoint.
     """
     path = find_checkpoint(path_or_id)
-    model_type = get_model_type(load_config(path))
+    model_type = get_model_type(read_config(path))
     check_model_type(model_type)
     provide_package(model_type)
     try:
-        model, processor = load(str(path), trust_remote_code=trust_remote_code)
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        model = read_model(path, in_float32=on_cpu, trust_remote_code=trust_remote_code)
+        processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
         raise UnsupportedModel(
@@ -116,7 +119,7 @@ def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tu
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         leave_on_disk(model, spec.adapter.on_disk())
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
     return model, processor
@@ -151,6 +154,8 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     Raises UnsupportedModel if it cannot be run that way either.
     """
     model_type = model_type or str(model.config.model_type)
+    if spec_for(model_type) is None:  # a checkpoint's own name for it, which mlx-vlm maps to another
+        model_type = str(get_model_type({"model_type": model_type}))
     check_refused(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from PIL import Image
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
+from vlm_batch.inputs.processors import copy_of_tokenizer, without_text_options
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
 
@@ -33,12 +33,12 @@ class Processing:
     """
 
     def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
-        self.processor = processor
+        self.processor = processor = without_text_options(processor)
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
-        self._decoder = copy.deepcopy(self.tokenizer)
+        self._decoder = copy_of_tokenizer(self.tokenizer)
 
     def copy(self) -> Processing:
         """The same with a processor of its own, for another thread."""
