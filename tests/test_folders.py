@@ -22,7 +22,7 @@ from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
 from vlm_batch import InvalidPrompt, Result, SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.checkpoints import normalise_config, older_processor_files, read_model
 from vlm_batch.loading import adapt, load_model
-from vlm_batch.models._cohere2_vision import best_grid as cohere_grid
+from vlm_batch.models._aya_vision import best_grid as cohere_grid
 from vlm_batch.models._llama4_pictures import TileProcessor
 from vlm_batch.models._llama4_pictures import best_grid as llama_grid
 
@@ -281,7 +281,7 @@ def test_llama4_takes_pictures_of_several_tiles(size: tuple[int, int], tmp_path:
     tiles = rows * columns + (rows * columns > 1)
     assert result.usage.image_tokens == 4 * tiles
     with VLMBatcher(folder) as batcher:
-        part = batcher._processing.processor.image_processor
+        part = batcher._preparer.processing.processor.image_processor
     assert isinstance(part, TileProcessor)
     seen = part.preprocess([picture(*size)])["pixel_values"]
     assert seen.shape == (tiles, 3, 16, 16)
@@ -337,7 +337,7 @@ def test_a_dropped_group_of_experts_is_out_of_the_choice() -> None:
     from mlx_vlm.models.deepseek_vl_v2.config import TextConfig
     from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 
-    from vlm_batch.models.deepseek import DeepseekVL2
+    from vlm_batch.models.deepseek_vl_v2 import DeepseekVL2
 
     config = TextConfig(
         hidden_size=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, topk_method="noaux_tc"

@@ -88,9 +88,9 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     with older_processor_files(path, str(config["model_type"])) as folder:
         load_processor = mlx_vlm.utils.load_processor
         if config["model_type"] == "cohere2_vision" and find_spec("torchvision") is None:
-            from vlm_batch.models import _cohere2_vision
+            from vlm_batch.models import _aya_vision
 
-            load_processor = with_names(load_processor, AutoProcessor=_cohere2_vision)
+            load_processor = with_names(load_processor, AutoProcessor=_aya_vision)
         processor = load_processor(folder, True, eos_token_ids=eos_token_ids, **options)
     if images is not None:
         processor.image_processor = images

@@ -21,7 +21,7 @@ from PIL import Image
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
-from vlm_batch.inputs.processors import copy_of_tokenizer, without_text_options
+from vlm_batch.inputs.processors import copy_for_thread, without_text_options
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
 
@@ -38,11 +38,11 @@ class Processing:
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
-        self._decoder = copy_of_tokenizer(self.tokenizer)
+        self._decoder = copy_for_thread(self.tokenizer)
 
     def copy(self) -> Processing:
         """The same with a processor of its own, for another thread."""
-        return Processing(copy.deepcopy(self.processor), self.config, self.sampling)
+        return Processing(copy_for_thread(self.processor), self.config, self.sampling)
 
     # Text
     # ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Mends of processors that any family may have: what mlx-vlm hands to the part for pictures, and copies of tokenizers."""
+"""Patches of processors that any family may have: what mlx-vlm hands to the part for pictures, and copies of tokenizers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def without_text_options(processor: Any) -> Any:
     return processor
 
 
-def copy_of_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer for another thread, without the detokeniser that mlx-vlm hangs on a bare one.
+def copy_for_thread(part: Any) -> Any:
+    """A processor or tokenizer for another thread, without the detokeniser that mlx-vlm hangs on a bare tokenizer.
 
     That keeps its text in a property, which asks for a tokenizer before a copy has one (AttributeError).
     """
-    hanging = vars(tokenizer).get("detokenizer")
-    return copy.deepcopy(tokenizer, {} if hanging is None else {id(hanging): None})
+    owners = (part, getattr(part, "tokenizer", None))
+    hanging = [vars(owner).get("detokenizer") for owner in owners if owner is not None]
+    return copy.deepcopy(part, {id(one): None for one in hanging if one is not None})

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.cache import ChunkedKVCache
 
