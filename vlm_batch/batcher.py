@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
+from vlm_batch import many
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
@@ -35,7 +36,8 @@ from vlm_batch.types import (
     SamplingParams,
     Stats,
     VideoInput,
-    failed_result,
+    params_of,
+    whole_option,
 )
 
 __all__ = ["Handle", "PromptCache", "Stats", "VLMBatcher"]
@@ -57,8 +59,8 @@ class VLMBatcher:
     so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant".
 
-    One thread owns MLX; every method is safe from any thread and inside a running event loop. Leaving the ``with``
-    block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
+    One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
+    the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
 
     Raises UnsupportedModel for a model that cannot be run (with quantised keys and values, where those are asked for),
     ValueError for an option out of range, and whatever the loader raises for a damaged checkpoint.
@@ -86,15 +88,18 @@ class VLMBatcher:
         quantized_kv_start: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("look_ahead", look_ahead)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if cache_bytes < 0:
-            raise ValueError(f"cache_bytes is {cache_bytes}; it must be at least 0 (0 keeps nothing)")
-        if cache_dir is not None and (not cache_bytes or cache_dir_bytes < 1):
-            raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
+        if not isinstance(model, (str, Path, nn.Module)):
+            raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
         if isinstance(model, nn.Module) and processor is None:
             raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+        if fetch is not None and not isinstance(fetch, FetchPolicy):
+            raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
+        if not isinstance(trust_remote_code, bool):
+            raise ValueError(f"trust_remote_code is {trust_remote_code!r}; it must be True or False")
+        pixels = {
+            name: whole_option(name, value, least=1, or_none=True)
+            for name, value in (("max_image_pixels", max_image_pixels), ("max_video_pixels", max_video_pixels))
+        }
         options = EngineOptions(
             scheduler=SchedulerConfig(
                 max_rows=max_rows,
@@ -103,14 +108,14 @@ class VLMBatcher:
                 look_ahead=look_ahead,
                 max_prompt_tokens=max_prompt_tokens,
             ),
-            caches=CacheSettings(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes),
+            caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
             limits=Limits(
-                image_pixels=max_image_pixels,
-                video_pixels=max_video_pixels,
+                image_pixels=pixels["max_image_pixels"],
+                video_pixels=pixels["max_video_pixels"],
                 prompt_tokens=max_prompt_tokens,
                 fetch=fetch or FetchPolicy(),
             ),
-            kv=None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
+            kv=_kv_settings(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
         )
         self.look_ahead = look_ahead
         self._lock = threading.Lock()
@@ -135,7 +140,7 @@ class VLMBatcher:
         token_ids: Sequence[int] | None = None,
         inputs: Mapping[str, Any] | None = None,
         rendered: bool = False,
-        params: SamplingParams | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache: PromptCache | None = None,
@@ -162,7 +167,7 @@ class VLMBatcher:
                 images=pictures,
                 videos=clips,
                 rendered=rendered,
-                params=params or SamplingParams(),
+                params=params_of(params),
                 request_id=request_id,
                 priority=priority,
                 cache=cache,
@@ -192,13 +197,14 @@ class VLMBatcher:
         """Answer many requests; results in their order. ``requests`` may be a generator: it is read ``look_ahead``
         ahead.
 
-        A request that fails, at submit or later, gives a result with ``error`` set; ``raise_on_error`` raises
-        RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
+        A request that fails, at submit or later, gives a result with ``error`` set, and so does an item that is no
+        request. If ``requests`` itself raises, those before are answered and the last result says so. ``raise_on_error``
+        raises RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
         """
         results: dict[int, Result] = {}
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
-            for index, result in self._as_completed(requests):
+            for index, result in many.in_turn(self.submit_request, requests, self.look_ahead):
                 results[index] = result
                 advance(result)
         ordered = [results[index] for index in sorted(results)]
@@ -208,7 +214,14 @@ class VLMBatcher:
 
     def as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[Result]:
         """The same requests' results as they end; match them by ``request_id``. Leaving the loop cancels the rest."""
-        for _, result in self._as_completed(requests):
+        for _, result in many.in_turn(self.submit_request, requests, self.look_ahead):
+            yield result
+
+    async def as_completed_async(
+        self, requests: Iterable[Request | Mapping[str, Any]] | AsyncIterable[Request | Mapping[str, Any]]
+    ) -> AsyncIterator[Result]:
+        """``as_completed`` for ``async for``; ``requests`` may be an asynchronous iterator, too."""
+        async for _, result in many.in_turn_async(self.submit_request, requests, self.look_ahead):
             yield result
 
     def cancel(self, request_id: str) -> bool:
@@ -240,33 +253,22 @@ class VLMBatcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[tuple[int, Result]]:
-        done: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
-        source = enumerate(requests)
-        alive: dict[int, Handle] = {}
-        try:
-            while True:
-                while len(alive) < self.look_ahead and (item := next(source, None)) is not None:
-                    index, request = item
-                    try:
-                        handle = self.submit_request(Request(**request) if isinstance(request, Mapping) else request)
-                    except BatcherClosed:
-                        raise
-                    except Exception as error:
-                        yield index, _failed(request, index, error)
-                        continue
-                    alive[index] = handle
-                    handle.when_done(partial(done.put, (index, handle)))
-                if not alive:
-                    return
-                index, handle = done.get()
-                del alive[index]
-                yield index, handle.result()
-        finally:
-            for handle in alive.values():
-                handle.cancel()
+
+def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:
+    max_bytes = whole_option("cache_bytes", cache_bytes, least=0)
+    if cache_dir is None:
+        return CacheSettings(max_bytes, None, whole_option("cache_dir_bytes", cache_dir_bytes, least=0))
+    if not isinstance(cache_dir, (str, Path)):
+        raise ValueError(f"cache_dir is a {type(cache_dir).__name__}; it must be a path")
+    if not max_bytes or whole_option("cache_dir_bytes", cache_dir_bytes, least=0) < 1:
+        raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
+    return CacheSettings(max_bytes, Path(cache_dir), int(cache_dir_bytes))
 
 
-def _failed(request: Request | Mapping[str, Any], index: int, error: Exception) -> Result:
-    given = request.get("request_id") if isinstance(request, Mapping) else request.request_id
-    return failed_result(given if given is not None else f"refused-{index}", error)
+def _kv_settings(bits: float | None, group_size: int, scheme: str, start: int) -> KVQuantisation | None:
+    if bits is None:
+        return None
+    if isinstance(bits, bool) or not isinstance(bits, Real):
+        raise ValueError(f"kv_bits is {bits!r}; it must be a number of bits, or None")
+    group_size = whole_option("kv_group_size", group_size, least=1)
+    return KVQuantisation(bits, group_size, scheme, whole_option("quantized_kv_start", start, least=0))

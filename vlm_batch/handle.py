@@ -16,6 +16,9 @@ class Handle:
 
     ``events`` has all that is known of each step. Every iteration gives everything from the beginning. A failed request's
     stream just ends; its ``result().error`` says why.
+
+    Nobody who stops waiting ends the request: after ``asyncio.wait_for(handle, seconds)`` or ``result(seconds)`` raised
+    TimeoutError it goes on, and can be waited for again. ``cancel`` ends it, also from the ``except`` that follows.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[str], bool]) -> None:

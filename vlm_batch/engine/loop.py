@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import time
@@ -191,10 +192,9 @@ class EngineLoop:
 
     def _serve(self) -> bool:
         """Do what the inbox asks for, and then a turn. False for the end; nothing of a request is held while it waits."""
-        try:
+        message: _Message | None = None
+        with contextlib.suppress(queue.Empty):
             message = self._inbox.get(block=not self._is_busy)
-        except queue.Empty:
-            message = None
         if isinstance(message, _Stop):
             return False
         try:
@@ -203,7 +203,7 @@ class EngineLoop:
             if self._inbox.empty():
                 self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
-            self._recover(error)
+            self._recover(error, message)
         return True
 
     def _follow(self, message: _Add | _Cancel | _Loaded) -> None:
@@ -224,15 +224,17 @@ class EngineLoop:
             self._hand_out(event)
         return True
 
-    def _recover(self, error: BaseException) -> None:
+    def _recover(self, error: BaseException, message: _Message | None = None) -> None:
         """End all that is in the engine with an error, whatever state it is in, so that the next request finds it empty."""
         try:
             for event in self.generator.fail_all(error):
                 self._hand_out(event)
-        finally:
+            lost = [message.row.request_id] if isinstance(message, _Add) else []  # it may not have got in
+        except BaseException:  # not even that can be done with what there is
             self.generator.reset()
-            for request_id in tuple(self._alive):
-                self._hand_out(Event(request_id, result=failed_result(request_id, error)))
+            lost = list(self._alive)
+        for request_id in lost:
+            self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
         assert row.prompt is not None
