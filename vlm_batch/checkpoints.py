@@ -35,7 +35,6 @@ Weights = dict[str, mx.array]
 #: Kinds of rotary positions that have no parameters beside their base: mlx-vlm's plain ones.
 PLAIN_ROPE = ("default", "axial", "proportional")
 
-
 #: A pattern that finds no name.
 NOTHING = r"(?!)"
 
@@ -63,6 +62,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
 
     def load_model_weights(model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any) -> nn.Module:
         put = layout.finish(lying, weights, read)
+        lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         return mlx_vlm.utils.load_model_weights(model, config, put, *args, **kwargs)
 
     load_model = with_names(
