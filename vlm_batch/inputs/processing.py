@@ -40,6 +40,10 @@ class Processing:
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
 
+    def copy(self) -> Processing:
+        """The same with a processor of its own, for another thread."""
+        return Processing(copy.deepcopy(self.processor), self.config, self.sampling)
+
     # Text
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -68,7 +72,7 @@ class Processing:
         return rendered
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
-        """How many pictures or videos ("image", "video") a rendered prompt has room for.
+        """Count the pictures or videos ("image", "video") that a rendered prompt has room for.
 
         None if the processor does not name its placeholder.
         """
@@ -89,7 +93,7 @@ class Processing:
     # -------------------------------------------------------------------------------------------------------------
 
     def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
-        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
+        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
         try:
             found = prepare_inputs(
                 self.processor,
