@@ -88,14 +88,7 @@ class VLMBatcher:
         quantized_kv_start: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        if not isinstance(model, (str, Path, nn.Module)):
-            raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
-        if isinstance(model, nn.Module) and processor is None:
-            raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
-        if fetch is not None and not isinstance(fetch, FetchPolicy):
-            raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
-        if not isinstance(trust_remote_code, bool):
-            raise ValueError(f"trust_remote_code is {trust_remote_code!r}; it must be True or False")
+        _check_kinds(model, processor, fetch, trust_remote_code)
         pixels = {
             name: whole_option(name, value, least=1, or_none=True)
             for name, value in (("max_image_pixels", max_image_pixels), ("max_video_pixels", max_video_pixels))
@@ -252,6 +245,18 @@ class VLMBatcher:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_kinds(model: Any, processor: Any, fetch: Any, trust_remote_code: Any) -> None:
+    """Raise ValueError for arguments that are not what they should be."""
+    if not isinstance(model, (str, Path, nn.Module)):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
+    if isinstance(model, nn.Module) and processor is None:
+        raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+    if fetch is not None and not isinstance(fetch, FetchPolicy):
+        raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
+    if not isinstance(trust_remote_code, bool):
+        raise ValueError(f"trust_remote_code is {trust_remote_code!r}; it must be True or False")
 
 
 def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:

@@ -223,7 +223,7 @@ class Request:
             )
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
-            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be a non-empty string, or None")
+            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be text, not empty, or None")
         for name in ("rendered", "return_cache"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
@@ -454,13 +454,6 @@ def fresh_seed() -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
-def _together(given: Any) -> tuple[Any, ...]:
-    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
-    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
-        return tuple(given)
-    return () if given is None else (given,)
-
-
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
     """Parameters from what people write: an object, a mapping of its fields, or None for the defaults."""
     if given is None:
@@ -506,6 +499,13 @@ def _shown(value: Any) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _together(given: Any) -> tuple[Any, ...]:
+    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
+    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
+        return tuple(given)
+    return () if given is None else (given,)
 
 
 def _is_whole(value: Any) -> bool:

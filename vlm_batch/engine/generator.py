@@ -177,14 +177,6 @@ class BatchGenerator:
         return bool(self._events) or self._is_active
 
     @property
-    def num_waiting(self) -> int:
-        return self.admission.num_prepared
-
-    @property
-    def num_prefilling(self) -> int:
-        return len(self.prefill)
-
-    @property
     def _is_active(self) -> bool:
         """Whether any row is past being prepared."""
         return len(self._rows) > self.admission.num_unprepared
@@ -276,19 +268,11 @@ class BatchGenerator:
             flights = [_Flight((row,), sampled) for row, sampled in one_by_one if sampled is not None]
         for flight in flights:
             for index, row in enumerate(flight.rows):
-                self._advance(row, flight.sampled.tokens[index : index + 1].astype(mx.int32))
+                row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
+                if row.is_last:
+                    self._leave(row)  # its last token needs no further step
             mx.async_eval(flight.sampled.arrays())
         return flights
-
-    def _advance(self, row: Row, token: mx.array) -> None:
-        """Note a row's next token (1,), perhaps not computed yet."""
-        answer = row.answer
-        answer.next_token = token
-        answer.num_sampled += 1
-        if answer.history is not None:
-            answer.history = mx.concatenate([answer.history, token])
-        if row.is_last:
-            self._leave(row)  # its last token needs no further step
 
     def _read(self, flight: _Flight) -> None:
         """Wait for a launched step and hand out its tokens."""

@@ -151,7 +151,7 @@ class EngineLoop:
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
         generator, counts = self.generator, self._counts
-        waiting, prefilling, decoding = generator.num_waiting, generator.num_prefilling, len(generator.batch)
+        waiting, prefilling, decoding = generator.admission.num_prepared, len(generator.prefill), len(generator.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,

@@ -81,6 +81,13 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def advance(self, token: mx.array) -> None:
+        """Note the next token (1,), perhaps not computed yet."""
+        self.next_token = token
+        self.num_sampled += 1
+        if self.history is not None:
+            self.history = mx.concatenate([self.history, token])
+
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
         """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
         piece = "" if is_stop else self.detokenizer.add(token)
