@@ -84,7 +84,7 @@ class Report:
         self._ended = time.perf_counter()
         self._bar.advance(result)
         if not self._quiet:
-            line = Text.assemble((self.job(result.request_id).label, "bold"), ": ", _answer(result))
+            line = Text.assemble((plain_text(self.job(result.request_id).label), "bold"), ": ", _answer(result))
             line = Text(" ").join(line.split()) if "\n" in line.plain else line
             self._err.print(
                 line, no_wrap=self._err.is_terminal, overflow="ellipsis", soft_wrap=not self._err.is_terminal
@@ -206,8 +206,19 @@ def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
 
 
 def plain_text(text: str) -> str:
-    """Text that cannot steer a terminal: control characters other than line ends and tabs are written out."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
+    """Text that every terminal can show and none obeys: control characters other than line ends and tabs, and bytes of
+    names that are no UTF-8, are written out."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _WRITTEN_OUT else _escaped(c) for c in text)
+
+
+_WRITTEN_OUT = ("Cc", "Cs")
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a name that is no UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def _answer(result: Result) -> Text:

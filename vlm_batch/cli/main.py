@@ -7,13 +7,15 @@ command line or the model was wrong, 130 after an interrupt.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TextIO, cast
+from typing import Any, Protocol, cast
 
 from vlm_batch.runtime import blas
 
@@ -25,10 +27,13 @@ from vlm_batch.assets import (  # noqa: E402
     VIDEO_SUFFIXES,
     MissingAssets,
     default_checkpoint,
+    is_sample,
     sample_images,
 )
 from vlm_batch.cli.console import Job, Report, print_families, print_family_details  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
+from vlm_batch.jobs.files import common_folder, find_files, is_video  # noqa: E402
+from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
 
 ANSWERED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -66,16 +71,32 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
     args = parser().parse_args(argv)
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
     try:
-        return int(args.command(args, open_batcher or _load_model))
+        status = int(args.command(args, open_batcher or _load_model))
+        sys.stdout.flush()  # a full disk shows itself here, and not at the interpreter's end
+        return status
     except (UsageError, InvalidParameters, MissingAssets) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
         return USAGE
+    except CannotWrite as error:
+        print(f"vlm-batch: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("vlm-batch: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone; nothing is left to say, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
+    except OSError as error:  # the disk behind standard output is full
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _drop_output()
+        print(f"vlm-batch: cannot write: {error.strerror}", file=sys.stderr)
+        return FAILED
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds nowhere, so that the interpreter's last flush cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- commands ----
@@ -84,7 +105,14 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch run``: one request per picture or video."""
     params = _sampling_params(args)
+    if not args.prompt.strip():
+        raise UsageError("--prompt is empty; say what is asked about the pictures")
     paths = find_pictures(args.paths, recursive=args.recursive, videos=args.videos)
+    if args.model is None and open_batcher is _load_model and not all(map(is_sample, paths)):
+        raise UsageError(
+            "these are more than the sample pictures: name a model with --model PATH|HUB_ID "
+            "(without one a test piece of 0.9 million parameters answers, which knows coloured shapes only)"
+        )
     where = common_folder(paths)
     jobs = [
         Job(
@@ -116,16 +144,14 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         answer_tokens=_limits("--answer-tokens", args.answer_tokens),
         seed=args.seed,
     )
-    record = _open_record(args.json)
-    try:
-        with open_batcher(args) as batcher:
-            report = load_test.measure(cast("load_test.Batcher", batcher), load)
-        load_test.show(report, sys.stderr if record is sys.stdout else sys.stdout)
-        if record is not None:
-            record.write(json.dumps(report.figures()) + "\n")
-    finally:
-        if record is not None and record is not sys.stdout:
-            record.close()
+    check_record(args.json, overwrite=True)
+    with open_batcher(args) as batcher:
+        report = load_test.measure(cast("load_test.Batcher", batcher), load)
+    load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
+    record = None if args.json is None else StandardOutput() if args.json == "-" else LineFile(args.json)
+    if record is not None:
+        record.append(report.figures())
+        record.close()
     return ANSWERED if all(result.ok for result in report.results) else FAILED
 
 
@@ -155,22 +181,24 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def _answer(jobs: list[Job], params: SamplingParams, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """Put every job to the batcher, show and write the answers as they come, and say how it went."""
-    record = _open_record(args.json)
-    report = Report(jobs, table_to=sys.stderr if record is sys.stdout else sys.stdout, quiet=args.quiet)
+    check_record(args.json, overwrite=args.overwrite)
+    report = Report(jobs, table_to=sys.stderr if args.json == "-" else sys.stdout, quiet=args.quiet)
     requests = (_request(job, params) for job in jobs)  # lazily: the batcher takes them as it has room
     interrupted = False
+    record: Record | None = None
     try:
         with report, open_batcher(args) as batcher:
+            record = _open_record(args.json)  # the model is there: what is replaced now is replaced by answers
             try:
                 report.begin()
                 for result in batcher.as_completed(requests):
                     if record is not None:
-                        _write(record, report.job(result.request_id), result)
+                        record.append(_line(report.job(result.request_id), result))
                     report.add(result)
             except KeyboardInterrupt:  # leaving the block closes the batcher; what is done is kept
                 interrupted = True
     finally:
-        if record is not None and record is not sys.stdout:
+        if record is not None:
             record.close()
     report.show(interrupted=interrupted)
     if interrupted:
@@ -198,42 +226,18 @@ def demo_jobs(pictures: Sequence[Path]) -> list[Job]:
 
 
 def find_pictures(paths: Sequence[str], *, recursive: bool = True, videos: bool = False) -> list[str]:
-    """The pictures that the arguments name, each once and in order: files and URLs as they are, folders by suffix.
+    """The pictures that the arguments name, each once and in order; what folders hold besides is said on standard error.
 
     ``videos`` looks into folders for videos, too. A file that does not exist is kept, to be reported as a request that
     failed. Raises UsageError if nothing is found.
     """
-    found: dict[str, None] = {}
     suffixes = PICTURE_SUFFIXES + (VIDEO_SUFFIXES if videos else ())
-    for path in paths:
-        folder = Path(path)
-        if not folder.is_dir():
-            found[path] = None
-            continue
-        inside = sorted(folder.rglob("*") if recursive else folder.iterdir())
-        found.update((str(file), None) for file in inside if _is_wanted(file.relative_to(folder), file, suffixes))
-    if not found:
+    found = find_files(paths, suffixes=suffixes, recursive=recursive)
+    if said := found.said():
+        print(f"vlm-batch: {said}", file=sys.stderr)
+    if not found.paths:
         raise UsageError(f"no picture in {', '.join(paths)}; looked for files that end in {' '.join(suffixes)}")
-    return list(found)
-
-
-def common_folder(pictures: Sequence[str]) -> str:
-    """The folders that all paths begin with, to be left out where they are shown; "" if there are none."""
-    parents = {os.path.dirname(picture) for picture in pictures}
-    if "" in parents:
-        return ""
-    folder = os.path.commonprefix([parent + os.sep for parent in parents])  # noqa: RUF071  (cut to whole folders below)
-    return folder[: folder.rfind(os.sep) + 1]
-
-
-def is_video(path: str) -> bool:
-    """Whether a path or URL names a video, by its suffix."""
-    return path.partition("?")[0].lower().endswith(VIDEO_SUFFIXES)
-
-
-def _is_wanted(relative: Path, file: Path, suffixes: Sequence[str]) -> bool:
-    hidden = any(part.startswith(".") for part in relative.parts)
-    return not hidden and file.suffix.lower() in suffixes and file.is_file()
+    return found.paths
 
 
 # ---- collaborators ----
@@ -242,27 +246,84 @@ def _is_wanted(relative: Path, file: Path, suffixes: Sequence[str]) -> bool:
 def _load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
     """The real batcher. Imported here: ``--version`` and usage errors should not wait for MLX."""
     model = str(args.model or default_checkpoint())
+    if args.model is None:
+        print(
+            "vlm-batch: no --model: the embedded test piece (0.9 million parameters) answers; it knows coloured shapes only",
+            file=sys.stderr,
+        )
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         raise UsageError(
             f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
         )
     from vlm_batch.batcher import VLMBatcher
 
+    options = {name: value for name in _BATCHER_OPTIONS if (value := vars(args).get(name, _UNSAID)) is not _UNSAID}
     try:
-        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, trust_remote_code=args.trust_remote_code)
+        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, **options)
     except Exception as error:  # whatever the loader raises, the user needs one line of it
         raise UsageError(f"cannot load the model {model}: {type(error).__name__}: {error}") from error
 
 
-def _open_record(target: str | None) -> TextIO | None:
+#: Options that go to the batcher by their own names, where they are said.
+_BATCHER_OPTIONS = (
+    "trust_remote_code",
+    "look_ahead",
+    "max_prompt_tokens",
+    "max_image_pixels",
+    "max_video_pixels",
+    "cache_bytes",
+    "cache_dir",
+    "cache_dir_bytes",
+    "kv_bits",
+    "kv_group_size",
+    "kv_quant_scheme",
+    "quantized_kv_start",
+)
+_UNSAID = object()
+
+
+class Record(Protocol):
+    """Where the answers' lines go."""
+
+    def append(self, record: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class StandardOutput:
+    """The answers' lines on standard output, each flushed."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        sys.stdout.write(encoded(record).decode())
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        pass
+
+
+def check_record(target: str | None, *, overwrite: bool) -> None:
+    """Refuse an output that cannot be written, or that has lines already, before anything is loaded."""
+    if target in (None, "-"):
+        return
+    path = Path(str(target))
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        why = (
+            "it is a folder" if path.is_dir() else "there is no such folder" if not folder.is_dir() else "no permission"
+        )
+        raise UsageError(f"cannot write {target}: {why}")
+    if not overwrite and path.is_file() and path.stat().st_size:
+        raise UsageError(f"{target} has lines already; --overwrite replaces them")
+
+
+def _open_record(target: str | None) -> Record | None:
+    """Open the output, emptied. Call it when everything else is ready."""
     if target is None:
         return None
     if target == "-":
-        return sys.stdout
-    try:
-        return open(target, "w", encoding="utf-8")  # closed by _answer
-    except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}") from error
+        return StandardOutput()
+    if Path(target).is_file():
+        os.truncate(target, 0)
+    return LineFile(target)
 
 
 def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:
@@ -272,10 +333,12 @@ def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:
     return least, most
 
 
-def _write(record: TextIO, job: Job, result: Result) -> None:
-    """One JSON line for one result, flushed: what is done is on disk whatever happens next."""
-    usage, timings = result.usage, result.timings
-    line = {
+def _line(job: Job, result: Result) -> dict[str, Any]:
+    """One answer as a JSON object."""
+    timings = {
+        name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(result.timings).items()
+    }
+    return {
         "request_id": result.request_id,
         "images": job.images,
         "videos": [video.source for video in job.videos],
@@ -286,11 +349,9 @@ def _write(record: TextIO, job: Job, result: Result) -> None:
         "image_sizes": result.image_sizes,
         "model_image_sizes": result.model_image_sizes,
         "video_sizes": result.video_sizes,
-        "usage": dict(vars(usage)),
-        "timings": {name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(timings).items()},
+        "usage": dict(vars(result.usage)),
+        "timings": timings,
     }
-    record.write(json.dumps(line, ensure_ascii=False) + "\n")
-    record.flush()
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -395,7 +456,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--answer-tokens", type=int, nargs=2, default=(8, 128), metavar=("MIN", "MAX"), help="default: 8 128"
     )
     parser.add_argument("--seed", type=int, default=4, help="of the requests and arrivals (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as a JSON line; - is standard output")
+    parser.add_argument("--json", metavar="FILE", help="add the figures to a file as a JSON line; - is standard output")
     parser.set_defaults(command=bench)
 
 
@@ -425,12 +486,11 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--seed", type=int, default=defaults.seed, help="makes sampled answers reproducible, whatever the batch"
     )
-    parser.add_argument(
-        "--batch", type=_at_least(1), default=8, metavar="N", help="most rows in the batch (default: %(default)s)"
-    )
+    _add_batcher(parser.add_argument_group("the batch and its memory"))
     parser.add_argument(
         "--json", metavar="FILE", help="write one JSON line per answer as it comes; - is standard output"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace what the output has already")
     parser.add_argument(
         "--max-errors",
         type=_at_least(0),
@@ -439,6 +499,61 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         help="exit with 0 if no more than N fail (default: 0)",
     )
     parser.add_argument("--quiet", action="store_true", help="only the table and the totals")
+
+
+def _add_batcher(group: argparse._ArgumentGroup) -> None:
+    """Options that the batcher takes. What is not said is the library's own default."""
+    group.add_argument(
+        "--batch",
+        "--max-rows",
+        type=_at_least(1),
+        default=8,
+        metavar="N",
+        help="most rows in the batch (default: %(default)s)",
+    )
+    say = partial(group.add_argument, default=argparse.SUPPRESS)
+    say("--look-ahead", type=_at_least(1), metavar="N", help="requests that are read ahead of the batch (default: 16)")
+    say(
+        "--max-prompt-tokens",
+        type=_at_least(1),
+        metavar="N",
+        help="longest prompt, pictures included (default: the model's)",
+    )
+    say("--max-image-pixels", type=_amount, metavar="N", help="largest picture, as 40M; none lifts it (default: 89.5M)")
+    say(
+        "--max-video-pixels", type=_amount, metavar="N", help="likewise, all frames of a video together (default: 500M)"
+    )
+    say(
+        "--cache-bytes",
+        type=_bytes,
+        metavar="N",
+        help="memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)",
+    )
+    say("--cache-dir", metavar="FOLDER", help="where what memory cannot keep goes (default: nowhere)")
+    say("--cache-dir-bytes", type=_bytes, metavar="N", help="most bytes of that folder")
+    say("--kv-bits", type=float, metavar="BITS", help="keys and values in so many bits (default: exact)")
+    say("--kv-group-size", type=_at_least(1), metavar="N", help="values that share a scale (default: 64)")
+    say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")
+    say("--quantized-kv-start", type=_at_least(0), metavar="N", help="tokens that stay exact (default: 0)")
+
+
+def _amount(text: str) -> int | None:
+    """A count such as 40M; None for "none"."""
+    return None if text.lower() == "none" else _bytes(text)
+
+
+def _bytes(text: str) -> int:
+    """A number with a decimal K, M, G or T."""
+    factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+    number = text.lower().removesuffix("b")
+    factor = factors.get(number[-1:], 1)
+    try:
+        value = float(number[:-1] if number[-1:] in factors else number) * factor
+        if not 0 <= value < 2**62:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 500M or 2G") from None
+    return int(value)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

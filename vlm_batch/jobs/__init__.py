@@ -1,0 +1,1 @@
+"""Jobs: many rows from files and tables in, their answers out, resumable."""
