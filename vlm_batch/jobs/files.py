@@ -19,6 +19,17 @@ class Found:
     skipped: Counter[str] = field(default_factory=Counter)
     unreadable: list[str] = field(default_factory=list)
     num_folders_again: int = 0
+    known: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+
+    def add(self, path: str) -> bool:
+        """Add a file; False if it is there already, in whatever spelling."""
+        key = identity(path)
+        if key in self.known:
+            return False
+        self.known.add(key)
+        self.paths.append(path)
+        return True
 
     def said(self) -> str:
         """One line about what was left out; "" if nothing was."""
@@ -38,37 +49,39 @@ def _hint(suffix: str) -> str:
         return " (--videos takes them)"
     if suffix == ".pdf":
         return " (--pdf takes them)"
+    if suffix in (".parquet", ".jsonl", ".tar"):
+        return f" (a pattern takes them: '*{suffix}')"
     if suffix in (".heic", ".heif"):
         return " (Pillow does not read them; convert them to JPEG)"
     return ""
 
 
-def find_files(paths: Sequence[str], *, suffixes: Sequence[str] = PICTURE_SUFFIXES, recursive: bool = True) -> Found:
+def find_files(
+    paths: Sequence[str],
+    *,
+    suffixes: Sequence[str] = PICTURE_SUFFIXES,
+    recursive: bool = True,
+    found: Found | None = None,
+) -> list[str]:
     """The files that the arguments name: files, URLs and names of nothing as they are, folders by suffix, globs filled in.
 
     Linked folders are looked through like others, but none twice. A file that is named in two spellings is there once.
+    What ``found`` has already is left out, and what is new is noted there.
     """
-    found = Found()
-    known: set[str] = set()
-    folders: set[str] = set()
-
-    def add(path: str) -> None:
-        if (key := _identity(path)) not in known:
-            known.add(key)
-            found.paths.append(path)
-
+    found = found if found is not None else Found()
+    begin = len(found.paths)
     for argument in paths:
         for path in expanded(argument):
             if not os.path.isdir(path):
-                add(path)
+                found.add(path)
                 continue
-            for file in _walk(path, found, folders, recursive):
+            for file in _walk(path, found, recursive):
                 suffix = os.path.splitext(file)[1].lower()
                 if suffix in suffixes:
-                    add(file)
+                    found.add(file)
                 else:
                     found.skipped[suffix] += 1
-    return found
+    return found.paths[begin:]
 
 
 def expanded(argument: str) -> list[str]:
@@ -97,7 +110,7 @@ def common_folder(paths: Sequence[str]) -> str:
     return folder[: folder.rfind(os.sep) + 1]
 
 
-def _identity(path: str) -> str:
+def identity(path: str) -> str:
     """One key for all spellings of a path. A link to a file has a name of its own, and stays a file of its own."""
     if is_url(path):
         return path
@@ -105,13 +118,13 @@ def _identity(path: str) -> str:
     return os.path.join(os.path.realpath(folder), name)
 
 
-def _walk(folder: str, found: Found, seen: set[str], recursive: bool) -> Iterator[str]:
+def _walk(folder: str, found: Found, recursive: bool) -> Iterator[str]:
     """Files of a folder and of those in it, sorted, hidden ones left out; what cannot be read is noted in ``found``."""
     real = os.path.realpath(folder)
-    if real in seen:
+    if real in found.seen:
         found.num_folders_again += 1
         return
-    seen.add(real)
+    found.seen.add(real)
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -133,4 +146,4 @@ def _walk(folder: str, found: Found, seen: set[str], recursive: bool) -> Iterato
         else:
             found.unreadable.append(path)
     for path in inside if recursive else ():
-        yield from _walk(path, found, seen, recursive)
+        yield from _walk(path, found, recursive)

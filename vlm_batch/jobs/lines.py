@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vlm_batch.errors import VLMBatchError
+
 #: Seconds after which written lines are put on the disk itself; a process that dies loses nothing either way.
 SYNC_SECONDS = 5.0
 
 
-class CannotWrite(Exception):
+class CannotWrite(VLMBatchError):
     """A file cannot be written; the message is one line for the user. What was written before is whole."""
 
 
@@ -69,24 +71,31 @@ class LineFile:
 
 def repair(path: Path) -> int:
     """Cut what a killed process left of its last line; a last line that only lacks its end gets it. Returns bytes cut."""
+    torn = torn_bytes(path)
     with open(path, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        end = size
+        if torn:
+            file.truncate(size - torn)
+            return torn
+        if size:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return 0
+
+
+def torn_bytes(path: Path) -> int:
+    """How many bytes at a file's end are part of a line only."""
+    with open(path, "rb") as file:
+        size = end = file.seek(0, os.SEEK_END)
         tail = b""
         while end and b"\n" not in tail:  # backwards, a block at a time: the file may be large
             begin = max(0, end - 65536)
             file.seek(begin)
             tail = file.read(end - begin) + tail
             end = begin
-        last = tail.rpartition(b"\n")[2]
-        if not last:
-            return 0
-        if _is_record(last):
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-            return 0
-        file.truncate(size - len(last))
-        return len(last)
+    last = tail.rpartition(b"\n")[2] if size else b""
+    return 0 if not last or _is_record(last) else len(last)
 
 
 def _is_record(line: bytes) -> bool:
@@ -96,10 +105,14 @@ def _is_record(line: bytes) -> bool:
         return False
 
 
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a file of lines. Raises ValueError that names the line for one that is none."""
+def read_records(path: str | Path, size: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a file of lines, or of its first ``size`` bytes. Raises ValueError that names a line that is none."""
+    read = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            read += len(line)
+            if size is not None and read > size:
+                return
             if not line.strip():
                 continue
             try:
