@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from vlm_batch.assets import is_sample, sample_images
 from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, add_batcher, add_model, at_least, load_model
 from vlm_batch.cli.watching import JobView, show_dry_run
 from vlm_batch.jobs import journal
-from vlm_batch.jobs.files import common_folder
+from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
@@ -226,11 +225,10 @@ def _sink(
 
     def pictures() -> Iterator[tuple[str, str]]:
         for item in Job(sources, questions, NoSink(), shard).items(scan=True):
-            row = item.row
-            sources_of = [*row.images, *(video.source for video in row.videos)]
-            alone = len(sources_of) == 1 and isinstance(sources_of[0], str) and os.path.exists(sources_of[0])
-            if row.error is None and (alone or len(sources_of) != 1 or row.load is not None):
-                yield item.id, str(sources_of[0]) if alone else ""
+            files = [*item.row.images, *(video.source for video in item.row.videos)]
+            is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
+            if item.row.error is None:
+                yield item.id, str(files[0]) if is_file else ""
 
     paths = [source.paths for source in sources if isinstance(source, Files)]
     return Sidecars(args.sidecar, common_folder([path for some in paths for path in some]), pictures, sink)

@@ -41,6 +41,9 @@ class Template:
         return _PARTS.sub(value, self.text)
 
 
+_PLAIN = SamplingParams()
+
+
 @dataclass(frozen=True)
 class Item:
     """One question about one row, the ``number``th of its job. ``error`` says why it cannot be asked."""
@@ -50,7 +53,7 @@ class Item:
     number: int = 0
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = _PLAIN
     error: str | None = None
 
     def request(self) -> Request:

@@ -377,9 +377,9 @@ class Sidecars:
         taken: dict[Path, str] = {}
         there = 0
         for row_id, picture in self._paths():
-            path = self.path_of(picture)
             if not picture:
                 raise InvalidJob(f"--sidecar needs one picture on disk for each row; {row_id} has none or several")
+            path = self.path_of(picture)
             if path in taken:
                 raise InvalidJob(f"{path} would hold the answers for {taken[path]} and {row_id}: ask them in two jobs")
             taken[path] = row_id

@@ -272,8 +272,10 @@ class Tar:
                         members[suffix] = self._data(archive, member)
                     else:
                         members[suffix] = b""
-            if key is not None:
-                yield self._row(key, members)
+                if key is not None:
+                    yield self._row(key, members)
+                if archive.fileobj is None or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE:
+                    raise tarfile.ReadError("it ends without the mark of its end")  # tarfile itself says nothing of it
         except (tarfile.TarError, OSError, EOFError) as error:
             after = f" after {key}" if key is not None else ""
             yield Row(id=f"{self.path}:damaged", error=f"{self.path} is damaged{after}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import random
 import time
 from collections import Counter
@@ -36,10 +37,8 @@ class Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
 
     def add(self, seconds: float) -> None:
-        bucket = 0
-        while bucket < NUM_BUCKETS - 1 and seconds >= self.edge(bucket + 1):
-            bucket += 1
-        self.counts[bucket] += 1
+        decades = math.log10(max(seconds, FIRST_SECONDS) / FIRST_SECONDS)
+        self.counts[min(int(decades * BUCKETS_A_DECADE), NUM_BUCKETS - 1)] += 1
 
     @staticmethod
     def edge(bucket: int) -> float:

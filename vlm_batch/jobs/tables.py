@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 #: Columns that are taken for what they say, where none is named.
-IMAGE_COLUMNS = ("image", "images", "image_path", "image_url", "file_name", "filename", "path", "file", "url")
+PICTURE_NAMES = ("image", "images", "image_path", "image_url")
+FILE_NAMES = ("file_name", "filename", "path", "file", "url")
+IMAGE_COLUMNS = PICTURE_NAMES + FILE_NAMES
 VIDEO_COLUMNS = ("video", "videos", "video_path", "video_url")
 ID_COLUMNS = ("id", "custom_id", "request_id", "key", "__key__")
 #: Rows that are read at once from Parquet: pictures in cells are large.
@@ -42,11 +44,15 @@ class Columns:
         for option, name in vars(self).items():
             if name is not None and name not in names:
                 raise InvalidJob(f"{table} has no column {name!r} (--{option}-column); it has {', '.join(names)}")
-        known = [name for name in IMAGE_COLUMNS if name in names]
-        image = self.image or next((name for name in known if name in pictures), None) or next(iter(pictures), None)
+        likely = (
+            *(name for name in IMAGE_COLUMNS if name in pictures),
+            *(name for name in PICTURE_NAMES if name in names),
+            *pictures,
+            *(name for name in FILE_NAMES if name in names),
+        )
         return replace(
             self,
-            image=image or next(iter(known), None),
+            image=self.image or next(iter(likely), None),
             video=self.video or next((name for name in VIDEO_COLUMNS if name in names), None),
             id=self.id or next((name for name in ID_COLUMNS if name in names), None),
         )
