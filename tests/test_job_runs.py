@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from PIL import Image
 
 from vlm_batch.cli import main as cli
+from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.rows import InvalidJob, Shard
 from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage
@@ -49,6 +51,11 @@ class Echo:
             if not alive:
                 return
             yield self.answer(alive.pop(len(alive) // 2))
+
+    def submit_request(self, request: Request) -> Handle:
+        handle = Handle("some", lambda request_id: False)
+        handle.finish(self.answer(replace(request, request_id="some")))
+        return handle
 
     def answer(self, request: Request) -> Result:
         assert request.request_id is not None
@@ -289,7 +296,7 @@ def test_columns_of_answers_and_rows(folder: Path) -> None:
 
 
 def test_parquet_columns_keep_their_types(folder: Path) -> None:
-    values = [1, 2.5, None], ["a", 1, None], [[1], [2], []], [True, False, None], [None, None, None]
+    values: Any = [1, 2.5, None], ["a", 1, None], [[1], [2], []], [True, False, None], [None, None, None]
     names = ("number", "mixed", "list", "flag", "nothing")
     lines = [
         {

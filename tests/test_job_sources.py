@@ -237,8 +237,8 @@ def test_web_dataset_archives(folder: Path) -> None:
         member.size = len(data)
         archive.addfile(member, io.BytesIO(data))
 
-    for name, mode in (("s.tar", "w"), ("s.tar.gz", "w:gz")):
-        with tarfile.open(name, mode) as archive:
+    for name in ("s.tar", "s.tar.gz"):
+        with tarfile.open(name, "w:gz" if name.endswith("gz") else "w") as archive:
             add(archive, "x/one.png", png())
             add(archive, "x/one.json", b'{"kind": "bill"}')
             add(archive, "x/one.txt", b"caption")

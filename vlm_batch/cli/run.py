@@ -16,10 +16,10 @@ from vlm_batch.jobs import journal
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
+from vlm_batch.jobs.rows import Row, Shard, Source
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
-from vlm_batch.jobs.sinks import JsonLines, Sidecars, Sink, StandardOutput, open_sink
+from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sidecars, Sink, open_sink
 from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.tables import Columns
@@ -40,33 +40,6 @@ DEMO_QUESTIONS = (
     ((), "reverse: m l x"),
     ((), "what is 4 + 7?"),
 )
-
-
-class NoSink:
-    """Answers that are only shown."""
-
-    name = ""
-
-    def locked(self) -> Any:
-        return StandardOutput().locked()
-
-    existing = StandardOutput.existing
-
-    def check(self, settings: Any, *, resume: bool, overwrite: bool, force: bool) -> None:
-        if resume:
-            raise InvalidJob("--resume needs a file to go on with; name it with --out FILE")
-
-    def begin(self, settings: Any, *, overwrite: bool, drop_errors: bool) -> None:
-        pass
-
-    def append(self, record: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -93,7 +66,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             f"(without one {EMBEDDED} answers, which knows coloured shapes only)"
         )
     if args.dry_run:
-        return show_dry_run(Job(sources, questions, NoSink(), _shard(args)), lambda: open_batcher(args), sys.stdout)
+        return show_dry_run(Job(sources, questions, Nowhere(), _shard(args)), lambda: open_batcher(args), sys.stdout)
     return _answer(sources, questions, args, open_batcher)
 
 
@@ -221,10 +194,10 @@ def _sink(
     else:
         sink = open_sink(target, columns)
     if args.sidecar is None:
-        return NoSink() if sink is None else sink
+        return Nowhere() if sink is None else sink
 
     def pictures() -> Iterator[tuple[str, str]]:
-        for item in Job(sources, questions, NoSink(), shard).items(scan=True):
+        for item in Job(sources, questions, Nowhere(), shard).items(scan=True):
             files = [*item.row.images, *(video.source for video in item.row.videos)]
             is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
             if item.row.error is None:
@@ -349,7 +322,7 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
     )
     writing.add_argument("--resume", action="store_true", help="go on where the run that wrote the output ended")
     writing.add_argument("--overwrite", action="store_true", help="replace what the output has already")
-    writing.add_argument("--retry-errors", action="store_true", help="with --resume: ask rows again that failed")
+    writing.add_argument("--retry-errors", action="store_true", help="go on, and ask rows again that failed")
     writing.add_argument(
         "--force", action="store_true", help="with --resume: also with other settings than the first run's"
     )

@@ -13,6 +13,7 @@ A ``Source`` yields rows one at a time; a ``Sink`` keeps answers so that a proce
 """
 
 from vlm_batch.jobs.lines import CannotWrite
+from vlm_batch.jobs.maps import map_table
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
 from vlm_batch.jobs.runner import Batcher, Plan, Watch, run
@@ -37,6 +38,7 @@ __all__ = [
     "Source",
     "Summary",
     "Watch",
+    "map_table",
     "open_sink",
     "open_sources",
     "run",

@@ -84,10 +84,6 @@ class Ids:
         self._digests.add(number)
         return True
 
-    def remove(self, one: str) -> None:
-        """Take an id out, if it is there."""
-        self._digests.discard(digest(one))
-
 
 def digest(text: str) -> int:
     """64 bits that are the same for a text on every machine, and for a name that is no UTF-8 as outputs write it out."""

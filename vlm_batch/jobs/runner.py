@@ -139,9 +139,9 @@ def run(
     settings: Mapping[str, Any] | None = None,
     carried: tuple[str, ...] = (),
     resume: bool = False,
+    retry_errors: bool = False,
     overwrite: bool = False,
     force: bool = False,
-    retry_errors: bool = False,
     keeps_samples: bool = False,
     watch: Watch | None = None,
 ) -> Summary:
@@ -149,8 +149,8 @@ def run(
 
     ``batcher`` is a batcher, or opens one when it is needed: after the checks, and not if nothing is left to be done.
     ``settings`` are compared with the first run's beside prompts and sampling (the model's name, say); other ones are
-    refused unless ``force``. ``retry_errors`` asks failed rows again. ``carried`` are columns that the sink takes along.
-    An interrupt (KeyboardInterrupt) ends the job with what is done kept, and ``Summary.interrupted`` set.
+    refused unless ``force``. ``retry_errors`` resumes and asks failed rows again. ``carried`` are columns that the sink
+    takes along. An interrupt (KeyboardInterrupt) ends the job with what is done kept, and ``Summary.interrupted`` set.
 
     Raises InvalidJob for a job that cannot be begun as asked, before anything is changed; CannotWrite when an answer
     cannot be kept, with all earlier ones kept.
@@ -158,12 +158,15 @@ def run(
     sources: Sequence[Source] = source if isinstance(source, Sequence) else [source]
     job = Job(sources, questions or Questions(), sink, shard or Shard(), carried)
     watch = watch or Watch()
+    resume = resume or retry_errors
     header = job.settings(settings or {})
     with sink.locked():
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
         done, failed = sink.existing() if resume else (Ids(), Ids())
         plan = job.plan(done, Ids() if retry_errors else failed)
-        summary = Summary(plan.total, len(done), 0 if retry_errors else len(failed), keeps_samples)
+        if plan.total is None:  # of rows that are not known yet, what the output has is what was done
+            plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
+        summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
         if plan.left == 0:
             return _nothing_left(sink, header, summary, retry_errors)
@@ -214,7 +217,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
                 continue
             if is_done(item):
                 continue
-            request, item = _request(item)
+            request, item = make_request(item)
             summary.reading += time.perf_counter() - began
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
@@ -231,7 +234,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
         summary.interrupted = True
 
 
-def _request(item: Item) -> tuple[Request | None, Item]:
+def make_request(item: Item) -> tuple[Request | None, Item]:
     """An item's request; None with the item's error if it cannot be made."""
     if item.error is not None:
         return None, item

@@ -79,13 +79,10 @@ def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
     return JsonLines(path, columns)
 
 
-class StandardOutput:
-    """JSON lines on standard output, each flushed. Nothing can be resumed."""
+class Nowhere:
+    """Keeps nothing: answers are only shown. Nothing can be resumed."""
 
-    name = "-"
-
-    def __init__(self, columns: tuple[str, ...] | None = None) -> None:
-        self._columns = columns
+    name = ""
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -101,14 +98,26 @@ class StandardOutput:
         pass
 
     def append(self, record: Record) -> None:
-        sys.stdout.write(encoded(chosen(record, self._columns)).decode())
-        sys.stdout.flush()
+        pass
 
     def finish(self) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+class StandardOutput(Nowhere):
+    """JSON lines on standard output, each flushed."""
+
+    name = "-"
+
+    def __init__(self, columns: tuple[str, ...] | None = None) -> None:
+        self._columns = columns
+
+    def append(self, record: Record) -> None:
+        sys.stdout.write(encoded(chosen(record, self._columns)).decode())
+        sys.stdout.flush()
 
 
 class JsonLines:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from PIL import Image
 
 from vlm_batch.jobs.files import is_url, is_video
 from vlm_batch.jobs.openai import row_of_body
@@ -89,10 +93,14 @@ def pictures_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
     """
     if value is None or (isinstance(value, (str, bytes)) and not value):
         return ()
+    if isinstance(value, float) and math.isnan(value):  # how pandas holds an empty cell
+        return ()
     if isinstance(value, str):
         return (located(value, folder),)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return (bytes(value),)
+    if isinstance(value, (Image.Image, np.ndarray, os.PathLike)):
+        return (value if not isinstance(value, os.PathLike) else located(os.fspath(value), folder),)
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path") or value.get("url")
         if data is None and path is None:
