@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,21 @@ def told(out: str | Path) -> dict[str, tuple[Any, Any]]:
     by_id = {row["id"]: (row["text"] or None, row["error"]) for row in rows}
     assert len(by_id) == len(rows)
     return by_id
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.test_job_runs import Echo
+from vlm_batch.cli import main as cli
+
+class Slow(Echo):
+    def answer(self, request):
+        time.sleep(0.002)
+        return super().answer(request)
+
+sys.exit(cli.main({command!r}, open_batcher=Slow()))
+"""
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -357,6 +373,43 @@ def test_shards_joined_are_the_whole(folder: Path, count: int) -> None:
     assert cli.main([*RUN, "--out", str(parts[0]), "--resume", "--shard", f"2/{count}"], open_batcher=Echo()) == 2
 
 
+@pytest.mark.skipif(shutil.which("mlx.launch", path=str(Path(sys.executable).parent)) is None, reason="no mlx.launch")
+def test_shards_by_rank(folder: Path) -> None:
+    """Under mlx.launch each process takes its part, and none is ended because another had failures."""
+    cli.main([*RUN, "--out", "whole.jsonl"], open_batcher=Echo())
+    (folder / "work.py").write_text(
+        KILLED.format(root=str(ROOT), command=[*RUN, "--out", "part-{shard}.jsonl", "--shard", "auto"])
+    )
+    launch = [
+        str(Path(sys.executable).parent / "mlx.launch"),
+        "-n",
+        "2",
+        "--starting-port",
+        str(random.randrange(33000, 60000)),
+    ]
+    run = subprocess.run([*launch, sys.executable, "work.py"], env=here(), capture_output=True, text=True, timeout=120)
+    parts = [told(f"part-{number}-of-2.jsonl") for number in (1, 2)]
+    assert all(parts), run.stderr
+    assert parts[0] | parts[1] == told("whole.jsonl") and not parts[0].keys() & parts[1].keys()
+    assert cli.main([*RUN, "--out", "one.jsonl", "--shard", "auto"], open_batcher=Echo()) == 2
+
+
+def test_a_terminated_job_makes_its_output(folder: Path) -> None:
+    code = KILLED.format(root=str(ROOT), command=[*RUN, "--out", "out.parquet"]).replace("0.002", "0.2")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=here(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    kept = Path("out.parquet.journal.jsonl")
+    while not (kept.exists() and kept.stat().st_size) and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert 0 < len(told("out.parquet")) < 20
+    assert cli.main([*RUN, "--out", "out.parquet", "--resume"], open_batcher=Echo()) == 1
+    assert len(told("out.parquet")) == 20
+
+
 def test_shards_are_the_same_on_every_machine() -> None:
     """The digest must never change: machines of one job may run other versions."""
     assert [Shard(number, 3).has("pictures/a.png") for number in (1, 2, 3)] == [False, True, False]
@@ -387,21 +440,6 @@ def test_a_full_disk_leaves_a_job_that_goes_on(folder: Path, out: str) -> None:
     assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=echo) == 1
     assert 0 < len(echo.asked) < 20
     assert len(told(out)) == 20
-
-
-KILLED = """
-import sys, time
-sys.path.insert(0, {root!r})
-from tests.test_job_runs import Echo
-from vlm_batch.cli import main as cli
-
-class Slow(Echo):
-    def answer(self, request):
-        time.sleep(0.002)
-        return super().answer(request)
-
-sys.exit(cli.main({command!r}, open_batcher=Slow()))
-"""
 
 
 @pytest.mark.parametrize("out", OUTPUTS)

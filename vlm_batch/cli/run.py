@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +109,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         source=", ".join(source.name for source in sources),
     )
     try:
-        with view:
+        with view, _ended_by_signals():
             summary = run_job(
                 sources,
                 sink,
@@ -130,7 +133,33 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         _write_report(args, summary, questions)
     if summary.interrupted:
         return INTERRUPTED
+    if args.shard == "auto":
+        _wait_for_all()
     return ANSWERED if summary.num_failed <= args.max_errors else FAILED
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM end a job as an interrupt does, with its output made; other threads cannot set that, and do not."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_for_all() -> None:
+    """Wait for the other processes of mlx.launch, which ends them when one leaves with a status that is not 0."""
+    import mlx.core as mx
+
+    mx.eval(mx.distributed.all_sum(mx.ones(1)))
 
 
 def _write_report(args: argparse.Namespace, summary: Summary, questions: Questions) -> None:
@@ -172,7 +201,13 @@ def _questions(args: argparse.Namespace) -> Questions:
 
 
 def _shard(args: argparse.Namespace) -> Shard:
-    return Shard.parse(args.shard) if args.shard else Shard()
+    """This process's part; ``auto`` is its rank among those that mlx.launch started."""
+    if args.shard != "auto":
+        return Shard.parse(args.shard) if args.shard else Shard()
+    import mlx.core as mx
+
+    group = mx.distributed.init()
+    return Shard(group.rank() + 1, group.size())
 
 
 def _target(args: argparse.Namespace, shard: Shard) -> str | None:
@@ -180,6 +215,8 @@ def _target(args: argparse.Namespace, shard: Shard) -> str | None:
     if args.out is not None and args.json is not None:
         raise UsageError("--out and --json exclude each other")
     target: str | None = args.out if args.out is not None else args.json
+    if args.shard == "auto" and target is not None and "{shard}" not in target:
+        raise UsageError("--shard auto needs {shard} in the output's name, or its processes would write one file")
     return None if target is None else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
 
 
@@ -277,7 +314,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     for what in ("image", "video", "id", "prompt"):
         reading.add_argument(f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}")
     reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
-    reading.add_argument("--shard", metavar="I/N", help="only part I of N (from 1), by the rows' ids")
+    reading.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only part I of N (from 1), by the rows' ids; auto: under mlx.launch, a part for each process",
+    )
     reading.add_argument(
         "--dry-run", action="store_true", help="show the first prompts, sizes and an estimate, and stop"
     )

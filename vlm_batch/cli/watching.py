@@ -56,14 +56,13 @@ class JobView(Watch):
         self._summary = Summary()
         self._in_flight = 0
         self._said = 0.0
-        columns = (
-            SpinnerColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
+        said = TextColumn(
+            "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
         )
-        self._bar = Progress(*columns, console=self._err, disable=not self._err.is_terminal, transient=True)
+        columns = (SpinnerColumn(), BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), said)
+        self._bar = Progress(
+            *columns, console=self._err, disable=not self._err.is_terminal, transient=True, expand=True
+        )
         self._task = self._bar.add_task("loading the model", total=None)
 
     def __enter__(self) -> JobView:
