@@ -26,7 +26,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.rows import InvalidJob, Shard
-from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage
+from vlm_batch.types import Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 ROOT = Path(__file__).parent.parent
 
@@ -269,6 +269,18 @@ def test_two_processes_on_one_output(folder: Path, capsys: pytest.CaptureFixture
         (['{"id": "a", "image": "x.png"}'], ["--out", "."], "cannot write .: it is a folder"),
         (['{"id": "a", "image": "x.png"}'], ["--shard", "3/2"], "shard 3/2 is not one of 1/2 to 2/2"),
         (['{"id": "a", "image": "x.png"}'], ["--sidecar", ".png"], "--sidecar .png is no suffix for text"),
+        (['{"id": "a", "image": "x.png"}'], ["--out", "./rows.jsonl", "--overwrite"], "rows.jsonl is read by this job"),
+        (
+            ['{"id": "a", "image": "x.png"}'],
+            ["--report", "no/r.html"],
+            "cannot write no/r.html: there is no such folder",
+        ),
+        (['{"id": "a", "image": "x.png"}'], ["--report", "rows.jsonl"], "give it a name that ends in .html"),
+        (
+            ['{"id": "a", "image": "x.png"}'],
+            ["--prompt", "{size}?", "--shard", "1/9"],
+            "names {size}, which is no column",
+        ),
         (['{"id": "a", "image": "x.png"}'], ["--resume"], "--resume needs a file to go on with"),
     ],
 )
@@ -312,8 +324,16 @@ def test_columns_of_answers_and_rows(folder: Path) -> None:
 
 
 def test_parquet_columns_keep_their_types(folder: Path) -> None:
-    values: Any = [1, 2.5, None], ["a", 1, None], [[1], [2], []], [True, False, None], [None, None, None]
-    names = ("number", "mixed", "list", "flag", "nothing")
+    values: Any = (
+        [2**70, 1, None],
+        ["\udce9", ["\udce9"], None],
+        [1, 2.5, None],
+        ["a", 1, None],
+        [[1], [2], []],
+        [True, False, None],
+        [None, None, None],
+    )
+    names = ("large", "bytes", "number", "mixed", "list", "flag", "nothing")
     lines = [
         {
             "id": str(index),
@@ -325,14 +345,48 @@ def test_parquet_columns_keep_their_types(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cli.main(["run", "rows.jsonl", "--out", "o.parquet", "--columns", ",".join(names)], open_batcher=Echo()) == 0
     table = pq.read_table("o.parquet")
-    assert [str(table.schema.field(name).type) for name in names] == [
-        "double",
-        "string",
-        "list<element: int64>",
-        "bool",
-        "string",
-    ]
+    kinds = ["string", "string", "double", "string", "list<element: int64>", "bool", "string"]
+    assert [str(table.schema.field(name).type) for name in names] == kinds
+    assert {row["id"]: row["large"] for row in table.to_pylist()} == {"0": str(2**70), "1": "1", "2": None}
     assert {row["id"]: row["mixed"] for row in table.to_pylist()} == {"0": "a", "1": "1", "2": None}
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_names_that_are_no_utf8_are_gone_on_with(folder: Path, out: str) -> None:
+    name = os.fsdecode(b"pics/caf\xe9.png")
+    Path("pics").mkdir()
+    try:
+        Path(name).touch()
+    except OSError:
+        pytest.skip("this file system takes UTF-8 only")
+    command = ["run", "pics", "--quiet", "--out", out, "--prompt", "what is {name}?"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    again = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=again) == 0
+    assert not again.opened and len(told(out)) == 1
+
+
+def test_log_probabilities_of_a_row_are_written(folder: Path) -> None:
+    class Likely(Echo):
+        def answer(self, request: Request) -> Result:
+            return replace(super().answer(request), logprobs=(TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0))),))
+
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Likely())
+    assert answers("out.jsonl")[0]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5], [6, -1.0]]}]
+
+
+def test_text_files_of_another_job_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(name)
+    Path("a.txt").write_text("mine")
+    command = ["run", "a.png", "b.png", "--sidecar", ".txt", "--out", "out.jsonl", "--quiet"]
+    for options in ([], ["--resume"]):
+        assert cli.main([*command, *options], open_batcher=Echo()) == 2
+    assert Path("a.txt").read_text() == "mine"
+    Path("a.txt").unlink()
+    assert cli.main(command, open_batcher=Echo(stop_after=1)) == 130
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    assert Path("a.txt").exists() and Path("b.txt").exists() and len(told("out.jsonl")) == 2
 
 
 def test_sidecars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from vlm_batch.errors import InvalidImage
 from vlm_batch.jobs import Columns, InvalidJob, Questions, Reading, Row, Source, open_sources
 from vlm_batch.jobs.sources import Pdf
 from vlm_batch.types import SamplingParams
@@ -229,6 +230,9 @@ def test_pdf_pages_are_rendered_one_at_a_time(folder: Path) -> None:
     (picture,) = item.request().images
     assert picture.size == (200, 100) and picture.getpixel((9, 9))[2] > 200
     assert rows_of(".", pdfs=True)[0].id == "./bad.pdf"
+    (item,) = Questions().ask(rows_of("scan.pdf", dpi=10**6)[0])
+    with pytest.raises(InvalidImage, match=r"scan.pdf#1 cannot be rendered: .* pixels at 1000000 dots"):
+        item.request()
 
 
 def test_web_dataset_archives(folder: Path) -> None:

@@ -22,7 +22,7 @@ from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
-from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sidecars, Sink, open_sink
+from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sidecars, Sink, check_writable, open_sink
 from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.tables import Columns
@@ -100,6 +100,10 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     """Run the job, show it, and say how it went."""
     shard = _shard(args)
     target = _target(args, shard)
+    if args.report is not None:
+        if not args.report.lower().endswith((".html", ".htm")):
+            raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
+        check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,

@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from vlm_batch.jobs.files import identity
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
-from vlm_batch.jobs.sources import fingerprint
+from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Request, Result, Usage
 
@@ -70,9 +71,12 @@ class Job:
 
     def items(self, *, scan: bool = False) -> Iterator[Item]:
         """Every question of this shard, in order. ``scan``: without what pictures hold."""
+        return (item for item in self._all_items(scan) if self.shard.has(item.id))
+
+    def _all_items(self, scan: bool) -> Iterator[Item]:
         rows = (row for source in self.sources for row in (source.scan() if scan else source.rows()))
         asked = (item for row in rows for item in self.questions.ask(row))
-        return (replace(item, number=number) for number, item in enumerate(asked) if self.shard.has(item.id))
+        return (replace(item, number=number) for number, item in enumerate(asked))
 
     @property
     def is_once(self) -> bool:
@@ -98,11 +102,15 @@ class Job:
             return Plan(None)
         known, twice, wrong, columns = Ids(), Counter[str](), Counter[str](), set[str]()
         num_done = num_failed = total = 0
-        for item in self.items(scan=True):
-            total += 1
+        is_empty = True
+        for item in self._all_items(scan=True):
+            is_empty = False
             if not known.add(item.id):
                 twice[item.id] += 1
             columns.update(item.row.columns)
+            if not self.shard.has(item.id):
+                continue
+            total += 1
             if item.id in done:
                 num_done += 1
             elif item.id in failed:
@@ -112,10 +120,9 @@ class Job:
         if twice:
             named = ", ".join(repr(one) for one in list(twice)[:3])
             raise InvalidJob(f"{sum(twice.values())} rows have an id that another row has: {named}")
-        if not total and self.shard.count == 1:
+        if is_empty:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
-        if self.shard.count == 1:
-            self._check_columns(tuple(sorted(columns)), "any row")
+        self._check_columns(tuple(sorted(columns)), "any row")
         return Plan(total, num_done, num_failed, dict(wrong))
 
     def _check_columns(self, known: tuple[str, ...], where: str) -> None:
@@ -159,6 +166,7 @@ def run(
     job = Job(sources, questions or Questions(), sink, shard or Shard(), carried)
     watch = watch or Watch()
     resume = resume or retry_errors
+    _check_apart(sources, sink)
     header = job.settings(settings or {})
     with sink.locked():
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
@@ -181,6 +189,15 @@ def run(
             finally:
                 sink.close()
     return summary
+
+
+def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
+    """Raise InvalidJob for an output that is one of the job's own sources."""
+    output = identity(sink.name)
+    for source in sources:
+        paths = source.paths if isinstance(source, Files) else (source.name,)
+        if sink.name not in ("", "-") and any(identity(path) == output for path in paths):
+            raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
 
 
 def _nothing_left(sink: Sink, header: Mapping[str, Any], summary: Summary, retry_errors: bool) -> Summary:
@@ -249,7 +266,7 @@ def record_of(item: Item, result: Result) -> Record:
     timings = {
         name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(result.timings).items()
     }
-    return {
+    record: Record = {
         "id": item.id,
         "request_id": item.id,
         "images": item.row.image_names,
@@ -265,10 +282,15 @@ def record_of(item: Item, result: Result) -> Record:
         "timings": timings,
         "columns": item.row.columns,
     }
+    if result.logprobs is not None:
+        record["logprobs"] = [
+            {"token_id": one.token_id, "logprob": one.logprob, "top": one.top} for one in result.logprobs
+        ]
+    return record
 
 
 #: The names of an answer's fields that an output can choose among, beside its row's columns.
-ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {"columns"} | {
+ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id="", logprobs=()))) - {"columns"} | {
     "seconds",
     *vars(Usage()),
 }

@@ -257,12 +257,11 @@ class Journalled:
             with open(beside, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(beside, self.path)
-        except OSError as error:
+        except Exception as error:  # a full disk, or whatever Arrow finds: the journal has every answer
             with contextlib.suppress(OSError):
                 beside.unlink()
-            raise CannotWrite(
-                f"cannot write {self.path}: {error.strerror or error}; every answer is in {self.journal}"
-            ) from error
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
 
 
 class Delimited:
@@ -327,7 +326,7 @@ def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
                 fields[name] = pa.unify_schemas(
                     [pa.schema([fields[name]]), pa.schema([here])], promote_options="permissive"
                 ).field(0)
-            except (pa.ArrowInvalid, pa.ArrowTypeError):
+            except (pa.ArrowException, OverflowError, TypeError, ValueError):  # no type holds all of them
                 fields[name] = pa.field(name, pa.string())
     return pa.schema([pa.field(name, pa.string()) if one.type == pa.null() else one for name, one in fields.items()])
 
@@ -345,9 +344,9 @@ def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 def _typed(value: Any, as_text: bool) -> Any:
     """A value that Arrow takes: names that are no UTF-8 are written out, and anything as text where that is its column."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    return None if value is None else json.dumps(value, ensure_ascii=False) if as_text else value
+    if value is not None and as_text and not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _cell(value: Any) -> Any:
@@ -395,6 +394,8 @@ class Sidecars:
             there += path.exists()
         if self._sink is not None:
             self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
+            if there and resume and not force:  # or files of another job would be replaced
+                journal.check_same(Path(self._sink.name), settings)
         if there and not resume and not overwrite:
             raise InvalidJob(
                 f"{there} pictures have {self._suffix} files already: --resume keeps them and asks about the others, "

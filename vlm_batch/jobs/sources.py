@@ -15,6 +15,7 @@ from typing import Any
 
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.errors import InvalidImage
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.jobs.files import Found, expanded, find_files, is_url
 from vlm_batch.jobs.rows import InvalidJob, Row, Source
 from vlm_batch.jobs.tables import (
@@ -39,6 +40,8 @@ LINES, DELIMITED, PARQUET, PDF, TAR = (
 )
 DEFAULT_DPI = 150
 POINTS_PER_INCH = 72
+#: Members of an archive that are read as text, at most.
+MAX_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +158,8 @@ def fingerprint(path: str) -> str:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            head = file.read(1 << 20)
-            file.seek(max(0, size - (1 << 20)))
+            head = file.read(1 << 16)
+            file.seek(max(0, size - (1 << 16)))
             return hashlib.blake2b(head + file.read() + str(size).encode(), digest_size=16).hexdigest()
     except OSError:  # a folder, a stream
         return ""
@@ -217,7 +220,11 @@ def render_page(path: str, number: int, dpi: int) -> tuple[ImageInput, ...]:
     """One page of a PDF as a picture, ``number`` from 0. Raises InvalidImage."""
     try:
         with contextlib.closing(_pdfium().PdfDocument(path)) as document:
-            return (document[number].render(scale=dpi / POINTS_PER_INCH).to_pil().convert("RGB"),)
+            page, scale = document[number], dpi / POINTS_PER_INCH
+            width, height = (round(side * scale) for side in page.get_size())
+            if width * height > DEFAULT_MAX_PIXELS:
+                raise InvalidImage(f"it would have {width} x {height} pixels at {dpi} dots an inch")
+            return (page.render(scale=scale).to_pil().convert("RGB"),)
     except Exception as error:
         raise InvalidImage(f"{path}#{number + 1} cannot be rendered: {error}") from error
 
@@ -234,7 +241,7 @@ def _pdfium() -> Any:
 class Tar:
     """An archive in WebDataset's form: members that share a name up to its first dot are one row.
 
-    Pictures and videos are its pictures; ``.json`` gives columns, and so does every other member that is text, by its suffix.
+    ``.json`` gives columns, and so does every other small member that is text, by its suffix.
     """
 
     path: str
@@ -268,10 +275,8 @@ class Tar:
                         members = {}
                     key, suffix = this, suffix.lower()
                     is_picture = f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES
-                    if with_pictures or not is_picture:
-                        members[suffix] = self._data(archive, member)
-                    else:
-                        members[suffix] = b""
+                    is_wanted = with_pictures if is_picture else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                    members[suffix] = self._data(archive, member) if is_wanted else b""
                 if key is not None:
                     yield self._row(key, members)
                 if archive.fileobj is None or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE:

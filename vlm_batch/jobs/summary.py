@@ -66,7 +66,7 @@ class Histogram:
 class Course:
     """Rows that ended over time, in bins that double in width when there are too many."""
 
-    width: float = 1.0
+    width: float = 0.05
     counts: list[int] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
