@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from vlm_batch.jobs.rows import InvalidJob, Shard
 from vlm_batch.types import Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 ROOT = Path(__file__).parent.parent
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Echo:
@@ -610,6 +612,28 @@ def test_the_report_is_one_page_that_shows_markup_as_text(folder: Path) -> None:
     assert "<script" not in page and "&lt;script&gt;" in page
     assert "InvalidImage: bad.png is bad" in page
     assert "http://" not in page and "https://" not in page and "<link" not in page
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium: apt-get install chromium")
+def test_the_report_in_a_browser(folder: Path) -> None:
+    """Laid out without a network: plots and pictures have sizes."""
+    Image.new("RGB", (40, 30), "red").save("p0.png")
+    cli.main([*RUN, "--report", "r.html"], open_batcher=Echo())
+    page = Path("r.html").read_text()
+    measure = "<script>document.title = [...document.querySelectorAll('rect, .sample img')].map(e => "
+    measure += "Math.round(e.getBoundingClientRect().height)).join(',')</script></body>"
+    Path("r.html").write_text(page.replace("</body>", measure))
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=2000",
+        f"--user-data-dir={folder}/browser",
+    ]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
+    run = subprocess.run([str(BROWSER), *options, str(folder / "r.html")], capture_output=True, text=True, timeout=120)
+    heights = re.findall(r"<title>([\d,]+)</title>", run.stdout)[0].split(",")
+    assert len(heights) > 2 and max(map(int, heights[:-1])) > 50 and heights[-1] == "30"
 
 
 def test_progress_in_plain_lines_and_figures(

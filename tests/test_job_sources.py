@@ -279,6 +279,13 @@ def test_a_broken_page_is_its_row_alone(folder: Path) -> None:
 # ---- standard input ----
 
 
+def test_documents_on_standard_input(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (100, 50)).save("scan.pdf")
+    monkeypatch.setattr("sys.stdin", io.StringIO("scan.pdf\nb.png\nclip.mp4\n"))
+    page, picture, clip = rows_of("-", fps=2.0)
+    assert (page.id, picture.id, clip.videos[0].fps) == ("scan.pdf#1", "b.png", 2.0)
+
+
 @pytest.mark.parametrize("text", ['{"id": "a", "image": "a.png"}\n{"id": "b", "image": "b.png"}\n', "a.png\nb.png\n"])
 def test_standard_input(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -301,6 +308,8 @@ def test_templates_fill_columns_and_leave_json_alone() -> None:
     text = 'The {kind} no {no} ({Invoice No}) as {{"total": 1}} or {"total": number} {{kind}}?'
     (item,) = Questions((text,)).ask(row)
     assert item.prompt == 'The bill no 3 (X) as {"total": 1} or {"total": number} {kind}?'
+    (item,) = Questions(("{x}",)).ask(Row(id="r", columns={"x": os.fsdecode(b"caf\xe9")}))
+    assert item.prompt == "caf\ufffd"
     for name, said in (("size", "is not there (columns: kind"), ("empty", "is empty")):
         (item,) = Questions((f"{{{name}}}",)).ask(row)
         assert said in (item.error or "")

@@ -36,7 +36,8 @@ class Template:
                 known = ", ".join(columns) or "none"
                 why = "is empty" if match[1] in columns else f"is not there (columns: {known})"
                 raise InvalidJob(f"the prompt's column {match[1]!r} {why}")
-            return str(columns[match[1]])
+            # A name that is no UTF-8 is asked about with marks in its place: tokenizers take none of its bytes.
+            return str(columns[match[1]]).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
         return _PARTS.sub(value, self.text)
 

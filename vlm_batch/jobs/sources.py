@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,8 @@ from typing import Any
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
-from vlm_batch.jobs.files import Found, expanded, find_files, is_url
-from vlm_batch.jobs.rows import InvalidJob, Row, Source
+from vlm_batch.jobs.files import Found, expanded, find_files, is_url, is_video
+from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
 from vlm_batch.jobs.tables import (
     Columns,
     Delimited,
@@ -26,10 +28,8 @@ from vlm_batch.jobs.tables import (
     Parquet,
     datasets_in,
     is_dataset,
-    read_standard_input,
-    row_of_file,
 )
-from vlm_batch.types import ImageInput
+from vlm_batch.types import ImageInput, Video
 
 LINES, DELIMITED, PARQUET, PDF, TAR = (
     (".jsonl", ".ndjson"),
@@ -39,6 +39,8 @@ LINES, DELIMITED, PARQUET, PDF, TAR = (
     (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
 )
 DEFAULT_DPI = 150
+#: What prompts may name of a picture or video.
+FILE_COLUMNS = ("path", "name", "stem", "folder")
 POINTS_PER_INCH = 72
 #: Members of an archive that are read as text, at most.
 MAX_TEXT_BYTES = 1 << 20
@@ -114,7 +116,7 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
     """The sources of a table, an archive or a dataset; None for what is to be looked at as files."""
     columns, name = reading.columns, path.lower()
     if path == "-":
-        return [read_standard_input(columns)]
+        return [read_standard_input(reading)]
     if is_url(path):
         return None
     if os.path.isdir(path):
@@ -173,12 +175,41 @@ class Files:
     fps: float | None = None
     max_frames: int | None = None
     name: str = "files"
-    columns: tuple[str, ...] | None = ("path", "name", "stem", "folder")
+    columns: tuple[str, ...] | None = FILE_COLUMNS
     is_once: bool = False
     numbered: bool = False
 
     def rows(self) -> Iterator[Row]:
         return (row_of_file(path, fps=self.fps, max_frames=self.max_frames) for path in self.paths)
+
+    scan = rows
+
+
+def read_standard_input(reading: Reading) -> Source:
+    """Requests in JSON, or paths and URLs, a line each: by the first line. Raises InvalidJob if there is none."""
+    lines = (line for line in sys.stdin if line.strip())
+    first = next(lines, None)
+    if first is None:
+        raise InvalidJob("standard input is empty")
+    whole = itertools.chain([first], lines)
+    return JsonLines("-", reading.columns, stream=whole) if first.lstrip().startswith("{") else Paths(whole, reading)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Pictures, videos and documents by their paths or URLs, a line each, read once."""
+
+    stream: Iterable[str]
+    reading: Reading
+    name: str = "-"
+    columns: tuple[str, ...] | None = FILE_COLUMNS
+    is_once: bool = True
+    numbered: bool = False
+
+    def rows(self) -> Iterator[Row]:
+        for line in self.stream:
+            for source in _of_files([line.rstrip("\r\n")], self.reading):
+                yield from source.rows()
 
     scan = rows
 
@@ -189,7 +220,7 @@ class Pdf:
 
     path: str
     dpi: int = DEFAULT_DPI
-    columns: tuple[str, ...] | None = ("path", "name", "stem", "page", "pages")
+    columns: tuple[str, ...] | None = (*FILE_COLUMNS, "page", "pages")
     is_once: bool = False
     numbered: bool = True
 
@@ -206,14 +237,27 @@ class Pdf:
         except Exception as error:  # damaged, encrypted, missing: the library has errors of its own
             yield Row(id=self.path, error=f"{self.path} cannot be read as a PDF: {error}")
             return
-        name = os.path.basename(self.path)
         for number in range(count):
             page = f"{self.path}#{number + 1}"
-            columns = {"path": self.path, "name": name, "stem": Path(name).stem, "page": number + 1, "pages": count}
+            columns = {**file_columns(self.path), "page": number + 1, "pages": count}
             load = partial(render_page, self.path, number, self.dpi)
             yield Row(id=page, images=(page,), columns=columns, load=load)
 
     scan = rows
+
+
+def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
+    """A picture or video as a row: its path is its id."""
+    columns = file_columns(path)
+    if is_video(path):
+        return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)
+    return Row(id=path if not path.startswith("data:") else name_of(path), images=(path,), columns=columns)
+
+
+def file_columns(path: str) -> Mapping[str, Any]:
+    """What prompts may name of a file."""
+    name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
+    return {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
 
 
 def render_page(path: str, number: int, dpi: int) -> tuple[ImageInput, ...]:

@@ -7,10 +7,8 @@ import csv
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -18,7 +16,7 @@ from PIL import Image
 
 from vlm_batch.jobs.files import is_url, is_video
 from vlm_batch.jobs.openai import row_of_body
-from vlm_batch.jobs.rows import InvalidJob, Row, name_of
+from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import ImageInput, Video
 
 if TYPE_CHECKING:
@@ -420,43 +418,3 @@ def _is_picture(kind: Any, datasets: Any) -> bool:
     if isinstance(kind, (datasets.Sequence, datasets.LargeList)):
         return isinstance(kind.feature, datasets.Image)
     return isinstance(kind, datasets.Image)
-
-
-def read_standard_input(own: Columns) -> JsonLines | Paths:
-    """Requests in JSON, or paths and URLs, a line each: by the first line."""
-    lines = (line for line in sys.stdin if line.strip())
-    first = next(lines, None)
-    if first is None:
-        raise InvalidJob("standard input is empty")
-
-    def whole() -> Iterator[str]:
-        yield first
-        yield from lines
-
-    return JsonLines("-", own, stream=whole()) if first.lstrip().startswith("{") else Paths("-", whole())
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Pictures and videos by their paths or URLs, a line each, read once."""
-
-    name: str
-    stream: Iterable[str]
-    columns: tuple[str, ...] | None = ("path", "name", "stem", "folder")
-    is_once: bool = True
-    numbered: bool = False
-
-    def rows(self) -> Iterator[Row]:
-        for line in self.stream:
-            yield row_of_file(line.rstrip("\r\n"))
-
-    scan = rows
-
-
-def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
-    """A picture or video as a row: its path is its id."""
-    name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
-    columns = {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
-    if is_video(path):
-        return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)
-    return Row(id=path if not path.startswith("data:") else name_of(path), images=(path,), columns=columns)
