@@ -433,9 +433,9 @@ def test_shards_joined_are_the_whole(folder: Path, count: int) -> None:
 def test_shards_by_rank(folder: Path) -> None:
     """Under mlx.launch each process takes its part, and none is ended because another had failures."""
     cli.main([*RUN, "--out", "whole.jsonl"], open_batcher=Echo())
-    (folder / "work.py").write_text(
-        KILLED.format(root=str(ROOT), command=[*RUN, "--out", "part-{shard}.jsonl", "--shard", "auto"])
-    )
+    command = [*RUN, "--out", "part-{shard}.jsonl", "--shard", "auto"]
+    slow = KILLED.format(root=str(ROOT), command=command).replace("0.002", "0.2 * int(os.environ['MLX_RANK'])")
+    (folder / "work.py").write_text(f"import os\n{slow}")
     launch = [
         str(Path(sys.executable).parent / "mlx.launch"),
         "-n",
@@ -519,6 +519,20 @@ def test_killed_twice_and_resumed(folder: Path, out: str) -> None:
     assert cli.main([*command[:-1], whole], open_batcher=Echo()) == 1
     assert told(out) == told(whole)
     assert not Path(f"{out}.journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.parquet"])
+def test_killed_between_the_file_and_the_end_of_its_journal(folder: Path, out: str) -> None:
+    """Both have the answers then, and the file must have each once."""
+    cli.main([*RUN, "--out", out], open_batcher=Echo(stop_after=9))
+    before = told(out)
+    with open(f"{out}.journal.jsonl", "w") as file:
+        for row in answers(out):
+            file.write(json.dumps(row) + "\n")
+    echo = Echo()
+    assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=echo) == 1
+    assert len(echo.asked) == 11 and len(told(out)) == 20
+    assert before.items() <= told(out).items()
 
 
 @pytest.mark.parametrize("out", ["out.jsonl", "out.parquet"])

@@ -125,6 +125,14 @@ def test_delimited_tables(folder: Path, separator: str, name: str) -> None:
     assert (first.id, second.id) == (f"{name}:2", f"{name}:4")
 
 
+def test_lines_with_bytes_that_end_strings_and_lines(folder: Path) -> None:
+    (folder / "t.csv").write_bytes(b"image,kind\na.png,x\nb\0.png,y\nc\rd.png,z\ne.png,z\n")
+    first, null, half, rest, last = rows_of("t.csv")
+    assert (first.images, rest.images, last.images) == (("a.png",), ("d.png",), ("e.png",))
+    assert null.images == ("b\0.png",) or "NUL" in (null.error or "")
+    assert half.error == "t.csv:4: 1 cells under 2 columns"
+
+
 def test_ragged_lines_and_other_bytes(folder: Path) -> None:
     (folder / "t.csv").write_bytes(b"image,kind\na.png,caf\xe9\nb.png\nc.png,x,y\n\nd.png,z\n")
     rows = rows_of("t.csv")

@@ -241,7 +241,7 @@ class Delimited:
                 place = f"{self.path}:{reader.line_num + 1}"
                 try:
                     cells = next(reader, None)
-                except csv.Error as error:
+                except csv.Error as error:  # Python 3.10 takes no NUL
                     yield Row(id=place, error=f"{place}: {error}")
                     continue
                 if cells is None:
