@@ -38,7 +38,7 @@ class UsageError(Exception):
 
 
 class Batcher(Protocol):
-    """What the command line needs of a batcher."""
+    """The part of a batcher that the command line needs."""
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
 

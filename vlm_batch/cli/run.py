@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,6 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         quiet=args.quiet,
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
-        source=", ".join(source.name for source in sources),
     )
     try:
         with view, _ended_by_signals():
@@ -133,7 +132,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         hint = "; --resume goes on from there" if target not in (None, "-") else ""
         raise CannotWrite(f"{error}{hint}") from error
     view.show(summary)
-    if args.report is not None:
+    if args.report is not None and summary.ended_rows:  # nothing was left to ask: an earlier run's page stays
         _write_report(args, summary, questions)
     if summary.interrupted:
         return INTERRUPTED
@@ -177,8 +176,8 @@ def _is_samples(source: Source) -> bool:
     return isinstance(source, Files) and all(map(is_sample, source.paths))
 
 
-def _labels(sources: Sequence[Source]) -> Any:
-    """What rows are called where they are shown: without the folder that all of them lie in."""
+def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
+    """Names of rows where they are shown: without the folder that all of them lie in."""
     where = ""
     if all(isinstance(source, Files) for source in sources):
         where = common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
@@ -249,7 +248,7 @@ def _sink(
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides answers and output beside prompts and sampling."""
+    """The settings that decide answers and output beside prompts and sampling."""
     model = args.model
     if model is not None and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().resolve())

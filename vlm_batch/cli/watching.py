@@ -44,12 +44,10 @@ class JobView(Watch):
         quiet: bool = False,
         label: Callable[[Row], str] = lambda row: row.id,
         answers_in: str | None = None,
-        source: str = "",
     ) -> None:
         self._quiet = quiet
         self._label = label
         self._answers_in = answers_in
-        self._source = source
         self._out = open_console(table_to)
         self._err = open_console(sys.stderr)
         self._rows: list[tuple[Item, Result]] = []
@@ -110,7 +108,7 @@ class JobView(Watch):
         return f"{self._summary.ended_rows} of {left}" if left is not None else f"{self._summary.ended_rows} done"
 
     def progress(self) -> str:
-        """How it goes, in one line."""
+        """The state of the job, in one line."""
         summary = self._summary
         seconds = summary.seconds
         parts = [f"{summary.failed} failed"] if summary.failed else []
@@ -120,7 +118,7 @@ class JobView(Watch):
         parts.append(f"{summary.tokens / seconds:.0f} tokens/s")
         if summary.cached_tokens:
             parts.append(f"{summary.cached_tokens / summary.prompt_tokens:.0%} of prompts cached")
-        parts.append(f"{peak_memory() / 1e9:.1f} GB")
+        parts.append(spell_memory())
         if summary.total is not None and summary.ended_rows:
             left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
             parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
@@ -259,7 +257,7 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO) -> int:
         askable = plan.total - sum(plan.wrong.values())
         console.print(
             f"{_count(askable, 'row')}, about {spell_seconds(askable * each)} at {each:.2f} s a row "
-            f"(measured on {len(items)}), {peak_memory() / 1e9:.1f} GB at the most so far"
+            f"(measured on {len(items)}), {spell_memory()} at the most so far"
         )
     return 0 if all(result.ok for result in results) else 1
 
@@ -280,10 +278,15 @@ def _show_asked(console: Console, item: Item, result: Result) -> None:
 # ---- words ----
 
 
-def peak_memory() -> int:
-    """The most bytes that this process has held at once."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def spell_memory() -> str:
+    """The most memory that this process has held at once, and on a GPU what MLX has held there."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    said = f"{peak / 1e9:.1f} GB"
+    if "mlx.core" in sys.modules:  # loaded with the model; not loaded here for the sake of a figure
+        mx = sys.modules["mlx.core"]
+        if mx.default_device() == mx.Device(mx.gpu):
+            said += f" ({mx.get_peak_memory() / 1e9:.1f} GB by MLX)"
+    return said
 
 
 def spell_seconds(seconds: float) -> str:

@@ -92,12 +92,12 @@ def expanded(argument: str) -> list[str]:
 
 
 def is_url(path: str) -> bool:
-    """Whether a source is fetched from elsewhere, or carries its data itself."""
+    """True for a source that is fetched from elsewhere, or carries its data itself."""
     return path.startswith(("http://", "https://", "data:"))
 
 
 def is_video(path: str) -> bool:
-    """Whether a path or URL names a video, by its suffix."""
+    """True for a path or URL of a video, by its suffix."""
     return path.partition("?")[0].lower().endswith(VIDEO_SUFFIXES)
 
 

@@ -95,7 +95,7 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether every table that both runs read, and whose ids are places in it, is what it was."""
+    """True if every table that both runs read, and whose ids are places in it is what it was."""
     first, second = before.get("tables") or {}, now.get("tables") or {}
     return all(first[name] == second[name] for name in first.keys() & second.keys())
 

@@ -85,7 +85,7 @@ def repair(path: Path) -> int:
 
 
 def torn_bytes(path: Path) -> int:
-    """How many bytes at a file's end are part of a line only."""
+    """The bytes at a file's end that are part of a line only."""
     with open(path, "rb") as file:
         size = end = file.seek(0, os.SEEK_END)
         tail = b""

@@ -24,7 +24,7 @@ WINDOW = 64
 
 
 class Batcher(Protocol):
-    """What a map needs of a batcher."""
+    """The part of a batcher that a map needs."""
 
     def submit_request(self, request: Request) -> Handle: ...
 
@@ -75,7 +75,7 @@ def map_table(
 
 
 class _Asked:
-    """What is asked of a table's rows, and the answers as cells."""
+    """Asks about a table's rows, and gives the answers as cells."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _Asked:
         self.names = (into, f"{into}_error", f"{into}_tokens")
 
     def columns(self, names: list[str], pictures: list[str]) -> Columns:
-        """Which of a table's columns say what. Raises InvalidJob."""
+        """Find the columns of pictures, videos and prompts. Raises InvalidJob."""
         if taken := [name for name in self.names if name in names]:
             raise InvalidJob(f"the table has a column {taken[0]!r} already; into= takes another name")
         missing = sorted(self._questions.columns - set(names))

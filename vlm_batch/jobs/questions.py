@@ -58,7 +58,7 @@ class Item:
     error: str | None = None
 
     def request(self) -> Request:
-        """What the batcher is asked; the row's pictures are read here, where they lie inside something larger."""
+        """The request for the batcher; the row's pictures are read here, where they lie inside something larger."""
         row = self.row
         images: Sequence[ImageInput] = row.images if row.load is None else tuple(row.load())
         return Request(
@@ -73,7 +73,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked about each row. A row's own prompt, messages and params go before these.
+    """Asked about each row. A row's own prompt, messages and params go before these.
 
     With several prompts each row is asked each of them, and "#1", "#2", ... is put to its id.
     """
@@ -119,7 +119,7 @@ class Questions:
         return replace(item, prompt=prompt, messages=chat, params=params)
 
     def settings(self) -> dict[str, Any]:
-        """What an output's header keeps, to be compared when the job goes on."""
+        """For an output's header, to be compared when the job goes on."""
         params = {one.name: vars(self.params)[one.name] for one in fields(SamplingParams) if one.name in _PARAMS}
         return {"prompts": list(self.prompts), "system": self.system, **params}
 

@@ -21,7 +21,7 @@ from vlm_batch.types import Request, Result, Usage
 
 
 class Batcher(Protocol):
-    """What a job needs of a batcher."""
+    """The part of a batcher that a job needs."""
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
 
@@ -83,7 +83,7 @@ class Job:
         return any(source.is_once for source in self.sources)
 
     def settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """What makes two runs the same job: compared when one goes on with the other's output."""
+        """The settings that make two runs the same job: compared when one goes on with the other's output."""
         tables = {
             source.name: fingerprint(
                 os.path.join(source.name, "state.json") if os.path.isdir(source.name) else source.name

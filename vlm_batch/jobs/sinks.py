@@ -7,8 +7,6 @@ made of them when the job ends. A process that is killed leaves every answer tha
 from __future__ import annotations
 
 import contextlib
-import csv
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,12 +15,10 @@ from typing import Any, Protocol
 
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.jobs import journal
+from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile, Record
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded, read_records, torn_bytes
 from vlm_batch.jobs.rows import Ids, InvalidJob
 
-Record = dict[str, Any]
-#: Answers of a row group of a Parquet file.
-GROUP_ROWS = 1000
 #: What CSV and Parquet files hold of an answer where no columns are named.
 FLAT_COLUMNS = (
     "id",
@@ -73,7 +69,7 @@ def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
     path = Path(target).expanduser()
     if path.suffix.lower() in (".csv", ".tsv"):
         separator = "\t" if path.suffix.lower() == ".tsv" else ","
-        return Journalled(path, columns, Delimited(separator))
+        return Journalled(path, columns, DelimitedFile(separator))
     if path.suffix.lower() in (".parquet", ".pq"):
         return Journalled(path, columns, ParquetFile())
     return JsonLines(path, columns)
@@ -166,15 +162,6 @@ class JsonLines:
             self._file.close()
 
 
-class Format(Protocol):
-    """How a file that is written as a whole is read and made."""
-
-    def read(self, path: Path) -> Iterator[Record]: ...
-    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
-        """Make the file. ``records`` gives them from the beginning each time."""
-        ...
-
-
 class Journalled:
     """A CSV or Parquet file: answers go to a journal beside it, and the file is made whole when the job ends.
 
@@ -262,95 +249,6 @@ class Journalled:
                 beside.unlink()
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
-
-
-class Delimited:
-    """CSV, or TSV: lists and objects are JSON in their cells."""
-
-    def __init__(self, separator: str = ",") -> None:
-        self._separator = separator
-
-    def read(self, path: Path) -> Iterator[Record]:
-        with open(path, encoding="utf-8", newline="") as file:
-            for record in csv.DictReader(file, delimiter=self._separator):
-                if "id" not in record:
-                    raise InvalidJob(f"{path} has no column id; it is no output of a job")
-                yield {name: value if value != "" else None for name, value in record.items()}
-
-    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
-        with open(path, "w", encoding="utf-8", newline="", errors="backslashreplace") as file:
-            writer = csv.writer(file, delimiter=self._separator, lineterminator="\n")
-            writer.writerow(columns)
-            for record in records():
-                writer.writerow([_cell(record.get(name)) for name in columns])
-
-
-class ParquetFile:
-    """Parquet, in row groups; a column's type is what its values are."""
-
-    def read(self, path: Path) -> Iterator[Record]:
-        import pyarrow.parquet as pq
-
-        try:
-            file = pq.ParquetFile(path)
-        except Exception as error:  # not Parquet, or damaged
-            raise InvalidJob(f"{path} cannot be read as Parquet: {error}") from error
-        if "id" not in file.schema_arrow.names:
-            raise InvalidJob(f"{path} has no column id; it is no output of a job")
-        for batch in file.iter_batches(batch_size=GROUP_ROWS):
-            yield from batch.to_pylist()
-
-    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        schema = _schema(records(), columns)
-        with pq.ParquetWriter(path, schema) as writer:
-            for group in _groups(records()):
-                cells = {
-                    one.name: [_typed(record.get(one.name), one.type == pa.string()) for record in group]
-                    for one in schema
-                }
-                writer.write_table(pa.Table.from_pydict(cells, schema=schema))
-
-
-def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
-    """A type for each column that all of its values have; text for what have none in common."""
-    import pyarrow as pa
-
-    fields = {name: pa.field(name, pa.null()) for name in columns}
-    for group in _groups(records):
-        for name in columns:
-            try:
-                here = pa.field(name, pa.array([_typed(record.get(name), False) for record in group]).type)
-                fields[name] = pa.unify_schemas(
-                    [pa.schema([fields[name]]), pa.schema([here])], promote_options="permissive"
-                ).field(0)
-            except (pa.ArrowException, OverflowError, TypeError, ValueError):  # no type holds all of them
-                fields[name] = pa.field(name, pa.string())
-    return pa.schema([pa.field(name, pa.string()) if one.type == pa.null() else one for name, one in fields.items()])
-
-
-def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
-    group: list[Record] = []
-    for record in records:
-        group.append(record)
-        if len(group) == GROUP_ROWS:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _typed(value: Any, as_text: bool) -> Any:
-    """A value that Arrow takes: names that are no UTF-8 are written out, and anything as text where that is its column."""
-    if value is not None and as_text and not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False)
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, tuple)) else value
 
 
 class Sidecars:
@@ -490,7 +388,7 @@ def check_rule(
 
 
 def is_device(path: Path) -> bool:
-    """Whether something other than a file is there: a device, a pipe."""
+    """True if something other than a file is there: a device, a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

@@ -48,7 +48,7 @@ MAX_TEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources are read: columns of tables, folders, videos, PDF pages."""
+    """Options of reading: columns of tables, folders, videos, PDF pages."""
 
     columns: Columns = field(default_factory=Columns)
     recursive: bool = True
@@ -63,7 +63,7 @@ class Reading:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What folders are searched for."""
+        """The suffixes that folders are searched for."""
         return PICTURE_SUFFIXES + (VIDEO_SUFFIXES if self.videos else ()) + (PDF if self.pdfs else ())
 
 
@@ -255,7 +255,7 @@ def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None =
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
-    """What prompts may name of a file."""
+    """A file's columns, for prompts and outputs."""
     name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
     return {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
 

@@ -34,7 +34,10 @@ BATCH_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which columns say what. None takes the first known name that is there; ``prompt`` is read only where it is named."""
+    """The columns of pictures, videos, ids and prompts.
+
+    None takes the first known name that is there; ``prompt`` is read only where it is named.
+    """
 
     image: str | None = None
     video: str | None = None
@@ -348,7 +351,7 @@ def picture_columns(schema: pa.Schema) -> list[str]:
 
 
 def is_dataset(folder: str) -> bool:
-    """Whether a folder was written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
+    """True for a folder written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
 
 
