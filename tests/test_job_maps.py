@@ -127,6 +127,10 @@ def test_the_real_batcher_with_every_kind_of_picture(tmp_path: Path) -> None:
         prompts = ["describe the picture"] * 3
         stored = datasets.Dataset.from_dict({"image": list(map(str, shapes)), "prompt": prompts}, features=features)
         frames = pd.DataFrame({"image": [Image.open(path).convert("RGB") for path in shapes]})
+        stream = datasets.IterableDataset.from_generator(
+            lambda: ({"image": {"path": None, "bytes": path.read_bytes()}, "prompt": prompts[0]} for path in shapes),
+            features=features,
+        )
         arrow = pa.table({"picture": [path.read_bytes() for path in shapes]})
         found: dict[str, Any] = {}
 
@@ -136,9 +140,12 @@ def test_the_real_batcher_with_every_kind_of_picture(tmp_path: Path) -> None:
         beside = threading.Thread(target=map_frames)
         beside.start()
         found["datasets"] = list(map_table(batcher, stored)["answer"])
+        answered = list(map_table(batcher, stream))
+        assert all(isinstance(row["image"], Image.Image) for row in answered)  # as the stream itself gives them
+        found["stream"] = [row["answer"] for row in answered]
         found["arrow"] = map_table(batcher, arrow, prompts[0]).column("answer").to_pylist()
         beside.join()
-    assert found == dict.fromkeys(("pandas", "datasets", "arrow"), alone)
+    assert found == dict.fromkeys(("pandas", "datasets", "stream", "arrow"), alone)
 
 
 def test_rows_that_end_out_of_order_come_back_in_order() -> None:

@@ -219,6 +219,10 @@ def test_directories_of_the_datasets_library(folder: Path) -> None:
     assert [row.id for row in rows_of("one", scan=True)] == ["one:0", "one:1"]
     assert [row.id for row in rows_of("two")] == ["two/train:0", "two/train:1", "two/test:0"]
     assert [row.columns["label"] for row in rows_of("two", split="test")] == ["b"]
+    features = datasets.Features({"images": datasets.List(datasets.Image())})
+    datasets.Dataset.from_dict({"images": [[{"bytes": png()}] * 2]}, features=features).save_to_disk("lists")
+    assert [row.images for row in rows_of("lists")] == [(png(), png())]
+    assert [row.id for row in rows_of("lists", scan=True)] == ["lists:0"]
     with pytest.raises(InvalidJob, match="no split 'dev'; it has train, test"):
         rows_of("two", split="dev")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from vlm_batch.handle import Handle
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.jobs.runner import make_request
-from vlm_batch.jobs.tables import BATCH_ROWS, Columns, picture_columns, row_of_cells, undecoded
+from vlm_batch.jobs.tables import BATCH_ROWS, Columns, picture_columns, picture_features, row_of_cells, stored_rows
 from vlm_batch.types import Request, Result, SamplingParams
 
 if TYPE_CHECKING:
@@ -157,9 +158,8 @@ def _map_pandas(asked: _Asked, frame: Any) -> Any:
 
 
 def _map_dataset(asked: _Asked, dataset: Any) -> Any:
-    bare, pictures = undecoded(dataset)
-    columns = asked.columns(dataset.column_names, pictures)
-    for name, values in zip(asked.names, _columns(asked.answers(bare, columns)), strict=True):
+    columns = asked.columns(dataset.column_names, picture_features(dataset))
+    for name, values in zip(asked.names, _columns(asked.answers(stored_rows(dataset), columns)), strict=True):
         dataset = dataset.add_column(name, values)
     return dataset
 
@@ -170,19 +170,35 @@ def _columns(answers: Iterator[tuple[str | None, str | None, int]]) -> tuple[lis
 
 
 def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
-    bare, pictures = undecoded(dataset) if dataset.features is not None else (dataset, [])
+    pictures = picture_features(dataset)
+    bare = dataset
+    for name in pictures:  # as they are stored: they are decoded when they are asked about
+        kind, stored = dataset.features[name], datasets.Image(decode=False)
+        bare = bare.cast_column(name, stored if isinstance(kind, datasets.Image) else type(kind)(stored))
     columns = asked.columns(list(dataset.features or next(iter(dataset), {})), pictures)
-
-    def rows() -> Iterator[dict[str, Any]]:
-        waiting: deque[dict[str, Any]] = deque()
-        for answer in asked.answers(_kept(bare, waiting.append), columns):
-            yield {**waiting.popleft(), **dict(zip(asked.names, answer, strict=True))}
 
     kinds = (datasets.Value("string"), datasets.Value("string"), datasets.Value("int64"))
     features = None
     if dataset.features is not None:
         features = datasets.Features({**dataset.features, **dict(zip(asked.names, kinds, strict=True))})
-    return datasets.IterableDataset.from_generator(rows, features=features)
+    return datasets.IterableDataset.from_generator(_Stream(asked, bare, columns), features=features)
+
+
+class _Stream:
+    """A generator of rows with their answers, for ``datasets``, which takes a digest of it: one that is its own."""
+
+    def __init__(self, asked: _Asked, rows: Any, columns: Columns) -> None:
+        self._asked = asked
+        self._rows = rows
+        self._columns = columns
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        waiting: deque[dict[str, Any]] = deque()
+        for answer in self._asked.answers(_kept(self._rows, waiting.append), self._columns):
+            yield {**waiting.popleft(), **dict(zip(self._asked.names, answer, strict=True))}
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return str, (uuid.uuid4().hex,)
 
 
 def _batches(asked: _Asked, table: Iterable[Any], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -386,38 +386,39 @@ class HuggingFace:
 
     @property
     def numbered(self) -> bool:
-        return self.own.among(self.columns, self.name, undecoded(self.dataset)[1]).id is None
+        return self._columns().id is None
 
     def rows(self) -> Iterator[Row]:
-        table, pictures = undecoded(self.dataset)
-        columns = self.own.among(self.columns, self.name, pictures)
-        for number, cells in enumerate(table):
-            yield row_of_cells(cells, columns, place=f"{self.name}:{number}", folder="")
+        return self._rows(self.dataset, self._columns())
 
     def scan(self) -> Iterator[Row]:
-        table, pictures = undecoded(self.dataset)
-        columns = self.own.among(self.columns, self.name, pictures)
-        bare = table.remove_columns([name for name in pictures if name in table.column_names])
-        columns = columns if columns.image in bare.column_names else replace(columns, image=None)
+        columns = self._columns()
+        bare = self.dataset.remove_columns(picture_features(self.dataset))
         if not bare.column_names:  # a table without columns has no rows, either
-            yield from (Row(id=f"{self.name}:{number}") for number in range(len(table)))
-        for number, cells in enumerate(bare):
+            return (Row(id=f"{self.name}:{number}") for number in range(len(self.dataset)))
+        return self._rows(bare, columns if columns.image in bare.column_names else replace(columns, image=None))
+
+    def _rows(self, dataset: Any, columns: Columns) -> Iterator[Row]:
+        for number, cells in enumerate(stored_rows(dataset)):
             yield row_of_cells(cells, columns, place=f"{self.name}:{number}", folder="")
 
+    def _columns(self) -> Columns:
+        return self.own.among(self.columns, self.name, picture_features(self.dataset))
 
-def undecoded(dataset: Any) -> tuple[Any, list[str]]:
-    """A dataset whose pictures come as stored bytes or paths, and the names of its picture columns."""
+
+def stored_rows(dataset: Any) -> Iterator[dict[str, Any]]:
+    """A dataset's rows as they are stored: pictures as bytes and paths."""
+    for batch in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        yield from batch.to_pylist()
+
+
+def picture_features(dataset: Any) -> list[str]:
+    """The columns that hold pictures, or lists of pictures, by their features."""
     import datasets
 
-    pictures = [name for name, kind in dataset.features.items() if _is_picture(kind, datasets)]
-    for name in pictures:
-        kind = dataset.features[name]
-        bare = datasets.Image(decode=False)
-        dataset = dataset.cast_column(name, bare if isinstance(kind, datasets.Image) else type(kind)(bare))
-    return dataset.with_format(None), pictures
-
-
-def _is_picture(kind: Any, datasets: Any) -> bool:
-    if isinstance(kind, (datasets.Sequence, datasets.LargeList)):
-        return isinstance(kind.feature, datasets.Image)
-    return isinstance(kind, datasets.Image)
+    lists = (datasets.List, datasets.LargeList)
+    return [
+        name
+        for name, kind in (dataset.features or {}).items()
+        if isinstance(kind.feature if isinstance(kind, lists) else kind, datasets.Image)
+    ]
