@@ -693,6 +693,13 @@ def test_memory_does_not_grow_with_the_rows(folder: Path) -> None:
     assert Path("12000.jsonl").read_bytes().count(b"\n") == 12_000
 
 
+def test_rows_with_prompts_of_their_own_are_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.jsonl").write_text('{"id": "a", "image": "x.png", "prompt": "mine"}\n{"id": "b", "image": "y.png"}')
+    assert cli.main(["run", "rows.jsonl", "--prompt", "theirs", "--out", "out.jsonl"], open_batcher=Echo()) == 0
+    assert {row["id"]: row["prompt"] for row in answers("out.jsonl")} == {"a": "mine", "b": "theirs"}
+    assert "1 row with a prompt or messages of its own: asked that, not --prompt" in capsys.readouterr().err
+
+
 def test_params_of_rows_reach_their_requests(folder: Path) -> None:
     (folder / "rows.jsonl").write_text(
         '{"id": "a", "image": "x.png", "params": {"max_tokens": 5}}\n{"id": "b", "image": "y.png"}'

@@ -337,6 +337,10 @@ def test_several_prompts_and_a_system_prompt() -> None:
         {"role": "system", "content": "You read bills."},
         {"role": "user", "content": "where bills?"},
     )
+    for chat in ([{"role": "user", "content": "hello"}], [{"role": "system", "content": "own"}]):
+        (item,) = questions.ask(Row(id="r", messages=chat, columns={"x": "bills"}))
+        begun = [{"role": "system", "content": "You read bills."}, *chat] if chat[0]["role"] == "user" else chat
+        assert list(item.request().messages or ()) == begun
     (own,) = questions.ask(Row(id="r", prompt="mine", columns={"x": 1}))
     assert (own.id, own.prompt) == ("r", "mine")
 

@@ -108,6 +108,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
+        says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
     )
@@ -331,7 +332,16 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """The options of ``demo``."""
     _add_answering(parser)
-    parser.set_defaults(model=None, trust_remote_code=False, shard=None, dpi=None, fps=None, max_frames=None)
+    parser.set_defaults(
+        prompt=None,
+        prompt_file=None,
+        model=None,
+        trust_remote_code=False,
+        shard=None,
+        dpi=None,
+        fps=None,
+        max_frames=None,
+    )
 
 
 def _add_answering(parser: argparse.ArgumentParser) -> None:

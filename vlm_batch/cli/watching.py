@@ -42,10 +42,12 @@ class JobView(Watch):
         *,
         table_to: TextIO,
         quiet: bool = False,
+        says_prompt: bool = False,
         label: Callable[[Row], str] = lambda row: row.id,
         answers_in: str | None = None,
     ) -> None:
         self._quiet = quiet
+        self._says_prompt = says_prompt
         self._label = label
         self._answers_in = answers_in
         self._out = open_console(table_to)
@@ -80,6 +82,8 @@ class JobView(Watch):
             self._err.print(f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}")
         for reason, count in list(plan.wrong.items())[:8]:
             self._err.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
+        if plan.own and self._says_prompt:
+            self._err.print(f"{_count(plan.own, 'row')} with a prompt or messages of its own: asked that, not --prompt")
         self._bar.update(self._task, total=plan.left)
 
     def began(self, batcher: Batcher, summary: Summary) -> None:

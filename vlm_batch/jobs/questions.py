@@ -108,7 +108,7 @@ class Questions:
         row = item.row
         params = merged(self.params, row.params)
         if row.messages is not None:
-            return replace(item, messages=tuple(row.messages), params=params)
+            return replace(item, messages=self._with_system(row), params=params)
         prompt = row.prompt if row.prompt is not None else Template(text).fill(row.columns)
         if not prompt.strip():
             raise InvalidJob("the prompt is empty")
@@ -117,6 +117,14 @@ class Questions:
         system = Template(self.system).fill(row.columns)
         chat = ({"role": "system", "content": system}, {"role": "user", "content": prompt})
         return replace(item, prompt=prompt, messages=chat, params=params)
+
+    def _with_system(self, row: Row) -> tuple[Message, ...]:
+        """The row's own chat, begun by the system prompt unless it has one."""
+        messages = tuple(row.messages or ())
+        has_one = any(isinstance(one, Mapping) and one.get("role") == "system" for one in messages)
+        if self.system is None or has_one:
+            return messages
+        return ({"role": "system", "content": Template(self.system).fill(row.columns)}, *messages)
 
     def settings(self) -> dict[str, Any]:
         """For an output's header, to be compared when the job goes on."""

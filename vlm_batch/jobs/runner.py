@@ -46,13 +46,14 @@ class Watch:
 class Plan:
     """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
 
-    ``wrong`` counts rows that can be seen to fail, by reason.
+    ``wrong`` counts rows that can be seen to fail, by reason; ``own`` those that have a prompt or messages of their own.
     """
 
     total: int | None
     done: int = 0
     failed_before: int = 0
     wrong: Mapping[str, int] = field(default_factory=dict)
+    own: int = 0
 
     @property
     def left(self) -> int | None:
@@ -101,7 +102,7 @@ class Job:
         if self.is_once:
             return Plan(None)
         known, twice, wrong, columns = Ids(), Counter[str](), Counter[str](), set[str]()
-        num_done = num_failed = total = 0
+        num_done = num_failed = total = own = 0
         is_empty = True
         for item in self._all_items(scan=True):
             is_empty = False
@@ -111,6 +112,7 @@ class Job:
             if not self.shard.has(item.id):
                 continue
             total += 1
+            own += item.row.prompt is not None or item.row.messages is not None
             if item.id in done:
                 num_done += 1
             elif item.id in failed:
@@ -123,7 +125,7 @@ class Job:
         if is_empty:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row")
-        return Plan(total, num_done, num_failed, dict(wrong))
+        return Plan(total, num_done, num_failed, dict(wrong), own)
 
     def _check_columns(self, known: tuple[str, ...], where: str) -> None:
         """Raise InvalidJob for a column that prompts or the output name, and that is not there."""
