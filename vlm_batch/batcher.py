@@ -296,6 +296,16 @@ class VLMBatcher:
         """The facts about the model's family."""
         return type(self._generator.adapter).spec  # type: ignore[attr-defined,no-any-return]
 
+    @property
+    def processing(self) -> Processing:
+        """The model's processor, tokenizer and chat template, for reading."""
+        return self._processing
+
+    @property
+    def max_context(self) -> int | None:
+        """How many positions the model was made for; None if it does not say."""
+        return self._generator.adapter.max_context
+
     def stats(self) -> Stats:
         """Live counters; a moment's view, taken without stopping the engine."""
         generator, counts = self._generator, self._counts

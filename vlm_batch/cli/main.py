@@ -28,6 +28,7 @@ from vlm_batch.assets import (  # noqa: E402
     sample_images,
 )
 from vlm_batch.cli.console import Job, Report, print_families, print_family_details  # noqa: E402
+from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
 
@@ -127,6 +128,16 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         if record is not None and record is not sys.stdout:
             record.close()
     return ANSWERED if all(result.ok for result in report.results) else FAILED
+
+
+def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch serve``: the HTTP server."""
+    from vlm_batch.cli import serve as serving
+
+    try:
+        return ANSWERED if serving.run(args) else USAGE
+    except (serving.MissingExtra, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -358,6 +369,14 @@ def parser() -> argparse.ArgumentParser:
             "how fast this machine answers them, and where the time goes.",
         )
     )
+
+    server = commands.add_parser(
+        "serve",
+        help="answer over HTTP, as OpenAI's servers do",
+        description="Answer over HTTP, as OpenAI's servers do: chats with pictures and videos, and texts. A page is at /.",
+    )
+    add_serve_flags(server)
+    server.set_defaults(command=serve)
 
     listing = commands.add_parser(
         "families",

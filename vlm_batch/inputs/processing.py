@@ -67,6 +67,11 @@ class Processing:
             raise InvalidPrompt(f"the chat template gave {type(rendered).__name__}, not text")
         return rendered
 
+    @property
+    def chat_template(self) -> Any:
+        """The checkpoint's template as transformers holds it: text, several of them by name, or None."""
+        return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """How many pictures or videos ("image", "video") a rendered prompt has room for.
 
