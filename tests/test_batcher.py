@@ -498,7 +498,7 @@ def test_an_overwritten_file_is_another_picture(tmp_path: Path) -> None:
 def test_another_setting_of_the_processor_makes_another_picture() -> None:
     """The same file through the same processor, which was told other means or another size in between."""
     with VLMBatcher(CHECKPOINT) as batcher:
-        part = batcher._processing.processor.image_processor
+        part = batcher._preparer.processing.processor.image_processor
         before = about(batcher, str(TWO)).usage
         assert before.prompt_tokens > 8
         for name, value in (("image_mean", [0.4, 0.4, 0.4]), ("max_pixels", 28 * 28 * 4)):

@@ -361,7 +361,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher, film: Path) 
     part = {"type": "video", "video": str(film), "fps": 1.0, "max_frames": 4}
     openai = {"type": "video_url", "video_url": {"url": film.as_uri()}, "fps": 1.0, "max_frames": 4}
     video = Video(film, fps=1, max_frames=4)
-    rendered = batcher._processing.render(ASK, 0, 1)
+    rendered = batcher._preparer.processing.render(ASK, 0, 1)
     handles = [
         batcher.submit(prompt=ASK, videos=video),
         batcher.submit(prompt=ASK, videos=[video]),
@@ -380,7 +380,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher, film: Path) 
 
 def _processed(batcher: VLMBatcher, video: Video) -> dict[str, Any]:
     clip = load_video(video)
-    return batcher._processing.inputs(batcher._processing.render(ASK, 0, 1), [], [clip])
+    return batcher._preparer.processing.inputs(batcher._preparer.processing.render(ASK, 0, 1), [], [clip])
 
 
 def test_token_ids_need_room_for_the_video(batcher: VLMBatcher, film: Path) -> None:
@@ -397,7 +397,7 @@ def test_a_short_video_gets_mlx_vlms_own_answer(batcher: VLMBatcher) -> None:
     frames = [np.asarray(load_image(CROSS).resize((56, 56)))] * 4
     model, processor = mlx_vlm.load(str(CHECKPOINT))
     model.set_dtype(mx.float32)
-    prompt = batcher._processing.render(ASK, 0, 1)
+    prompt = batcher._preparer.processing.render(ASK, 0, 1)
     inputs = prepare_inputs(processor, videos=[np.stack(frames).transpose(0, 3, 1, 2)], prompts=prompt)
     inputs.pop("attention_mask")
     ids = inputs.pop("input_ids")
@@ -443,7 +443,7 @@ def test_few_videos_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         decoded.append(sum(not handle.done() for handle in handles))
         return load_video(*args)
 
-    monkeypatch.setattr("vlm_batch.batcher.load_video", counted)
+    monkeypatch.setattr("vlm_batch.inputs.prepare.load_video", counted)
     handles: list[Any] = []
     long = SamplingParams(max_tokens=60, ignore_eos=True)
     with VLMBatcher(CHECKPOINT, max_rows=1, look_ahead=64) as batcher:
@@ -499,7 +499,7 @@ def test_what_is_wrong_at_submit_is_raised_there(
 )
 def test_a_family_without_videos_refuses_at_submit(batcher: VLMBatcher, name: str, reason: str, film: Path) -> None:
     with (
-        VLMBatcher(family(name).build(), batcher._processing.processor) as other,
+        VLMBatcher(family(name).build(), batcher._preparer.processing.processor) as other,
         pytest.raises(InvalidVideo, match=reason),
     ):
         other.submit(prompt=ASK, videos=film)

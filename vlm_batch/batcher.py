@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,18 @@ from typing import Any
 import mlx.nn as nn
 
 from vlm_batch.adapters.quantisation import check_quantisation
-from vlm_batch.arrays import as_mlx, as_numpy
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches.quantized import KVQuantisation, settings_of
 from vlm_batch.engine.generator import BatchGenerator, describe
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, Kept, Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import BatcherClosed, InvalidPrompt, InvalidRequest, InvalidVideo
+from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list, load_image
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list
+from vlm_batch.inputs.loaders import NUM_LOADERS, Loaders, Loading
+from vlm_batch.inputs.prepare import Limits, Preparer, Question
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
+from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 from vlm_batch.loading import adapt, load_model
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -38,10 +39,8 @@ from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings, Video, VideoInput
+from vlm_batch.types import Event, ImageInput, Message, Request, Result, SamplingParams, Timings, VideoInput
 
-#: Threads that read, decode and process pictures and videos ahead of the engine (Pillow and OpenCV release the GIL).
-NUM_LOADERS = 2
 #: Requests with videos that are decoded ahead, and rows that may wait before one more of them is taken in: a clip's patches can
 #: be half a gigabyte.
 VIDEOS_AHEAD = NUM_LOADERS
@@ -88,27 +87,15 @@ class Rate:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A request's processor output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
-
-    inputs: Mapping[str, Any]
-    image_sizes: tuple[tuple[int, int], ...] = ()
-    video_sizes: tuple[tuple[int, int, int], ...] = ()
-
-
 @dataclass(eq=False)
 class _Job:
     """A submitted request on its way to the engine."""
 
     request: Request
     handle: Handle
-    prompt: str | None  # rendered
-    images: tuple[ImageInput, ...]
-    videos: tuple[Video, ...]
-    inputs: dict[str, Any] | None  # numpy
+    question: Question
     submitted: float = field(default_factory=time.perf_counter)
-    preparing: Future[_Prepared] | None = None
+    loading: Loading | None = None
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
 
@@ -165,32 +152,32 @@ class VLMBatcher:
             raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
         if isinstance(model, nn.Module) and processor is None:
             raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
-        self.max_image_pixels = max_image_pixels
-        self.max_video_pixels = max_video_pixels
         self.look_ahead = look_ahead
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}  # every request that has not ended, by id; guarded by _lock
         self._queued: list[_Job] = []  # engine thread only, like _preparing
         self._preparing: list[_Job] = []
         self._lock = threading.Lock()
-        self._processor_lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
-        self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-images")
         settings = SchedulerConfig(max_rows=max_rows, prefill_budget=prefill_budget, token_gap=token_gap)
         kv = None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start)
         kept = Kept(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes)
-        make_engine = partial(_engine, settings=settings, max_prompt_tokens=max_prompt_tokens, kept=kept, kv=kv)
-        ready: Future[tuple[BatchGenerator, Processing]] = Future()
+        limits = Limits(image_pixels=max_image_pixels, video_pixels=max_video_pixels, prompt_tokens=max_prompt_tokens)
+        make_engine = partial(
+            _engine, settings=settings, max_prompt_tokens=max_prompt_tokens, kept=kept, kv=kv, limits=limits
+        )
+        ready: Future[tuple[BatchGenerator, Preparer]] = Future()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             ready.set_result(make_engine(model, processor))
         me = weakref.ref(self)
         work = partial(_run, me, self._inbox, ready, model, make_engine, trust_remote_code)
         self._engine_thread = threads.start(work, name="vlm-batch-engine")
         del work
-        self._generator, self._processing = ready.result()
+        self._generator, self._preparer = ready.result()
+        self._loaders = Loaders(self._preparer.prepare)
         atexit.register(_close, weakref.ref(self))
 
     # Requests
@@ -337,7 +324,7 @@ class VLMBatcher:
             self._inbox.put(self._generator.reuse.close)
             self._inbox.put(_stop)
         self._engine_thread.join()
-        self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._loaders.close()
 
     def __enter__(self) -> VLMBatcher:
         return self
@@ -350,51 +337,9 @@ class VLMBatcher:
 
     def _job(self, request: Request) -> _Job:
         """Check a request and render its prompt."""
-        ways = {
-            "prompt": request.prompt,
-            "messages": request.messages,
-            "token_ids": request.token_ids,
-            "inputs": request.inputs,
-        }
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            said = ", ".join(given) or "none"
-            raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}")
-        images, videos = tuple(request.images), tuple(request.videos)
-        turns: list[Message] = []
-        if request.messages is not None:
-            turns, *media = split_messages(request.messages, images, videos)
-            images, videos = map(tuple, media)
-        clips = self._checked_videos(videos)
-        prompt: str | None = None
-        inputs: dict[str, Any] | None = None
-        if request.prompt is not None:
-            prompt = self._rendered(request, len(images), len(clips))
-        elif request.messages is not None:
-            prompt = self._processing.render(turns, len(images), len(clips))
-        elif request.inputs is not None:
-            inputs = _checked_inputs(request.inputs, images or videos)
-        elif not request.token_ids:
-            raise InvalidPrompt("token_ids is empty")
+        question = self._preparer.check(request)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
-        return _Job(request, Handle(request_id, self.cancel), prompt, images, clips, inputs)
-
-    def _checked_videos(self, videos: Sequence[VideoInput]) -> tuple[Video, ...]:
-        if videos and not self.spec.video:
-            raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
-        return tuple(as_video(video) for video in videos)
-
-    def _rendered(self, request: Request, num_images: int, num_videos: int) -> str:
-        assert request.prompt is not None
-        if not request.rendered:
-            return self._processing.render(request.prompt, num_images, num_videos)
-        if not request.prompt.strip():
-            raise InvalidPrompt("the prompt is empty")
-        for kind, noun, given in (("image", "picture", num_images), ("video", "video", num_videos)):
-            room = self._processing.count_placeholders(request.prompt, kind)
-            if room is not None and room != given:
-                raise InvalidPrompt(f"the rendered prompt has {room} {noun} placeholders for {given} {noun}s")
-        return request.prompt
+        return _Job(request, Handle(request_id, self.cancel), question)
 
     def _as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[tuple[int, Result]]:
         done: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
@@ -421,23 +366,6 @@ class VLMBatcher:
         finally:
             for handle in alive.values():
                 handle.cancel()
-
-    # On a loader's thread -----------------------------------------------------------------------------------------------
-
-    def _prepare(self, job: _Job) -> _Prepared:
-        """Read a request's pictures and videos and run its processor; what comes out is numpy: no array crosses threads."""
-        if job.inputs is not None:
-            return _Prepared(job.inputs)
-        images = [load_image(source, self.max_image_pixels) for source in job.images]
-        sampling = self._processing.sampling
-        clips = [load_video(video, sampling, self.max_video_pixels, self.max_image_pixels) for video in job.videos]
-        with self._processor_lock:  # processors and tokenizers are not made for two threads at once
-            if job.prompt is not None:
-                found = self._processing.inputs(job.prompt, images, clips)
-            else:
-                image_ids = self._generator.adapter.image_token_ids()
-                found = self._processing.inputs_of_ids(job.request.token_ids or (), images, image_ids, clips)
-            return _Prepared(as_numpy(found), tuple(image.size for image in images), tuple(clip.size for clip in clips))
 
     # On the engine thread
     # -----------------------------------------------------------------------------------------------
@@ -466,32 +394,33 @@ class VLMBatcher:
         now = time.perf_counter()
         scheduler = self._generator.scheduler
         while len(self._preparing) < self.look_ahead:
-            is_full = sum(bool(job.videos) for job in self._preparing) >= VIDEOS_AHEAD
-            queued = [job for job in self._queued if not (is_full and job.videos)]
+            is_full = sum(bool(job.question.videos) for job in self._preparing) >= VIDEOS_AHEAD
+            queued = [job for job in self._queued if not (is_full and job.question.videos)]
             if not queued:
                 return
             job = min(queued, key=lambda job: scheduler.urgency(job.request.priority, now - job.submitted))
             self._queued.remove(job)
             self._preparing.append(job)
-            job.preparing = self._loaders.submit(self._prepare, job)
-            job.preparing.add_done_callback(lambda _: self._inbox.put(_nothing))
+            job.loading = self._loaders.start(job.question)
+            job.loading.when_done(partial(self._inbox.put, _nothing))
 
     def _take_in(self) -> None:
         """Insert prepared requests while the engine has room: a batch's worth of them waits there, fewer with videos."""
         room = self._generator.scheduler.config.max_rows - self._generator.num_waiting
-        ready = [job for job in self._preparing if job.preparing is not None and job.preparing.done()]
+        ready = [job for job in self._preparing if job.loading is not None and job.loading.done()]
         for job in ready[: max(0, room)]:
-            if job.videos and self._generator.num_waiting >= VIDEOS_AHEAD:
+            if job.question.videos and self._generator.num_waiting >= VIDEOS_AHEAD:
                 return  # nor those behind it, or it might wait for ever
             self._preparing.remove(job)
             self._insert(job)
 
     def _insert(self, job: _Job) -> None:
-        request, preparing = job.request, job.preparing
-        assert preparing is not None
-        job.preparing = job.inputs = None
+        request, loading = job.request, job.loading
+        assert loading is not None
+        job.loading = None
+        job.question = Question()  # pictures are let go of
         try:
-            prepared = preparing.result()
+            prepared = loading.result()
             job.image_sizes, job.video_sizes = prepared.image_sizes, prepared.video_sizes
             inputs = as_mlx(prepared.inputs)
             self._generator.insert(
@@ -532,6 +461,9 @@ class VLMBatcher:
         job.handle.finish(replace(result, image_sizes=job.image_sizes, video_sizes=job.video_sizes))
 
     def _cancel(self, request_id: str) -> None:
+        for job in self._preparing:
+            if job.handle.request_id == request_id and job.loading is not None:
+                job.loading.cancel()
         for jobs in (self._queued, self._preparing):
             jobs[:] = [job for job in jobs if job.handle.request_id != request_id]
         if not self._generator.cancel(request_id):  # it has not reached the engine
@@ -552,7 +484,8 @@ def _engine(
     max_prompt_tokens: int | None,
     kept: Kept,
     kv: KVQuantisation | None,
-) -> tuple[BatchGenerator, Processing]:
+    limits: Limits,
+) -> tuple[BatchGenerator, Preparer]:
     adapter = adapt(model)
     if kv is not None:
         check_quantisation(adapter, kv)
@@ -575,15 +508,22 @@ def _engine(
         reuse=reuse,
         kv=kv,
     )
-    return generator, processing
+    preparer = Preparer(
+        processing,
+        adapter.spec,
+        image_token_ids=adapter.image_token_ids(),
+        max_context=adapter.max_context,
+        limits=limits,
+    )
+    return generator, preparer
 
 
 def _run(
     owner: weakref.ref[VLMBatcher],
     inbox: queue.SimpleQueue[Callable[[], None]],
-    ready: Future[tuple[BatchGenerator, Processing]],
+    ready: Future[tuple[BatchGenerator, Preparer]],
     model: Any,
-    make_engine: Callable[[nn.Module, Any], tuple[BatchGenerator, Processing]],
+    make_engine: Callable[[nn.Module, Any], tuple[BatchGenerator, Preparer]],
     trust_remote_code: bool,
 ) -> None:
     """The engine thread. It holds no strong reference to its batcher while idle, so that a forgotten one can go."""
@@ -615,18 +555,6 @@ def _run(
 def _error_result(request_id: str, error: Exception, timings: Timings | None = None) -> Result:
     timings = timings or Timings()
     return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error, timings=timings)
-
-
-def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[str, Any]:
-    if media:
-        raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
-    if "input_ids" not in inputs:
-        raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
-    arrays = as_numpy(inputs)
-    shape = arrays["input_ids"].shape
-    if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
-        raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
-    return arrays
 
 
 def _failed(request: Request | Mapping[str, Any], index: int, error: Exception) -> Result:

@@ -1,28 +1,36 @@
-"""Pictures from wherever they are to RGB: the only place that reads image files.
+"""Pictures from wherever they are to RGB: the only place that decodes image files.
 
 Every failure is an InvalidImage that names the source and what was wrong with it.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+import io
 import threading
-import urllib.request
 from collections.abc import Iterable
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from vlm_batch.errors import InvalidImage
+from vlm_batch.inputs.fetch import Cancelled, Fetched, FetchPolicy, Unreadable, fetch, shown
 from vlm_batch.types import ImageInput
 
 #: Pillow's own limit against decompression bombs (a quarter of a gigabyte of RGB).
 DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485
-URL_TIMEOUT_SECONDS = 30.0
+#: The longest side of a picture, in pixels: JPEG's own limit. Longer ones cost minutes to resize whatever their area.
+MAX_SIDE = 65_535
+#: Pillow's readers that are used: none starts another program (EPS: Ghostscript), and all have been fed damaged files.
+#: HEIF is read where a plugin for it is registered, AVIF where Pillow was built with it.
+FORMATS = (
+    "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
+)  # fmt: skip
+#: Rows of wide grey values that are scaled at a time.
+_STRIP = 256
 _LIMIT_LOCK = threading.Lock()
 
 
@@ -31,16 +39,21 @@ def is_image_list(images: Any) -> bool:
     return isinstance(images, Iterable) and isinstance(images, (list, tuple))
 
 
-def load_image(source: ImageInput, max_pixels: int | None = DEFAULT_MAX_PIXELS) -> Image.Image:
+def load_image(
+    source: ImageInput,
+    max_pixels: int | None = DEFAULT_MAX_PIXELS,
+    policy: FetchPolicy | None = None,
+    cancelled: Cancelled | None = None,
+) -> Image.Image:
     """Read one picture as RGB, upright (EXIF orientation applied), its first frame if it is animated.
 
     Transparent pictures are laid on white; 16-bit grey is scaled to 8 bits. ``max_pixels`` is checked on the header,
-    before anything is decoded; None lifts it. Raises InvalidImage.
+    before anything is decoded; None lifts it. Raises InvalidImage, or OperationCancelled.
     """
     if isinstance(source, Image.Image):
         image = source
-    elif isinstance(source, (str, Path, bytes, bytearray, memoryview, BytesIO)):
-        image = _open(source, max_pixels)
+    elif isinstance(source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched)):
+        image = _open(source, max_pixels, policy or FetchPolicy(), cancelled)
     else:
         image = _from_array(source)
     name = describe_source(source)
@@ -51,85 +64,143 @@ def load_image(source: ImageInput, max_pixels: int | None = DEFAULT_MAX_PIXELS) 
         raise InvalidImage(
             f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read (max_image_pixels)"
         )
+    if max(width, height) > MAX_SIDE:
+        raise InvalidImage(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")
     try:
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise InvalidImage(f"{name} cannot be decoded: {error}") from error
+        raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
 
 
 def describe_source(source: ImageInput) -> str:
-    """What to call a picture in a message."""
+    """A picture's name for a message."""
+    if isinstance(source, Fetched):
+        return source.name
     if isinstance(source, (str, Path)):
-        text = str(source)
-        return "the data URI" if text.startswith("data:") else text
+        return shown(source)
     if isinstance(source, (bytes, bytearray, memoryview, BytesIO)):
         return "the picture given as bytes"
     return f"the picture given as {type(source).__name__}"
 
 
-def _open(source: Any, max_pixels: int | None) -> Image.Image:
-    name = describe_source(source)
-    if isinstance(source, (str, Path)):
-        text = str(source)
-        if text.startswith("data:"):
-            source = _from_data_uri(text)
-        elif text.startswith(("http://", "https://")):
-            source = _download(text)
-        elif not Path(text).expanduser().is_file():
-            raise InvalidImage(
-                f"{name} is not a file" if Path(text).expanduser().exists() else f"{name} does not exist"
-            )
-        else:
-            source = _read(Path(text).expanduser())
-    elif not isinstance(source, BytesIO):
-        source = BytesIO(bytes(source))
+def own_image(source: ImageInput) -> ImageInput:
+    """The picture in a form that nobody else can change: taken when a request is submitted, so that buffers can be reused.
+
+    Text and bytes are that already. Buffers, open files and arrays are copied. Of a PIL image that was opened and not
+    decoded yet the file is read, so that it may be closed and thousands can wait; a decoded one is copied. Raises
+    InvalidImage.
+    """
+    if isinstance(source, (str, Path, bytes, Fetched)):
+        return source
+    if isinstance(source, BytesIO):
+        return source.getvalue()
+    if isinstance(source, (bytearray, memoryview)):
+        return bytes(source)
     try:
-        return _open_within(source, max_pixels)
+        if isinstance(source, Image.Image):
+            return _own_pillow(source)
+        if isinstance(source, io.IOBase):
+            return bytes(source.read())
+    except Exception as error:
+        raise InvalidImage(f"{describe_source(source)} cannot be decoded: {_said(error)}") from error
+    try:
+        array = np.array(source)
+    except Exception as error:
+        raise InvalidImage(f"{describe_source(source)} is no path, bytes, PIL image or array") from error
+    return source if array.dtype == object else array
+
+
+#: Two threads may submit one PIL image at once, and Pillow's files have one position.
+_PILLOW_LOCK = threading.Lock()
+
+
+def _own_pillow(image: Image.Image) -> ImageInput:
+    with _PILLOW_LOCK:
+        if isinstance(image, ImageFile.ImageFile) and image.tile and image.format in FORMATS:
+            data = _file_bytes(image)
+            if data is not None:
+                return data
+        width, height = image.size
+        if width == 0 or height == 0:
+            return image
+        copy = image.copy()
+        copy.info = dict(image.info)
+        return copy
+
+
+def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
+    """The file of an undecoded picture, if reading it afresh gives the same picture: not another frame, not a draft."""
+    if image.fp is None:
+        raise InvalidImage("the picture was closed before it was decoded")
+    if image.tell() != 0:
+        return None
+    position = image.fp.tell()
+    try:
+        image.fp.seek(0)
+        data = image.fp.read()
+    finally:
+        image.fp.seek(position)
+    with _open_within(BytesIO(data), None) as again:
+        return data if (again.size, again.mode) == (image.size, image.mode) else None
+
+
+def fetch_image(source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None) -> ImageInput:
+    """The picture with its path or URL read; anything else as it is. Raises InvalidImage, or OperationCancelled."""
+    if not isinstance(source, (str, Path)):
+        return source
+    try:
+        return fetch(source, policy, cancelled)
+    except Unreadable as error:
+        raise InvalidImage(str(error)) from error
+
+
+def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: Cancelled | None) -> Image.Image:
+    name = describe_source(source)
+    source = fetch_image(source, policy, cancelled)
+    if isinstance(source, Fetched):
+        source = source.data
+    file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
+    try:
+        return _open_within(file, max_pixels)
     except Image.UnidentifiedImageError as error:
+        if file.getvalue()[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
+            raise InvalidImage(
+                f"{name} is a HEIC picture, which Pillow reads with pillow-heif: `pip install pillow-heif`, then "
+                "`pillow_heif.register_heif_opener()`"
+            ) from error
         raise InvalidImage(f"{name} is not a picture that Pillow can read") from error
     except Image.DecompressionBombError as error:
         raise InvalidImage(f"{name} is too large to be read (max_image_pixels): {error}") from error
     except Exception as error:
-        raise InvalidImage(f"{name} cannot be opened: {error}") from error
+        raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
 
 
 def _open_within(source: Any, max_pixels: int | None) -> Image.Image:
     """Pillow reads the header only. Its own limit is a global: it is lifted for this call where the caller's is another."""
     if max_pixels == Image.MAX_IMAGE_PIXELS:
-        return Image.open(source)
+        return Image.open(source, formats=_formats())
     with _LIMIT_LOCK:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            return Image.open(source)
+            return Image.open(source, formats=_formats())
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-def _read(path: Path) -> BytesIO:
-    """The whole file: Pillow would keep it open for as long as an animated or broken picture lives."""
-    try:
-        return BytesIO(path.read_bytes())
-    except OSError as error:
-        raise InvalidImage(f"{path} cannot be read: {error.strerror}") from error
+def _formats() -> tuple[str, ...]:
+    """The formats that this Pillow has, with what plugins have registered since."""
+    _init_pillow()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def _from_data_uri(uri: str) -> BytesIO:
-    head, _, data = uri.partition(",")
-    if not data or not head.endswith(";base64"):
-        raise InvalidImage("the data URI is malformed: data:image/...;base64,... is expected")
-    try:
-        return BytesIO(base64.b64decode(data, validate=True))
-    except binascii.Error as error:
-        raise InvalidImage(f"the data URI is not base64: {error}") from error
+@cache
+def _init_pillow() -> None:
+    Image.init()
 
 
-def _download(url: str) -> BytesIO:
-    try:
-        with urllib.request.urlopen(url, timeout=URL_TIMEOUT_SECONDS) as response:
-            return BytesIO(response.read())
-    except (OSError, ValueError) as error:
-        raise InvalidImage(f"{url} cannot be fetched: {error}") from error
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _from_array(source: Any) -> Image.Image:
@@ -143,6 +214,8 @@ def _from_array(source: Any) -> Image.Image:
             f"an array of shape {array.shape} and type {array.dtype} is no picture: "
             "(H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1 is expected"
         )
+    if array.size == 0:
+        raise InvalidImage(f"an array of shape {array.shape} has no pixels")
     if np.issubdtype(array.dtype, np.floating):
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
             raise InvalidImage("an array of floats must hold values in 0..1")
@@ -154,9 +227,13 @@ def _from_array(source: Any) -> Image.Image:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":  # Pillow's own conversion clips these at 255
-        values = np.asarray(image, dtype=np.float64)
+        values = np.asarray(image)
         peak = 255.0 if values.max(initial=0) <= 255 else 65535.0
-        image = Image.fromarray(np.clip(values / peak * 255, 0, 255).round().astype(np.uint8))
+        scaled = np.empty(values.shape, np.uint8)
+        for top in range(0, len(values), _STRIP):  # in eight bytes a value: a few rows at a time
+            rows = values[top : top + _STRIP].astype(np.float64)
+            scaled[top : top + _STRIP] = np.clip(rows / peak * 255, 0, 255).round()
+        image = Image.fromarray(scaled)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")

@@ -5,24 +5,19 @@ Every failure is an InvalidVideo that names the source and what was wrong with i
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
-import shutil
-import tempfile
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, URL_TIMEOUT_SECONDS, load_image
-from vlm_batch.types import Video, VideoInput
+from vlm_batch.inputs.fetch import Cancelled, Fetched, FetchPolicy, Unreadable, fetch_to_file, file_of_bytes, shown
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, fetch_image, load_image, own_image
+from vlm_batch.types import ImageInput, Video, VideoInput
 
 #: The most pixels that the frames of one video may have together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
 DEFAULT_MAX_VIDEO_PIXELS = 500_000_000
@@ -91,7 +86,7 @@ def as_video(source: VideoInput) -> Video:
     """A video as it is; anything else that can be a source as a ``Video``. Raises InvalidVideo for what cannot be one."""
     video = source if isinstance(source, Video) else Video(source)
     source = video.source
-    if isinstance(source, (str, Path, bytes, bytearray, memoryview)):
+    if isinstance(source, (str, Path, bytes, bytearray, memoryview, Fetched)):
         return video
     if isinstance(source, Sequence):
         if not source:
@@ -110,27 +105,79 @@ def load_video(
     sampling: Sampling | None = None,
     max_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
     max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
+    policy: FetchPolicy | None = None,
+    cancelled: Cancelled | None = None,
 ) -> Clip:
     """Read a video's frames as RGB, upright, those that the video or else ``sampling`` asks for.
 
-    ``max_pixels`` bounds all frames together and is checked before any is decoded; None lifts it. Raises InvalidVideo.
+    ``max_pixels`` bounds all frames together and is checked before any is decoded; None lifts it. Raises InvalidVideo,
+    or OperationCancelled.
     """
-    video, sampling = as_video(video), sampling or Sampling()
+    cancelled = cancelled or Cancelled()
+    video, sampling = fetch_video(as_video(video), policy or FetchPolicy(), cancelled), sampling or Sampling()
     source = video.source
-    if isinstance(source, (str, Path, bytes, bytearray, memoryview)):
-        with _file_of(video) as path:
-            return _decode(path, video, sampling, max_pixels)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        source = file_of_bytes(bytes(source), describe_video(video))
+    if isinstance(source, Fetched):
+        assert source.path is not None
+        return _decode(source.path, replace(video, source=source), sampling, max_pixels, cancelled)
     indices = _thinned(len(source), video)
-    pictures = _pictures(video, indices, max_image_pixels)
+    pictures = _pictures(video, indices, max_image_pixels, cancelled)
     return _clip(pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels)
 
 
-def describe_video(video: Video) -> str:
-    """What to call a video in a message."""
+def own_video(video: Video) -> Video:
+    """The video in a form that nobody else can change, as ``own_image`` makes it of a picture. Raises InvalidVideo."""
+    source = video.source
+    if isinstance(source, (str, Path, bytes, Fetched)):
+        return video
+    if isinstance(source, (bytearray, memoryview)):
+        return replace(video, source=bytes(source))
+    if isinstance(source, Sequence):
+        return _with_frames(video, own_image)
+    return replace(video, source=np.array(source))
+
+
+def _with_frames(video: Video, change: Callable[[ImageInput], ImageInput], wanted: Collection[int] = ()) -> Video:
+    """The video with ``change`` made to the frames at the ``wanted`` places, or to all. Raises InvalidVideo."""
+    frames = list(video.source)
+    for at in wanted or range(len(frames)):
+        try:
+            frames[at] = change(frames[at])
+        except InvalidImage as error:
+            raise InvalidVideo(f"frame {at} of {describe_video(video)}: {error}") from error
+    return replace(video, source=frames)
+
+
+def is_to_be_fetched(video: Video) -> bool:
+    """Whether reading the video waits for a disk or a network."""
+    source = video.source
+    return isinstance(source, (str, Path)) or (
+        isinstance(source, Sequence) and any(isinstance(frame, (str, Path)) for frame in source)
+    )
+
+
+def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
+    """The video with its file, or the wanted ones of its frames' files, fetched. Raises InvalidVideo."""
     source = video.source
     if isinstance(source, (str, Path)):
-        text = str(source)
-        return "the video in the data URI" if text.startswith("data:") else text
+        try:
+            return replace(video, source=fetch_to_file(source, policy, cancelled))
+        except Unreadable as error:
+            raise InvalidVideo(str(error)) from error
+    if not is_to_be_fetched(video):
+        return video
+    wanted = _thinned(len(source), video).tolist()
+    return _with_frames(video, lambda frame: fetch_image(frame, policy, cancelled), wanted)
+
+
+def describe_video(video: Video) -> str:
+    """A video's name for a message."""
+    source = video.source
+    if isinstance(source, Fetched):
+        return source.name
+    if isinstance(source, (str, Path)):
+        return shown(source)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return "the video given as bytes"
     return f"the video given as {type(source).__name__}"
@@ -144,9 +191,10 @@ def _thinned(total: int, video: Video) -> np.ndarray:
     return spread(total, min(total, video.num_frames or video.max_frames or total))
 
 
-def _pictures(video: Video, indices: np.ndarray, max_pixels: int | None) -> Iterator[np.ndarray]:
+def _pictures(video: Video, indices: np.ndarray, max_pixels: int | None, cancelled: Cancelled) -> Iterator[np.ndarray]:
     """Frames (H, W, 3) of uint8, read one at a time."""
     for index in indices.tolist():
+        cancelled.check()
         try:
             yield np.asarray(load_image(video.source[index], max_pixels))
         except InvalidImage as error:
@@ -208,18 +256,20 @@ def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _decode(path: Path, video: Video, sampling: Sampling, max_pixels: int | None) -> Clip:
+def _decode(path: Path, video: Video, sampling: Sampling, max_pixels: int | None, cancelled: Cancelled) -> Clip:
     """The wanted frames of a file, in one pass from its beginning: seeking is not exact in every format."""
     name = describe_video(video)
+    if _is_text(path):
+        raise InvalidVideo(f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)")
     with _opened(path, name) as capture:
         announced, fps = capture.announced, capture.fps
-    total = announced if announced > 0 else _count(path, name)
+    total = announced if announced > 0 else _count(path, name, cancelled)
     for _ in range(2):
         if total == 0:
             break
         indices = sampling.indices(total, fps, video)
         with _opened(path, name) as capture:
-            clip = _clip(capture.read(indices), video, indices, total, fps, max_pixels)
+            clip = _clip(capture.read(indices, cancelled), video, indices, total, fps, max_pixels)
         if len(clip.indices) == len(indices):
             return clip
         missing = total - capture.seen
@@ -227,6 +277,16 @@ def _decode(path: Path, video: Video, sampling: Sampling, max_pixels: int | None
             raise InvalidVideo(f"{name} is damaged: its header says {total} frames, and it ends after {capture.seen}")
         total = capture.seen
     raise InvalidVideo(f"{name} has no frame that can be decoded")
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file begins as playlists do, by which FFmpeg would open other files. No container does."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64).removeprefix(b"\xef\xbb\xbf")
+    except OSError:
+        return False  # what is wrong with it is said when it is opened
+    return len(head) > 0 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
 
 
 class _Capture:
@@ -251,10 +311,11 @@ class _Capture:
         self.seen += found
         return found
 
-    def read(self, indices: np.ndarray) -> Iterator[np.ndarray]:
+    def read(self, indices: np.ndarray, cancelled: Cancelled) -> Iterator[np.ndarray]:
         """The frames (H, W, 3) at rising indices; fewer if the file ends before."""
         for index in indices.tolist():
             while self.seen <= index:
+                cancelled.check()
                 if not self.skip():
                     return
             found, frame = self._capture.retrieve()
@@ -275,48 +336,9 @@ def _opened(path: Path, name: str) -> Iterator[_Capture]:
         capture.close()
 
 
-def _count(path: Path, name: str) -> int:
+def _count(path: Path, name: str, cancelled: Cancelled) -> int:
     """The frames of a file whose header does not say."""
     with _opened(path, name) as capture:
         while capture.skip():
-            pass
+            cancelled.check()
         return capture.seen
-
-
-@contextmanager
-def _file_of(video: Video) -> Iterator[Path]:
-    """The video as a file; what is none yet is one for as long as it is read. Raises InvalidVideo."""
-    source, name = video.source, describe_video(video)
-    if isinstance(source, (str, Path)) and not str(source).startswith(("data:", "http://", "https://")):
-        path = Path(str(source).removeprefix("file://")).expanduser()
-        if not path.is_file():
-            raise InvalidVideo(f"{name} is not a file" if path.exists() else f"{name} does not exist")
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(prefix="vlm-batch-") as file:
-        if not isinstance(source, (str, Path)):
-            file.write(source)
-        elif str(source).startswith("data:"):
-            file.write(_from_data_uri(str(source)))
-        else:
-            _download(str(source), file)
-        file.flush()
-        yield Path(file.name)
-
-
-def _from_data_uri(uri: str) -> bytes:
-    head, _, data = uri.partition(",")
-    if not data or not head.endswith(";base64"):
-        raise InvalidVideo("the data URI is malformed: data:video/...;base64,... is expected")
-    try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise InvalidVideo(f"the data URI is not base64: {error}") from error
-
-
-def _download(url: str, file: Any) -> None:
-    try:
-        with urllib.request.urlopen(url, timeout=URL_TIMEOUT_SECONDS) as response:
-            shutil.copyfileobj(response, file)
-    except (OSError, ValueError) as error:
-        raise InvalidVideo(f"{url} cannot be fetched: {error}") from error
