@@ -286,7 +286,7 @@ class VLMBatcher:
     @property
     def processing(self) -> Processing:
         """The model's processor, tokenizer and chat template, for reading."""
-        return self._processing
+        return self._preparer.processing
 
     @property
     def max_context(self) -> int | None:

@@ -23,7 +23,8 @@ class ServerConfig:
 
     ``served_name`` is the model's name on the wire (default: the last part of ``model``). Beyond loopback the server needs an
     ``api_key`` or ``no_auth``. ``allowed_hosts`` are further names for the ``Host`` header of a server without a key.
-    ``allow_urls`` lets requests name pictures and videos by http(s) URL, ``allow_dirs`` by files under these folders.
+    ``allow_urls`` lets requests name pictures and videos by http(s) URL, ``allow_dirs`` by files under these folders;
+    each may have ``max_file`` bytes and take ``fetch_seconds``.
     Times are in seconds, sizes in bytes. ``max_queue`` requests may wait for a place before others are sent away (429), and
     none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
     so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
@@ -43,6 +44,7 @@ class ServerConfig:
     allow_dirs: tuple[Path, ...] = ()
     max_body: int = 64 * MEGABYTE
     max_file: int = 256 * MEGABYTE
+    fetch_seconds: float = 30.0
     max_images: int = 32
     max_videos: int = 4
     max_choices: int = 16
@@ -70,7 +72,7 @@ class ServerConfig:
         ):
             if vars(self)[name] < 1:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 1")
-        for name in ("request_seconds", "stall_seconds"):
+        for name in ("request_seconds", "stall_seconds", "fetch_seconds"):
             if vars(self)[name] <= 0:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be above 0")
         for name in ("max_videos", "shutdown_seconds", "port"):

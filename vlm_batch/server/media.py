@@ -1,37 +1,30 @@
-"""Pictures and videos of a chat's messages: from what the wire names them by to what the library reads."""
+"""Pictures and videos of a chat's messages: from what the wire names them by to bytes, by the server's rules."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
-import os
-import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from vlm_batch.errors import InvalidRequest
+from vlm_batch.inputs.fetch import Cancelled, FetchPolicy, OperationCancelled, Unreadable, fetch, is_data_uri, is_url
 from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.errors import ApiError, refusal
+from vlm_batch.server.errors import ApiError
 
-#: ``(url) -> its bytes``; raises InvalidRequest for what the policy forbids or the network does not give. Blocks.
-Fetch: TypeAlias = Callable[[str], bytes]
-
-#: Downloads and file reads at a time; each is bounded in time and size, so that a slow host holds one for so long at most.
+#: Downloads and file reads at a time: each is bounded in time and size, so that a slow host holds one for so long at most.
 NUM_READERS = 8
+#: Base64 may begin with a slash, as every JPEG's does. A text that is longer than this and has no dot is no file's name.
+SHORTEST_PICTURE = 64
 
 
 class MediaReader:
-    """Reads what messages name, within the server's rules. Data URIs pass: the library decodes them as it loads."""
+    """Reads what messages name, within ``policy``. Data URIs pass: the library decodes them as it loads."""
 
-    def __init__(
-        self, config: ServerConfig, *, fetch_image: Fetch | None = None, fetch_video: Fetch | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig, policy: FetchPolicy | None = None) -> None:
         self._config = config
-        self._fetch = {"picture": fetch_image, "video": fetch_video}
-        self._folders = tuple(folder.resolve() for folder in config.allow_dirs)
+        self._policy = policy or policy_of(config)
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="vlm-batch-media")
 
     def close(self) -> None:
@@ -40,9 +33,9 @@ class MediaReader:
 
     async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with every picture and video as bytes or a data URI. Raises ApiError."""
-        parts = [part for message in messages for part in _parts(message)]
+        parts = [part for message in messages for part in _media(message)]
         self._check_counts(parts)
-        payloads = iter(await asyncio.gather(*(self._payload(part) for part in parts)))
+        payloads = iter(await self._payloads(parts))
         return [
             {**message, "content": [_with_payload(part, payloads) for part in message["content"]]}
             if isinstance(message["content"], list)
@@ -60,88 +53,75 @@ class MediaReader:
             if count > most:
                 raise ApiError(400, f"{count} {noun}; at most {most} go into one request", param="messages")
 
-    async def _payload(self, part: Mapping[str, Any]) -> bytes | str:
+    async def _payloads(self, parts: Sequence[Mapping[str, Any]]) -> list[bytes | str]:
+        """What the parts name, read side by side; the first that fails, or a client that leaves, stops the others."""
+        cancelled = Cancelled()
+        tasks = [asyncio.ensure_future(self._payload(part, cancelled)) for part in parts]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            cancelled.set()
+            for task in tasks:
+                task.cancel()
+            raise
+
+    async def _payload(self, part: Mapping[str, Any], cancelled: Cancelled) -> bytes | str:
         named = part[part["type"]]
         source: str = named["url"] if isinstance(named, Mapping) else named
         noun = "picture" if part["type"] == "image_url" else "video"
-        if source.startswith("data:"):
+        if is_data_uri(source):
             return source
-        if source.startswith(("http://", "https://")):
-            return await self._download(source, noun)
-        path = self._allowed_file(source)
-        if path is not None:
-            return await self._run(self._read_file, path, noun)
-        if source.startswith(("file:", "/", "./", "../", "~")) and not _looks_like_base64(source):
-            raise ApiError(
-                400,
-                f"this server reads no {noun} from that place; send it as a data URI",
-                param="messages",
-                code="file",
-            )
+        if len(source) > SHORTEST_PICTURE and "." not in source and not is_url(source):
+            return _of_base64(source, noun)
+        if is_url(source) and not self._policy.allow_http:
+            raise _refused(f"this server fetches no URLs; send the {noun} as a data URI", "url")
+        if not is_url(source) and not self._policy.allow_files:
+            raise _refused(f"a {noun} is no data URI, and this server reads no files", "file")
+        return await self._fetch(source, noun, cancelled)
+
+    async def _fetch(self, source: str, noun: str, cancelled: Cancelled) -> bytes:
+        loop = asyncio.get_running_loop()
         try:
-            return base64.b64decode(source, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ApiError(
-                400, f"a {noun} is named by neither data URI, base64, http(s) URL nor file", param="messages"
-            ) from error
-
-    async def _download(self, url: str, noun: str) -> bytes:
-        fetch = self._fetch[noun]
-        if fetch is None:
-            raise ApiError(
-                400, f"this server fetches no URLs; send the {noun} as a data URI", param="messages", code="url"
-            )
-        try:
-            return await self._run(fetch, url)
-        except InvalidRequest as error:
-            raise refusal(error) from error
-
-    def _allowed_file(self, source: str) -> Path | None:
-        """The file that ``source`` names, links followed, if it lies under an allowed folder. None says nothing more."""
-        if not self._folders or "\0" in source or len(source) > 4096:
-            return None
-        path = Path(source.removeprefix("file://"))
-        if not path.is_absolute():
-            return None
-        try:
-            real = path.resolve(strict=True)
-        except (OSError, RuntimeError):  # not there, or links in a circle
-            return None
-        return real if any(real.is_relative_to(folder) for folder in self._folders) else None
-
-    def _read_file(self, path: Path, noun: str) -> bytes:
-        """A regular file's bytes. It is opened without following a link that was put there since it was resolved."""
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise ApiError(400, f"a {noun}'s file cannot be read", param="messages") from error
-        with os.fdopen(handle, "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise ApiError(400, f"a {noun} is not a file", param="messages")
-            if about.st_size > self._config.max_file:
-                raise ApiError(
-                    413, f"a {noun}'s file has {about.st_size} bytes; at most {self._config.max_file} are read"
-                )
-            return file.read(self._config.max_file)
-
-    async def _run(self, call: Callable[..., bytes], *args: Any) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, call, *args)
+            return (await loop.run_in_executor(self._readers, fetch, source, self._policy, cancelled)).data
+        except OperationCancelled:
+            raise asyncio.CancelledError from None
+        except Unreadable as error:
+            # Why it could not be read would tell a stranger what there is in this machine's network and folders.
+            what = "URL cannot be fetched" if is_url(source) else "file cannot be read"
+            raise _refused(f"the {noun}'s {what}, or may not be", "unreadable") from error
 
 
-def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def policy_of(config: ServerConfig) -> FetchPolicy:
+    """What the server reads for its clients: nothing but what their requests carry, unless it is told otherwise."""
+    return FetchPolicy(
+        allow_http=config.allow_urls,
+        allow_private=False,
+        allow_files=bool(config.allow_dirs),
+        directories=config.allow_dirs,
+        max_bytes=config.max_file,
+        seconds=config.fetch_seconds,
+    )
+
+
+def _of_base64(source: str, noun: str) -> bytes:
+    try:
+        return base64.b64decode(source, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _refused(f"a {noun} is neither data URI, base64, http(s) URL nor file", "unreadable") from error
+
+
+def _refused(message: str, code: str) -> ApiError:
+    return ApiError(400, message, param="messages", code=code)
+
+
+def _media(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = message.get("content")
     return [part for part in content if part["type"] != "text"] if isinstance(content, list) else []
 
 
-def _with_payload(part: Mapping[str, Any], payloads: Any) -> dict[str, Any]:
+def _with_payload(part: Mapping[str, Any], payloads: Iterator[bytes | str]) -> dict[str, Any]:
     if part["type"] == "text":
         return dict(part)
     kind = part["type"].removesuffix("_url")
     options = {name: value for name, value in part.items() if name not in ("type", part["type"])}
     return {"type": kind, kind: next(payloads), **options}
-
-
-def _looks_like_base64(source: str) -> bool:
-    """Base64 may begin with a slash, as every JPEG's does; a file's name has a dot, or is short."""
-    return len(source) > 64 and "." not in source[:4096]
