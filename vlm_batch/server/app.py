@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -181,7 +182,7 @@ def _check_model(config: ServerConfig, name: str | None) -> None:
 
 def _priority(request: Request) -> int:
     given = request.headers.get("x-priority", "0")
-    if not given.lstrip("-").isdecimal() or abs(int(given[:8])) > MAX_PRIORITY:
+    if not re.fullmatch(r"-?[0-9]{1,3}", given) or abs(int(given)) > MAX_PRIORITY:
         raise ApiError(400, f"X-Priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}; higher goes first")
     return int(given)
 
@@ -218,7 +219,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the forms that a value may have, the nearest
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     name, message = where[-1] if where else "", str(first["msg"])
     if first["type"] == "extra_forbidden":

@@ -30,13 +30,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service = service
+        self.service = service
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Wait for answers within the limit, end the rest, then close connections."""
         for server in self.servers:
             server.close()
-        await self._service.drain(self._service.config.shutdown_seconds)
+        await self.service.drain(self.service.config.shutdown_seconds)
         await super().shutdown(sockets)
 
 

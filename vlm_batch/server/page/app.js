@@ -7,6 +7,32 @@ const pictures = []; // {name, url} with data URLs
 const running = new Set(); // AbortControllers
 const history = [];
 
+/** Streams at a time; one connection of the browser's six is left for the charts. */
+const connections = {
+  free: 5,
+  queue: [],
+  take(signal) {
+    if (this.free > 0) {
+      this.free -= 1;
+      return Promise.resolve();
+    }
+    return new Promise((resolve, reject) => {
+      this.queue.push(resolve);
+      signal.addEventListener("abort", () => {
+        const place = this.queue.indexOf(resolve);
+        if (place < 0) return;
+        this.queue.splice(place, 1);
+        reject(new DOMException("stopped", "AbortError"));
+      });
+    });
+  },
+  give() {
+    const next = this.queue.shift();
+    if (next) next();
+    else this.free += 1;
+  },
+};
+
 // ---- the server ----
 
 function headers() {
@@ -168,75 +194,89 @@ function send() {
   const question = find("question").value.trim();
   if (!question) return find("question").focus();
   const groups = find("each").checked && pictures.length ? pictures.map((one) => [one]) : [[...pictures]];
-  const times = Math.max(1, Number(find("times").value) || 1);
-  for (const group of groups) for (let time = 0; time < times; time += 1) stream(question, group);
+  const times = Math.min(16, Math.max(1, Number(find("times").value) || 1));
+  for (const group of groups) stream(question, group, times);
 }
 
-async function stream(question, group) {
-  const card = makeCard(question, group);
+/** One request, answered so many times: a card for each answer. A browser opens six connections to a server, no more. */
+async function stream(question, group, times) {
+  const cards = Array.from({ length: times }, () => makeCard(question, group));
   const control = new AbortController();
   running.add(control);
   find("stop").disabled = false;
-  card.stop.onclick = () => control.abort();
-  const began = performance.now();
-  const seen = { first: 0, last: 0, tokens: 0, finish: "" };
+  for (const card of cards) card.stop.onclick = () => control.abort();
   try {
-    const response = await ask("/v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      signal: control.signal,
-      body: JSON.stringify(body(question, group)),
-    });
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      take(event, card, seen);
-      card.facts.textContent = facts(seen, began);
+    await connections.take(control.signal);
+    try {
+      await read(await post(question, group, times, control.signal), cards);
+    } finally {
+      connections.give();
     }
-    card.box.classList.add("done");
   } catch (error) {
     const stopped = error.name === "AbortError";
-    card.box.classList.add(stopped ? "stopped" : "failed");
-    card.facts.textContent = stopped ? `stopped · ${facts(seen, began)}` : error.message;
     if (!stopped) find("problem").textContent = error.message;
+    for (const card of cards.filter((one) => !one.finish)) {
+      card.box.classList.add(stopped ? "stopped" : "failed");
+      card.about.textContent = stopped ? `stopped · ${facts(card)}` : error.message;
+    }
   } finally {
-    card.box.classList.remove("running");
-    card.stop.remove();
     running.delete(control);
     find("stop").disabled = running.size === 0;
+    cards.forEach(settle);
   }
 }
 
-function body(question, group) {
+function post(question, group, times, signal) {
   const images = group.map((picture) => ({ type: "image_url", image_url: { url: picture.url } }));
-  return {
-    messages: [{ role: "user", content: [...images, { type: "text", text: question }] }],
-    max_tokens: Number(find("max-tokens").value) || 256,
-    temperature: Number(find("temperature").value) || 0,
-    stream: true,
-    stream_options: { include_usage: true },
-  };
+  return ask("/v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    signal,
+    body: JSON.stringify({
+      messages: [{ role: "user", content: [...images, { type: "text", text: question }] }],
+      max_tokens: Number(find("max-tokens").value) || 256,
+      temperature: Number(find("temperature").value) || 0,
+      n: times,
+      stream: true,
+    }),
+  });
 }
 
-function take(event, card, seen) {
-  if (event.usage) seen.tokens = event.usage.completion_tokens;
-  for (const choice of event.choices) {
-    const text = choice.delta.content ?? "";
-    const thought = choice.delta.reasoning_content ?? "";
-    if (choice.finish_reason) seen.finish = choice.finish_reason;
-    if (!text && !thought) continue;
-    seen.last = performance.now();
-    seen.first ||= seen.last;
-    seen.tokens += 1;
+async function read(response, cards) {
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    for (const choice of event.choices) take(choice, cards[choice.index]);
+  }
+}
+
+function take(choice, card) {
+  const text = choice.delta.content ?? "";
+  const thought = choice.delta.reasoning_content ?? "";
+  if (text || thought) {
+    card.last = performance.now();
+    card.first ||= card.last;
+    card.tokens += 1;
     card.text.append(text);
     card.thought.append(thought);
   }
+  card.finish = choice.finish_reason ?? "";
+  card.about.textContent = facts(card);
+  if (card.finish) {
+    card.box.classList.add("done");
+    settle(card);
+  }
 }
 
-function facts(seen, began) {
-  if (!seen.first) return "waiting";
-  const seconds = (seen.last - seen.first) / 1000;
-  const speed = seconds > 0 ? `${((seen.tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
-  return [`first token after ${((seen.first - began) / 1000).toFixed(2)} s`, `${seen.tokens} tokens`, speed, seen.finish]
+function settle(card) {
+  card.box.classList.remove("running");
+  card.stop.remove();
+}
+
+function facts(card) {
+  if (!card.first) return card.finish || "waiting";
+  const seconds = (card.last - card.first) / 1000;
+  const speed = seconds > 0 ? `${((card.tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+  return [`first token after ${((card.first - card.began) / 1000).toFixed(2)} s`, `${card.tokens} tokens`, speed, card.finish]
     .filter(Boolean)
     .join(" · ");
 }
@@ -252,7 +292,7 @@ function makeCard(question, group) {
   line.append(about, stop);
   box.append(element("h2", question), ...group.map(image), thought, text, line);
   find("answers").prepend(box);
-  return { box, text, thought, facts: about, stop };
+  return { box, text, thought, about, stop, began: performance.now(), first: 0, last: 0, tokens: 0, finish: "" };
 }
 
 function stopAll() {
