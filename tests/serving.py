@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch.assets import default_checkpoint
+from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.run import Server, make_server
 from vlm_batch.server.service import Batcher
@@ -83,10 +84,12 @@ class Running:
 
 
 @contextmanager
-def serving(open_batcher: Callable[[], Batcher] | None = None, **settings: Any) -> Iterator[Running]:
+def serving(
+    open_batcher: Callable[[], Batcher] | None = None, *, policy: FetchPolicy | None = None, **settings: Any
+) -> Iterator[Running]:
     """A server of the embedded checkpoint, or of ``open_batcher``, that is ready; ``settings`` are ServerConfig's."""
     config = ServerConfig(model=str(default_checkpoint()), **{"port": 0, "shutdown_seconds": 1.0, **settings})
-    server = make_server(config, open_batcher or open_checkpoint)
+    server = make_server(config, open_batcher or open_checkpoint, policy=policy)
     thread = threading.Thread(target=server.run, name="test-server", daemon=True)
     thread.start()
     try:

@@ -10,6 +10,7 @@ from socket import socket
 import mlx.core as mx
 import uvicorn
 
+from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server.app import create_app
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.media import MediaReader
@@ -40,10 +41,12 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(config: ServerConfig, open_batcher: Callable[[], Batcher]) -> Server:
-    """A server that has not begun; ``run()`` or ``serve()`` begins it."""
+def make_server(
+    config: ServerConfig, open_batcher: Callable[[], Batcher], *, policy: FetchPolicy | None = None
+) -> Server:
+    """A server that has not begun; ``run()`` or ``serve()`` begins it. ``policy`` replaces the configuration's for media."""
     service = Service(config, open_batcher, memory=mx.get_active_memory)
-    app = create_app(service, MediaReader(config))
+    app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,
         host=config.host,
