@@ -28,9 +28,10 @@ import numpy as np  # noqa: E402
 from vlm_batch.adapters.base import Adapter  # noqa: E402
 from vlm_batch.caches import Placement  # noqa: E402
 from vlm_batch.caches.quantized import KVQuantisation  # noqa: E402
-from vlm_batch.engine.batch import DecodeBatch, Row  # noqa: E402
+from vlm_batch.engine.batch import DecodeBatch  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.reuse import Reuse  # noqa: E402
+from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
 from vlm_batch.store.budget import ByteBudget  # noqa: E402
 from vlm_batch.store.features import FeatureStore  # noqa: E402
@@ -148,13 +149,13 @@ def decode_of(
     dtype = adapter.model.language_model.model.embed_tokens.weight.dtype
     for index in range(rows):
         fresh = adapter.make_cache()
-        row = Row(str(index), SamplingParams(), 0)
-        row.cache = fresh if kv is None else kv.caches(fresh)
-        for cache in row.cache:
+        row = new_row(str(index), Prompt(), SamplingParams())
+        own = fresh if kv is None else kv.caches(fresh)
+        for cache in own:
             keys, values = (mx.random.normal((1, KV_HEADS, context, WIDTH // HEADS)).astype(dtype) for _ in range(2))
             cache.update_and_fetch(keys, values)
-        mx.eval([cache.state for cache in row.cache])
-        batch.join(row)
+        mx.eval([cache.state for cache in own])
+        batch.join(row, own)
     mx.eval([layer.arrays() for layer in batch.layers])
     held = batch.nbytes
     seconds = []

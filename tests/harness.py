@@ -1,7 +1,7 @@
 """Runs requests through the engine as a scenario says, records what every row's tokens were chosen from, and compares.
 
-The oracle of a request is its answer alone (``tests.zoo``). What the engine samples from is recorded by wrapping its sampler:
-every request gets a seed of its own, which sampling hands on, so that a row's logits can be told from its neighbours'.
+The oracle of a request is its answer alone (``tests.zoo``). What the engine samples from is recorded by the sampler that it is
+handed: every request gets a seed of its own, which sampling hands on, so that a row's logits can be told from its neighbours'.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.engine import generator as engine
 from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
@@ -107,13 +107,10 @@ def run(
     placement: Placement = Placement.ROWS,
     config: SchedulerConfig | None = None,
     compile_decode: bool = False,
-    generator: engine.BatchGenerator | None = None,
+    generator: BatchGenerator | None = None,
 ) -> list[Answer]:
     """Play a scenario to its end. ``generator`` continues a used one."""
     config = config or SchedulerConfig(max_rows=4)
-    batch = generator or engine.BatchGenerator(
-        adapter, placement=placement, config=config, compile_decode=compile_decode, reuse=default_reuse(adapter)
-    )
     answers = [Answer(ask) for ask in asks]
     recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(asks))}
 
@@ -122,8 +119,11 @@ def run(
             recorded[row.seed].append(logits[place] - mx.logsumexp(logits[place]))
         return sample(logits, rows)
 
+    batch = generator or BatchGenerator(
+        adapter, placement=placement, config=config, compile_decode=compile_decode, reuse=default_reuse(adapter)
+    )
+    batch.sampler = recording
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "sample", recording)
         patch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 0)
         step = 0
         while batch.has_work or step <= max(ask.at for ask in asks):

@@ -337,7 +337,7 @@ def test_result_times_out(batcher: VLMBatcher) -> None:
 
 def test_cancel_while_queued_and_while_decoding(batcher: VLMBatcher) -> None:
     handles = [batcher.submit(None, "count to 9", params=LONG) for _ in range(24)]
-    while not any(handle._pieces for handle in handles):
+    while not any(handle._events for handle in handles):
         time.sleep(0.001)
     for handle in handles:
         assert batcher.cancel(handle.request_id)
@@ -384,7 +384,7 @@ def test_submitting_while_another_thread_closes_never_hangs() -> None:
 def test_a_forgotten_batcher_lets_its_model_go() -> None:
     own = VLMBatcher(CHECKPOINT)
     own.submit(None, "count to 3").result(timeout=60)
-    engine, generator = own._engine_thread, weakref.ref(own._generator)
+    engine, generator = own._running, weakref.ref(own._loop.generator)
     del own
     gc.collect()
     engine.join()
@@ -398,7 +398,7 @@ def test_a_defect_of_the_engine_ends_its_requests_and_the_next_one_works(
         raise RuntimeError("the plan is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(batcher._generator.scheduler), "plan", broken)
+        patch.setattr(type(batcher._loop.generator.scheduler), "plan", broken)
         results = [batcher.submit(None, "count to 3").result(timeout=60) for _ in range(2)]
     assert all("the plan is broken" in str(result.error) for result in results)
     assert batcher.submit(None, "count to 3").result(timeout=60).error is None

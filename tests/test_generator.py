@@ -14,6 +14,7 @@ from vlm_batch.adapters import grids
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
@@ -91,7 +92,7 @@ def test_a_row_that_raises_while_it_is_encoded_leaves_nothing_on_the_model(monke
 def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:
     """Its neighbours' tokens are the same as if it had never come, whether they run before, beside or after it."""
     bad_inputs, bad_params, said = BAD[how]
-    generator = engine(placement=placement, max_prompt_tokens=100)
+    generator = engine(placement=placement, config=SchedulerConfig(max_prompt_tokens=100))
     generator.insert("before", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
 
     def arrive(step: int) -> None:
@@ -111,7 +112,7 @@ def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:
 
 
 def test_too_long_names_both_numbers() -> None:
-    generator = engine(max_prompt_tokens=20)
+    generator = engine(config=SchedulerConfig(max_prompt_tokens=20))
     generator.insert("long", inputs(OTHER), SamplingParams())
     generator.insert("short", inputs(TEXT), SamplingParams(max_tokens=3))
     results = finish(generator)
@@ -179,7 +180,7 @@ def test_cancel_at_every_stage(step: int) -> None:
 def test_stop_tokens_and_eos() -> None:
     tokens = right_tokens(TEXT)
     first = tokens.index(tokens[4])
-    generator = engine(eos_token_ids=[tokens[4]])
+    generator = engine(text=AnswerText(eos_token_ids=frozenset([tokens[4]])))
     generator.insert("eos", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
     generator.insert("ignored", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
     generator.insert(
@@ -196,7 +197,7 @@ def test_stop_tokens_and_eos() -> None:
 def test_stop_strings_cut_the_text_of_their_row_only() -> None:
     whole = letters(right_tokens(TEXT))
     stop = whole[3:5]
-    generator = engine(decode_text=letters)
+    generator = engine(text=AnswerText(letters))
     generator.insert("stopped", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS, stop=[stop]))
     generator.insert("whole", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
     events: list[Event] = []

@@ -31,7 +31,7 @@ from vlm_batch.caches import (
     SlabCache,
     make_layer_cache,
 )
-from vlm_batch.engine.batch import Row
+from vlm_batch.engine.row import Row
 from vlm_batch.models.molmo_point import MolmoPoint, general
 from vlm_batch.types import Encoded
 
@@ -98,7 +98,7 @@ def worst(name: str, answers: Sequence[Answer]) -> float:
 
 @pytest.mark.parametrize("name", [name for name in POSITIONED if name not in WITHOUT_DELTAS])
 def test_without_rope_deltas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Row, "position", property(lambda row: row.prompt_length + row.num_sampled - 1))
+    monkeypatch.setattr(Row, "position", property(lambda row: row.facts.length + row.answer.num_sampled - 1))
     assert worst(name, run_family(name, [Ask(IMAGES[0]), Ask(IMAGES[2])])) > FAR
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from vlm_batch.engine.scheduler import Pace, PrefillRow, Scheduler, SchedulerConfig, WaitingRow, chunk_end, together
+from vlm_batch.engine.pace import Pace
+from vlm_batch.engine.scheduler import PrefillRow, Scheduler, SchedulerConfig, chunk_end, together
 from vlm_batch.types import Chunk
 
 SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
@@ -87,12 +88,13 @@ def test_nothing_to_prefill_is_an_empty_plan() -> None:
 
 
 def test_rows_wait_by_priority_then_age() -> None:
-    waiting = [WaitingRow("old", 0, 3.0), WaitingRow("new", 0, 1.0), WaitingRow("urgent", 2, 0.0)]
-    assert SCHEDULER.order(waiting) == ["urgent", "old", "new"]
+    old, new, urgent = (0, 10.0), (0, 12.0), (2, 13.0)  # priority, and when they came
+    assert sorted([old, new, urgent], key=lambda row: SCHEDULER.urgency(*row)) == [urgent, old, new]
 
 
 def test_waiting_lifts_a_row_over_any_priority() -> None:
-    assert SCHEDULER.order([WaitingRow("urgent", 2, 0.0), WaitingRow("patient", 0, 16.0)]) == ["patient", "urgent"]
+    urgent, patient = (2, 16.0), (0, 0.0)
+    assert SCHEDULER.urgency(*patient) < SCHEDULER.urgency(*urgent)
 
 
 def test_places_are_bounded() -> None:

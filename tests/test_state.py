@@ -15,9 +15,10 @@ from tests.harness import Ask, check, every_family, inputs_of, run, run_family
 from tests.zoo import family as tiny_family
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.engine.batch import DecodeBatch, Row
+from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.models import adapter_for
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -87,9 +88,7 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
     gc.collect()
     assert len(gone) > 2
     assert all(reference() is None for reference in gone)
-    assert row.inputs is None
-    assert row.encoded is None
-    assert row.cache is None
+    assert row.prompt is None
     while generator.has_work:
         generator.step()
     assert generator.batch.nbytes == 0
@@ -184,12 +183,12 @@ def test_ten_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
     caches = adapter.make_cache()
     mx.eval(adapter.prefill(adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9"))), caches, 0, 9))
     batch = DecodeBatch(Placement.ROWS, 1)
-    row = Row("a", SamplingParams(), 0)
-    row.cache = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length
-    for cache in row.cache:
+    row = new_row("a", Prompt(), SamplingParams())
+    own = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length
+    for cache in own:
         if isinstance(cache, RotatingKVCache):
             cache.update_and_fetch(*caches[-1].state)
-    batch.join(row)
+    batch.join(row, own)
     counts = []
     for step in range(10_000):
         token = mx.array([[step % 100]], dtype=mx.int32)

@@ -60,3 +60,9 @@ class BatcherClosed(VLMBatchError, RuntimeError):
 
 class RequestFailed(VLMBatchError, RuntimeError):
     """A request ended with an error; the message is the result's ``error``."""
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line for a result: what kind, and what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

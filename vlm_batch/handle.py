@@ -1,4 +1,4 @@
-"""One request as its submitter sees it: a stream of text and a result, from any thread and from asyncio."""
+"""One request as its submitter sees it: a stream of events and a result, from any thread and from asyncio."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
-from vlm_batch.types import Result
+from vlm_batch.types import Event, Result
 
 
 class Handle:
     """Iterate it for pieces of text (``for`` or ``async for``), ``await`` it or call ``result`` for the end.
 
-    Every iteration gives all pieces from the beginning. A failed request's stream just ends; its ``result().error``
-    says why.
+    ``events`` has all that is known of each step. Every iteration gives everything from the beginning. A failed request's
+    stream just ends; its ``result().error`` says why.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[str], bool]) -> None:
         self.request_id = request_id
-        self._cancel = cancel
+        self._cancel: Callable[[str], bool] | None = cancel  # until the end: a handle that is kept holds no model
         self._changed = threading.Condition()
-        self._pieces: list[str] = []
+        self._events: list[Event] = []
         self._result: Result | None = None
         self._listeners: list[Callable[[], None]] = []
 
@@ -42,32 +42,23 @@ class Handle:
 
     def cancel(self) -> bool:
         """Ask for the request to end now; False if it has ended already. Its result follows, with what was generated."""
-        return not self.done() and self._cancel(self.request_id)
+        cancel = self._cancel
+        return cancel is not None and cancel(self.request_id)
+
+    def events(self) -> EventStream:
+        """Every ``Event`` of the request, by ``for`` or ``async for``: a token each, with the text that it completed (perhaps
+        none yet) and its log-probabilities; the last one has the result."""
+        return EventStream(self)
 
     def __iter__(self) -> Iterator[str]:
-        position = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda at=position: len(self._pieces) > at or self.done())  # type: ignore[misc]
-                pieces = self._pieces[position:]
-            if not pieces:
-                return
-            yield from pieces
-            position += len(pieces)
+        for event in self.events():
+            if event.text:
+                yield event.text
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        position = 0
-        while True:
-            change = self._next_change()
-            pieces = self._pieces[position:]
-            if not pieces:
-                if self.done():
-                    return
-                await change
-                continue
-            for piece in pieces:
-                yield piece
-            position += len(pieces)
+        async for event in self.events():
+            if event.text:
+                yield event.text
 
     def __await__(self) -> Generator[object, None, Result]:
         return self._wait().__await__()
@@ -95,10 +86,18 @@ class Handle:
                 future.set_result(None)
         return future
 
-    # Called by the engine
-    # -----------------------------------------------------------------------------------------------
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once when the request has ended, on the engine's thread; now if that is past."""
 
-    def add_listener(self, tell: Callable[[], None]) -> None:
+        def check() -> None:
+            if self.done():
+                call()
+            else:
+                self._add_listener(check)
+
+        self._add_listener(check)
+
+    def _add_listener(self, tell: Callable[[], None]) -> None:
         """Have ``tell`` called once, at the next change; at once if the request has ended."""
         with self._changed:
             if self._result is None:
@@ -106,25 +105,51 @@ class Handle:
                 return
         tell()
 
-    def push(self, piece: str) -> None:
-        """Add a piece of text."""
-        if piece:
-            self._change(piece, None)
-
-    def finish(self, result: Result) -> None:
-        """Set the result; the first one stands."""
-        if self._result is None:
-            self._change("", result)
-
-    def _change(self, piece: str, result: Result | None) -> None:
+    def push(self, event: Event) -> None:
+        """Add what the engine has to tell; nothing comes after the event with the result."""
         with self._changed:
-            if piece:
-                self._pieces.append(piece)
-            self._result = result
+            if self._result is not None:
+                return
+            self._events.append(event)
+            self._result = event.result
+            if event.result is not None:
+                self._cancel = None
             listeners, self._listeners = self._listeners, []
             self._changed.notify_all()
         for tell in listeners:
             tell()
+
+
+class EventStream:
+    """A handle's events from the first to the last, as they come; it can be iterated again."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __iter__(self) -> Iterator[Event]:
+        handle, position = self._handle, 0
+        while True:
+            with handle._changed:
+                handle._changed.wait_for(lambda at=position: len(handle._events) > at or handle.done())  # type: ignore[misc]
+                events = handle._events[position:]
+            if not events:
+                return
+            yield from events
+            position += len(events)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        handle, position = self._handle, 0
+        while True:
+            change = handle._next_change()
+            events = handle._events[position:]
+            if not events:
+                if handle.done():
+                    return
+                await change
+                continue
+            for event in events:
+                yield event
+            position += len(events)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -1,8 +1,9 @@
-"""From a path, a hub id or a model object to an adapter and its processing."""
+"""From a path, a hub id or a model object to a whole engine: the one place that sees all rooms."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,84 @@ from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
+from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.caches.quantized import KVQuantisation, settings_of
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.port import AnswerText
+from vlm_batch.engine.reuse import Kept, Reuse
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
+from vlm_batch.inputs.loaders import Loaders
+from vlm_batch.inputs.prepare import Limits, Preparer
+from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.files import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are."""
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    caches: Kept = field(default_factory=Kept)
+    limits: Limits = field(default_factory=Limits)
+    kv: KVQuantisation | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that is ready to answer: its loop, to be run by one thread, and the checks that come before it."""
+
+    loop: EngineLoop
+    preparer: Preparer
+
+
+def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Engine:
+    """An engine for a loaded model. Raises UnsupportedModel for a model that cannot be run with these options."""
+    adapter = adapt(model)
+    if options.kv is not None:
+        check_quantisation(adapter, options.kv)
+    config = options.scheduler
+    if adapter.max_rows is not None:
+        # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
+        config = replace(config, max_rows=min(config.max_rows, adapter.max_rows), encode_ahead=0)
+    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
+    generator = BatchGenerator(
+        adapter,
+        text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
+        config=config,
+        reuse=_reuse(adapter, options),
+        kv=options.kv,
+    )
+    preparer = Preparer(
+        processing,
+        adapter.spec,
+        image_token_ids=adapter.image_token_ids(),
+        max_context=adapter.max_context,
+        limits=options.limits,
+    )
+    return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer)
+
+
+def load_engine(path_or_id: str | Path, options: EngineOptions, *, trust_remote_code: bool = False) -> Engine:
+    """An engine for a checkpoint; raises what ``load_model`` and ``make_engine`` raise."""
+    model, processor = load_model(path_or_id, trust_remote_code=trust_remote_code)
+    return make_engine(model, processor, options)
+
+
+def _reuse(adapter: Adapter, options: EngineOptions) -> Reuse:
+    identity = Identity(adapter.fingerprint, settings_of(options.kv))
+    if not options.caches.max_bytes:
+        return Reuse(adapter, None, identity)
+    budget = ByteBudget(options.caches.max_bytes)
+    adapter.remember_features(FeatureStore(budget))
+    prefix = options.caches.prefix_cache(budget, identity) if adapter.no_prefix_reuse is None else None
+    return Reuse(adapter, prefix, identity)
 
 
 def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:

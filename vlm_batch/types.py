@@ -264,6 +264,25 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Stats:
+    """What a batcher is doing now, and what it did since it was made."""
+
+    queued: int
+    waiting: int
+    prefilling: int
+    decoding: int
+    kv_bytes: int
+    finished: int
+    failed: int
+    cancelled: int
+    generated_tokens: int
+    tokens_per_second: float = 0.0  # generated, over the last five seconds of work
+    cache_hits: int = 0  # requests that took a beginning from earlier ones
+    cached_tokens: int = 0  # prompt positions that they took
+    cache_bytes: int = 0  # kept for later requests
+
+
+@dataclass(frozen=True)
 class PositionState:
     """Where a row stands in position space, owned by the row.
 

@@ -60,9 +60,11 @@ def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[
     engine = make(model, workload, contexts)
     generator = engine.generator
     if hasattr(generator, "adapter"):
-        generator.adapter = Watched(
+        watched_adapter = Watched(
             generator.adapter, clock, ("encode", "prefill", "finish_prefill", "decode", "make_cache")
         )
+        for part in (generator, generator.encoder, generator.prefill):
+            part.adapter = watched_adapter
     else:
         generator.model = Watched(generator.model, clock, ("__call__",))
     plain = {name: getattr(mx, name) for name in ("eval", "async_eval", "clear_cache")}
@@ -124,12 +126,12 @@ def _watch_ours(joins: list[int], leaves: list[int], rows: list[int]) -> Iterato
 
     join, leave = DecodeBatch.join, DecodeBatch.leave
 
-    def watched_join(batch: DecodeBatch, row: Any) -> None:
-        own = _arrays([cache.state for cache in row.cache])
+    def watched_join(batch: DecodeBatch, row: Any, caches: Any) -> None:
+        own = _arrays([cache.state for cache in caches])
         size, others = sum(array.nbytes for array in own), len(batch)
         adopted = {_address(array) for array in own}
         before = [_places(layer) for layer in batch.layers]
-        join(batch, row)
+        join(batch, row, caches)
         after = [_places(layer) for layer in batch.layers]
         if others:
             rows.append(size)

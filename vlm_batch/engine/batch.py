@@ -2,81 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
-from vlm_batch.caches.states import LayerState
-from vlm_batch.engine.text import Detokenizer, StopStrings
-from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import Point, SavedRow
-from vlm_batch.types import Encoded, PromptKey, SamplingParams, Status, TokenLogprobs
-
-
-@dataclass(eq=False)
-class Traces:
-    """What a row has of earlier rows, and what it keeps for later ones on its way (``vlm_batch.engine.reuse``)."""
-
-    continues: PromptCache | None = None  # its user's
-    is_returned: bool = False  # whether its result is to have its cache
-    key: PromptKey | None = None
-    cached: int = 0  # positions that it has not prefilled itself
-    logits: mx.array | None = None  # (1, V) after its prompt, where they were kept
-    known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
-    shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
-    stops: tuple[int, ...] = ()  # where its chunks are to end
-    points: dict[int, Point] = field(default_factory=dict)
-    constant: dict[int, LayerState] = field(default_factory=dict)
-    pending: SavedRow | None = None  # its prompt's state, until it is evaluated
-
-
-@dataclass(eq=False)
-class Row:
-    """Everything that belongs to one request inside the engine; the one mutable record."""
-
-    request_id: str
-    params: SamplingParams
-    seed: int
-    priority: int = 0
-    inputs: Mapping[str, Any] | None = None  # a processor's output, until it is encoded
-    status: Status = Status.WAITING
-    encoded: Encoded | None = None  # until its prefill ends
-    prompt_length: int = 0
-    max_tokens: int = 0  # what it asked for, cut to the model's context
-    image_tokens: int = 0
-    model_image_sizes: tuple[tuple[int, int], ...] = ()
-    delta: int = 0
-    vocabulary: int | None = None  # how many tokens it chooses from, if not as many as all rows do
-    decode_extras: Mapping[str, Any] = field(default_factory=dict)
-    cache: list[Any] | None = None  # its single-row cache, until it joins the batch and after it has left
-    traces: Traces | None = None  # what it takes from earlier rows and leaves for later ones
-    prefilled: int = 0
-    next_token: mx.array | None = None  # (1,) the token that was sampled last, perhaps not yet computed
-    num_sampled: int = 0  # tokens sampled so far, the last of them perhaps not yet read
-    history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    detokenizer: Detokenizer | None = None
-    stop_strings: StopStrings | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    submitted: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
-    encode_seconds: float = 0.0
-    first_token: float = 0.0
-
-    @property
-    def position(self) -> int:
-        """The position of the token that is decoded next."""
-        return self.prompt_length + self.num_sampled - 1 + self.delta
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the token that was sampled last is its last by count."""
-        return self.num_sampled >= self.max_tokens
+from vlm_batch.engine.row import Row
+from vlm_batch.types import Status
 
 
 class DecodeBatch:
@@ -98,18 +31,16 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def join(self, row: Row) -> None:
-        """Give a prefilled row a place. Only its own KV is touched; its single-row cache is given up."""
-        assert row.cache is not None
+    def join(self, row: Row, caches: Sequence[Any]) -> None:
+        """Give a prefilled row a place. Only its own KV is touched; its single-row caches belong to the batch from now on."""
         if not self.layers:
-            self.layers = [make_layer_cache(single, self.placement, self.max_rows) for single in row.cache]
+            self.layers = [make_layer_cache(single, self.placement, self.max_rows) for single in caches]
         if None not in self.places:
             self._resize(len(self.places) + 1)
         place = self.places.index(None)
-        for layer, single in zip(self.layers, row.cache, strict=True):
+        for layer, single in zip(self.layers, caches, strict=True):
             layer.put(place, single)
         self.places[place] = row
-        row.cache = None
         row.status = Status.DECODE
 
     def take(self, row: Row) -> list[Any]:

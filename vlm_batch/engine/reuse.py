@@ -7,16 +7,17 @@ cache nor gives one back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.states import is_whole_kind
-from vlm_batch.engine.batch import Row, Traces
+from vlm_batch.engine.port import Recogniser
+from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.errors import InvalidCache
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -44,14 +45,6 @@ def worth(length: int) -> int:
     The few of a chat template save less than prompts of one length do that are prefilled as one array.
     """
     return max(MIN_TOKENS, min(ALWAYS_WORTH, length // 8))
-
-
-class Recogniser(Protocol):
-    """What is asked of an adapter here."""
-
-    @property
-    def no_prefix_reuse(self) -> str | None: ...
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
 
 
 @dataclass(frozen=True)
@@ -93,148 +86,150 @@ class Reuse:
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
-        if self.prefix is None or row.encoded is not None:
+        if self.prefix is None or row.prompt is None or row.prompt.encoded is not None:
             return False
-        if row.traces is not None and row.traces.continues is not None:
+        if row.reuse is not None and row.reuse.continues is not None:
             return False
         try:
-            traces = self._traces(row)
+            book = self._book(row)
         except Exception:  # what is wrong with it is said when it is encoded
             return False
-        if traces.key is None:
+        if book.key is None:
             return False
-        coming = max((self._shared(traces, other) for other in others), default=0)
-        if coming < worth(traces.key.length):
+        coming = max((self._shared(book, other) for other in others), default=0)
+        if coming < worth(book.key.length):
             return False
-        if traces.known[0] != self.prefix.version:
-            found = self.prefix.find(traces.key)
-            traces.known = (self.prefix.version, 0 if found is None else found.length)
-        return coming >= traces.known[1] + worth(traces.key.length)
+        if book.known[0] != self.prefix.version:
+            found = self.prefix.find(book.key)
+            book.known = (self.prefix.version, 0 if found is None else found.length)
+        return coming >= book.known[1] + worth(book.key.length)
 
     def is_new(self, row: Row) -> bool:
         """Whether a row starts from nothing, so that all of its pictures have to be encoded."""
-        if row.traces is not None and row.traces.continues is not None:
+        if row.reuse is not None and row.reuse.continues is not None:
             return False
         if self.prefix is None:
             return True
         try:
-            key = self._traces(row).key
+            key = self._book(row).key
         except Exception:  # what is wrong with it is said when it is encoded
             return False
         return key is None or self._found(key) is None
 
-    def _shared(self, traces: Traces, other: Row) -> int:
+    def _shared(self, book: RowReuse, other: Row) -> int:
         """How many first positions a prompt has in common with another row's, and could go on from."""
-        if other not in traces.shared:
-            theirs = None if other.traces is None else other.traces.key
-            if traces.key is None or theirs is None:
+        if other not in book.shared:
+            theirs = None if other.reuse is None else other.reuse.key
+            if book.key is None or theirs is None:
                 return 0
-            common = common_length(traces.key.positions, theirs.positions)
-            traces.shared[other] = traces.key.before_span(min(common, traces.key.length - 1))
-        return traces.shared[other]
+            common = common_length(book.key.positions, theirs.positions)
+            book.shared[other] = book.key.before_span(min(common, book.key.length - 1))
+        return book.shared[other]
 
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
         """Give a row its caches: fresh ones, or those of its beginning. Returns how many positions are in them.
 
         Raises InvalidCache if the cache that it is to continue does not fit its prompt.
         """
-        row.cache = list(fresh)
-        if row.traces is not None:
-            row.traces.shared.clear()
-        wanted = row.traces is not None and (row.traces.continues is not None or row.traces.is_returned)
+        assert row.prompt is not None
+        row.prompt.cache = list(fresh)
+        if row.reuse is not None:
+            row.reuse.shared.clear()
+        wanted = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
         if self.prefix is None and not wanted:
             return 0
-        traces = self._traces(row)
-        if traces.key is None:
+        book = self._book(row)
+        if book.key is None:
             if wanted:
                 raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
             return 0
-        found = self._continued(traces) if traces.continues is not None else self._found(traces.key)
+        found = self._continued(book) if book.continues is not None else self._found(book.key)
         if any(not is_whole_kind(cache) for cache in fresh):
             common = 0 if found is None else found.common
-            traces.stops = tuple(sorted({common, *(end for _, end in traces.key.pictures)}))
+            book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
         if found is None or not found.length:
             return 0
         saved, length = found.row, found.length
-        pictures = traces.key.pictures
+        pictures = book.key.pictures
         num_pictures = sum(end <= length for _, end in pictures)
-        row.cache = saved.restore(length, num_pictures if num_pictures == len(pictures) else 0)
-        traces.points = {at: point for at, point in saved.points.items() if at <= length}
-        traces.logits = saved.logits_at(length) if length == traces.key.length else None
-        traces.cached = length
+        row.prompt.cache = saved.restore(length, num_pictures if num_pictures == len(pictures) else 0)
+        book.points = {at: point for at, point in saved.points.items() if at <= length}
+        book.logits = saved.logits_at(length) if length == book.key.length else None
+        book.cached = length
         return length
 
     def commit(self, row: Row) -> None:
         """The row is encoded: the cache that it continues is spent from now on."""
-        if row.traces is not None and row.traces.continues is not None:
-            row.traces.continues.take()
-            row.traces.continues = None
+        if row.reuse is not None and row.reuse.continues is not None:
+            row.reuse.continues.take()
+            row.reuse.continues = None
 
     def chunk_done(self, row: Row) -> list[mx.array]:
         """Leave a point at a chunk's end, for layers that cannot be cut back to it later. Returns what is to be evaluated."""
-        traces = row.traces
-        if traces is None or traces.key is None or row.cache is None or all(map(is_whole_kind, row.cache)):
+        book, prompt = row.reuse, row.prompt
+        if book is None or book.key is None or prompt is None or prompt.cache is None:
             return []
-        last = max((at for at in traces.points if at <= row.prefilled), default=0)
-        if row.prefilled not in traces.stops and row.prefilled - last < POINT_STRIDE:
+        if all(map(is_whole_kind, prompt.cache)):
             return []
-        return self._point(row, traces, None)
+        last = max((at for at in book.points if at <= prompt.prefilled), default=0)
+        if prompt.prefilled not in book.stops and prompt.prefilled - last < POINT_STRIDE:
+            return []
+        return _add_point(book, prompt, None)
 
     def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
         """The whole prompt is in the row's caches, and nothing was dropped from them yet: leave them as they are.
 
         Returns what is to be evaluated; then ``settle`` makes it known.
         """
-        traces = row.traces
-        if traces is None or traces.key is None or row.cache is None:
+        book, prompt, length = row.reuse, row.prompt, row.facts.length
+        if book is None or book.key is None or prompt is None or prompt.cache is None:
             return []
-        if traces.key.length != row.prompt_length:  # ids that grew into several positions: these have no keys
-            traces.key = None
-            if traces.is_returned:
+        if book.key.length != length:  # ids that grew into several positions: these have no keys
+            book.key = None
+            if book.is_returned:
                 raise InvalidCache("the family's prompts have more positions than ids: they have no prompt caches")
             return []
-        traces.constant = save_constant(row.cache)
-        constant = [array for state in traces.constant.values() for array in state.arrays()]
-        if traces.cached == row.prompt_length:
+        book.constant = save_constant(prompt.cache)
+        constant = [array for state in book.constant.values() for array in state.arrays()]
+        if book.cached == length:
             return constant
-        arrays = self._point(row, traces, logits) + constant
-        if self.prefix is None or row.prompt_length < MIN_TOKENS:
+        arrays = _add_point(book, prompt, logits) + constant
+        if self.prefix is None or length < MIN_TOKENS:
             return arrays
-        traces.pending = self._saved(row, traces, row.cache, 0)
-        return traces.pending.arrays()
+        book.pending = self._saved(row, book, prompt.cache, 0)
+        return book.pending.arrays()
 
     def settle(self, row: Row) -> None:
-        """What a row's last chunk left is evaluated: later rows may have it."""
-        if row.traces is not None and row.traces.pending is not None:
+        """The prompt's state is evaluated and its first token sound: later rows may have it."""
+        if row.reuse is not None and row.reuse.pending is not None:
             if self.prefix is not None and row.status is not Status.FINISHED:
-                self.prefix.store(row.traces.pending)
-            row.traces.pending = None
-
-    def _point(self, row: Row, traces: Traces, logits: mx.array | None) -> list[mx.array]:
-        assert row.cache is not None
-        point = save_point(row.cache, row.prefilled, logits)
-        traces.points = thin({**traces.points, row.prefilled: point})
-        return point.arrays()
+                self.prefix.store(row.reuse.pending)
+            row.reuse.pending = None
 
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
-        traces = row.traces
-        return traces is not None and traces.key is not None and (traces.is_returned or self.prefix is not None)
+        book = row.reuse
+        return book is not None and book.key is not None and (book.is_returned or self.prefix is not None)
+
+    def forget(self, row: Row) -> None:
+        """The row has ended: a cache that it did not get to take may be continued by another request."""
+        if row.reuse is not None and row.reuse.continues is not None:
+            row.reuse.continues.release()
 
     def end(self, row: Row) -> PromptCache | None:
         """A row has ended, with its caches; its prompt cache, if it was asked for."""
-        traces = row.traces
-        if not self.wants(row) or traces is None or row.cache is None:
+        book = row.reuse
+        if not self.wants(row) or book is None or book.left is None:
             return None
-        saved = self._saved(row, traces, row.cache, row.num_sampled - 1)
-        row.cache = None
-        if traces.is_returned:  # another thread may read it
+        saved = self._saved(row, book, book.left, row.answer.num_sampled - 1)
+        book.left = None
+        if book.is_returned:  # another thread may read it
             mx.eval(saved.arrays())
         else:
             mx.async_eval(saved.arrays())
         if self.prefix is not None and saved.length >= MIN_TOKENS:
             self._ended.append(saved)
-        return PromptCache(saved, self.identity) if traces.is_returned else None
+        return PromptCache(saved, self.identity) if book.is_returned else None
 
     def settle_ended(self) -> None:
         """Make known what rows left that ended a step ago: the device has copied it by now, with nothing to wait for."""
@@ -245,37 +240,46 @@ class Reuse:
                 if self.prefix is not None:
                     self.prefix.store(saved)
 
-    def _saved(self, row: Row, traces: Traces, caches: Sequence[Any], num_answered: int) -> SavedRow:
-        assert traces.key is not None
+    def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], num_answered: int) -> SavedRow:
+        assert book.key is not None
         answer = np.zeros((num_answered, 3), dtype=np.int64)
-        answer[:, 0], answer[:, 1:] = row.token_ids[:num_answered], traces.key.answer
-        keys = np.concatenate([traces.key.positions, answer])
-        return save_row(caches, keys, traces.points, len(traces.key.pictures), traces.constant)
+        answer[:, 0], answer[:, 1:] = row.answer.token_ids[:num_answered], book.key.answer
+        keys = np.concatenate([book.key.positions, answer])
+        return save_row(caches, keys, book.points, len(book.key.pictures), book.constant)
 
-    def _traces(self, row: Row) -> Traces:
-        if row.traces is None:
-            row.traces = Traces()
-        if row.traces.key is None and self.adapter.no_prefix_reuse is None and row.inputs is not None:
-            row.traces.key = self.adapter.prompt_key(row.inputs)
-        return row.traces
+    def _book(self, row: Row) -> RowReuse:
+        if row.reuse is None:
+            row.reuse = RowReuse()
+        inputs = None if row.prompt is None else row.prompt.inputs
+        if row.reuse.key is None and self.adapter.no_prefix_reuse is None and inputs is not None:
+            row.reuse.key = self.adapter.prompt_key(inputs)
+        return row.reuse
 
     def _found(self, key: PromptKey) -> Match | None:
         found = self.prefix.find(key) if self.prefix is not None else None
         return None if found is None or found.common < worth(key.length) else found
 
-    def _continued(self, traces: Traces) -> Match:
+    def _continued(self, book: RowReuse) -> Match:
         """Where the prompt can go on from its user's cache."""
-        assert traces.continues is not None and traces.key is not None
-        self.identity.check(traces.continues.identity)
-        saved = traces.continues.peek()
-        if saved.length > traces.key.length:
+        assert book.continues is not None and book.key is not None
+        self.identity.check(book.continues.identity)
+        saved = book.continues.peek()
+        if saved.length > book.key.length:
             raise InvalidCache(
-                f"the cache is longer than the prompt: it holds {saved.length} tokens, the prompt has {traces.key.length}"
+                f"the cache is longer than the prompt: it holds {saved.length} tokens, the prompt has {book.key.length}"
             )
-        found = match(saved, traces.key)
+        found = match(saved, book.key)
         if not found.length:
             raise InvalidCache(
                 f"the prompt does not continue the cache: they differ from position {found.common} on, and the cache "
                 f"of {saved.length} tokens cannot be cut back to that"
             )
         return found
+
+
+def _add_point(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
+    """Save where the prompt stands; the arrays to be evaluated."""
+    assert prompt.cache is not None
+    point = save_point(prompt.cache, prompt.prefilled, logits)
+    book.points = thin({**book.points, prompt.prefilled: point})
+    return point.arrays()

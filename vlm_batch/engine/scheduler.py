@@ -27,8 +27,9 @@ class SchedulerConfig:
     long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
     ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
     ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
-    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. None leaves a
-    setting to the device (``vlm_batch.engine.defaults.for_placement``).
+    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
+    requests whose pictures are read while they wait, beside a batch's worth. ``max_prompt_tokens``: longer prompts are
+    refused. None leaves a setting to the device (``vlm_batch.engine.defaults.for_placement``).
     """
 
     max_rows: int = 8
@@ -43,15 +44,8 @@ class SchedulerConfig:
     slack: int = 0
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
-
-
-@dataclass(frozen=True)
-class WaitingRow:
-    """A row that holds no place yet. ``waited`` is in seconds."""
-
-    request_id: str
-    priority: int
-    waited: float
+    look_ahead: int = 16
+    max_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +71,6 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
 
-    def order(self, waiting: Sequence[WaitingRow]) -> list[str]:
-        """Waiting rows, most urgent first."""
-        return [row.request_id for row in sorted(waiting, key=lambda row: self.urgency(row.priority, row.waited))]
-
     def num_free(self, num_live: int) -> int:
         """How many rows can be given a place."""
         return max(0, self.config.max_rows - num_live)
@@ -103,15 +93,17 @@ class Scheduler:
                     break
         return tuple(chunks)
 
-    def urgency(self, priority: int, waited: float) -> tuple[float, float]:
-        """What waiting rows are sorted by: smaller goes first."""
-        return (self._level(priority, waited), -waited)
+    def urgency(self, priority: int, submitted: float) -> float:
+        """What waiting rows are sorted by, the smallest first; it stays the same while a row waits.
+
+        ``submitted`` is in seconds. Of two rows the older goes first, or the one of higher priority unless it came
+        ``ageing_seconds`` later for each step between them.
+        """
+        return submitted - priority * self.config.ageing_seconds
 
     def _prefill_urgency(self, row: PrefillRow) -> tuple[float, float]:
-        return (self._level(row.priority, row.waited), -row.waited / max(row.length - row.done, 1))
-
-    def _level(self, priority: int, waited: float) -> float:
-        return -(priority + waited // self.config.ageing_seconds)
+        level = row.priority + row.waited // self.config.ageing_seconds
+        return (-level, -row.waited / max(row.length - row.done, 1))
 
 
 def chunk_end(row: PrefillRow, budget: int) -> int:
@@ -145,75 +137,3 @@ def together(
                 continue
         groups.append([chunk])
     return groups
-
-
-class Pace:
-    """How many prompt tokens a step can take beside decoding rows: from measured step times, smoothed.
-
-    A chunk has a price of its own (a forward's launches, the weights read or packed once more), so none is smaller than the
-    config's ``smallest_chunk``, and a step without one may come before it; the first ones, before anything is measured, are
-    ``FIRST_CHUNK``.
-
-    A row that has waited w seconds for its first token may keep the others waiting w / ``PATIENCE`` for their next, up to
-    ``LONGEST_STRETCH`` times the config's ``token_gap``: steps in which few rows decode are what prompts wait for.
-    """
-
-    PATIENCE = 5
-    LONGEST_STRETCH = 2
-    SMALLEST_CHUNK = 64  # where the config leaves it open
-    FIRST_CHUNK = 256
-    IDLE_BUDGET = 2048  # where the config leaves it open
-    SMOOTHING = 0.3
-    LONGEST_RUN = 4  # steps
-    LONGEST_SAVING = 4  # steps
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self.idle_budget = config.idle_budget or self.IDLE_BUDGET
-        self._decode_seconds = 0.0
-        self._tokens_per_second = 0.0
-        self._saved_steps = 0
-        self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
-
-    def budget(self, is_decoding: bool, pending: int, waited: float = 0.0) -> int:
-        """Prompt tokens for the next step, of ``pending`` that have places and have ``waited`` so many seconds at most.
-
-        What fits between two tokens of a decoding row is saved up, for at most ``LONGEST_SAVING`` steps, until it holds the
-        smallest chunk or all that is pending.
-        """
-        config = self._config
-        if not is_decoding:
-            self._saved_steps = 0
-            return self.idle_budget
-        if config.prefill_budget is not None:
-            return config.prefill_budget
-        if not self._tokens_per_second:
-            return min(self.FIRST_CHUNK, self.idle_budget)
-        self._saved_steps += 1
-        gap = min(max(config.token_gap, waited / self.PATIENCE), self.LONGEST_STRETCH * config.token_gap)
-        fits = int(self._saved_steps * max(gap - self._decode_seconds, 0.0) * self._tokens_per_second)
-        enough = min(pending, config.smallest_chunk or self.SMALLEST_CHUNK)
-        if fits < enough and self._saved_steps < self.LONGEST_SAVING:
-            return 0
-        self._saved_steps = 0
-        return min(max(fits, enough), self.idle_budget)
-
-    def record(self, seconds: float, tokens: int) -> None:
-        """What a step took as a whole, and how many tokens of prompt it launched.
-
-        Where the time is spent differs: a CPU works while a step is launched, a GPU while the next one waits for it. So
-        prompt tokens are timed over runs of steps, the first step after them included.
-        """
-        if not tokens and not self._run_steps:
-            self._decode_seconds = self._smooth(self._decode_seconds, seconds)
-            return
-        self._run_steps += 1
-        self._run_seconds += seconds
-        self._run_tokens += tokens
-        if not tokens or self._run_steps >= self.LONGEST_RUN:
-            spent = max(self._run_seconds - self._run_steps * self._decode_seconds, 1e-6)
-            self._tokens_per_second = self._smooth(self._tokens_per_second, self._run_tokens / spent)
-            self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
-
-    def _smooth(self, old: float, new: float) -> float:
-        return old + self.SMOOTHING * (new - old) if old else new

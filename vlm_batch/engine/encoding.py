@@ -1,0 +1,82 @@
+"""From a processor's output to an ``Encoded`` row with its caches: alone, or several rows' pictures in one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.engine.defaults import BESIDE_DECODE
+from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Facts, Row
+from vlm_batch.engine.sampling import needs_history
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.errors import PromptTooLong
+
+
+class Encoder:
+    """Makes rows ready for prefill. ``kv`` says how their caches are quantised, None that they are not."""
+
+    def __init__(self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None) -> None:
+        self.adapter = adapter
+        self.reuse = reuse
+        self._config = config
+        self._kv = kv
+
+    def encode(self, row: Row) -> None:
+        """Give a row its caches and its ``Encoded``. Raises PromptTooLong, and whatever the family raises for bad inputs."""
+        prompt = row.prompt
+        assert prompt is not None and prompt.inputs is not None
+        row.clock.started = begin = time.perf_counter()
+        cached = self.reuse.begin(row, self._fresh_cache())
+        encoded = self.adapter.encode(prompt.inputs, cached)
+        context, asked = self.adapter.max_context, row.params.max_tokens
+        check_length(encoded.length, context, self._config.max_prompt_tokens)
+        mx.async_eval(encoded.inputs_embeds)
+        prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
+        row.facts = Facts.of(encoded)
+        row.answer.max_tokens = asked if context is None else min(asked, context - encoded.length)
+        if needs_history(row.params):
+            known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
+            row.answer.history = mx.array(known, dtype=mx.int32)
+        self.reuse.commit(row)
+        row.clock.encode_seconds = time.perf_counter() - begin
+
+    def encode_together(self, rows: Sequence[Row], others: Sequence[Row], is_decoding: bool) -> int:
+        """Encode the pictures of the first rows in one call, where that can be done; how many rows.
+
+        ``others`` are in prefill: a row whose beginning they will leave is not encoded yet.
+        """
+        most = self._config.encode_together or 1
+        chosen: list[Row] = []
+        for row in rows[: -(-most // BESIDE_DECODE) if is_decoding else most]:
+            if not self.reuse.is_new(row) or self.reuse.waits_for(row, [*others, *chosen]):
+                break  # its pictures may not have to be encoded at all
+            chosen.append(row)
+        if len(chosen) < 2:
+            return 1
+        prompts = [row.prompt for row in chosen if row.prompt is not None]
+        given = [prompt.inputs or {} for prompt in prompts]
+        try:
+            found = self.adapter.encode_together(given)
+        except Exception:
+            return 1  # each of them is encoded alone and told its own error
+        for prompt, inputs in zip(prompts, found, strict=True):
+            prompt.inputs = inputs
+        return max((index for index in range(len(given)) if found[index] is not given[index]), default=0) + 1
+
+    def _fresh_cache(self) -> list[Any]:
+        fresh = self.adapter.make_cache()
+        return fresh if self._kv is None else self._kv.caches(fresh)
+
+
+def check_length(prompt: int, context: int | None, limit: int | None) -> None:
+    """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
+    if limit is not None and prompt > limit:
+        raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); max_prompt_tokens is {limit}")
+    if context is not None and prompt >= context:
+        raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")

@@ -1,0 +1,75 @@
+"""The engine's collaborators, as it sees them: an adapter, loaders, a tokenizer's text and a sampler are handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import mlx.core as mx
+
+from vlm_batch.engine.sampling import Sampled, SamplingRow
+from vlm_batch.types import DecodeStep, Encoded, PromptKey
+
+#: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
+Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
+
+
+class Recogniser(Protocol):
+    """The part of an adapter that tells prompts apart."""
+
+    @property
+    def no_prefix_reuse(self) -> str | None: ...
+    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
+
+
+class ModelAdapter(Recogniser, Protocol):
+    """A model's family (``vlm_batch.adapters.base.Adapter`` says what each call does)."""
+
+    @property
+    def compiles(self) -> bool: ...
+    @property
+    def max_context(self) -> int | None: ...
+    @property
+    def shares_prefill(self) -> bool: ...
+    def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]: ...
+    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded: ...
+    def make_cache(self) -> list[Any]: ...
+    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array: ...
+    def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array: ...
+    def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
+    def decode(self, step: DecodeStep) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """Where answers end and how their tokens read: ``decode`` turns token ids into text."""
+
+    decode: Callable[[Sequence[int]], str] = lambda ids: ""
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class Prepared(Protocol):
+    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
+
+    @property
+    def inputs(self) -> Mapping[str, Any]: ...
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def video_sizes(self) -> tuple[tuple[int, int, int], ...]: ...
+
+
+class Loading(Protocol):
+    """A question that is being prepared; safe from any thread."""
+
+    def result(self) -> Prepared: ...
+    def when_done(self, call: Callable[[], None]) -> None: ...
+    def cancel(self) -> None: ...
+
+
+class Loaders(Protocol):
+    """Threads that prepare questions ahead of the engine. ``start`` returns at once."""
+
+    def start(self, question: Any) -> Loading: ...
+    def close(self) -> None: ...

@@ -1,0 +1,138 @@
+"""Rows that have a place and whose prompts are on their way into their caches, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.arrays import arrays_of
+from vlm_batch.caches import can_share, take_row
+from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.engine.defaults import MAX_TOGETHER
+from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Prompt, Row
+from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, together
+from vlm_batch.types import Chunk, Encoded, Status
+
+#: Does one row's work; an exception ends that row with an error and gives None.
+Guard = Callable[..., Any]
+
+
+class Prefill:
+    """Runs a plan's chunks. ``guard`` answers for what one row's work raises."""
+
+    def __init__(
+        self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None, guard: Guard
+    ) -> None:
+        self.adapter = adapter
+        self.rows: dict[str, Row] = {}
+        self._reuse = reuse
+        self._guard = guard
+        shares = kv is None and adapter.shares_prefill and can_share(adapter.make_cache())
+        self._most_together = (config.prefill_together or 1) if shares else 1
+        self._stops = (kv.start,) if kv is not None and kv.start else ()
+        self._launched: dict[Row, list[mx.array]] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_pending(self) -> int:
+        """Prompt tokens that have places and are not prefilled."""
+        return sum(row.facts.length - _prompt(row).prefilled for row in self.rows.values())
+
+    def add(self, row: Row) -> None:
+        """Take in an encoded row, which has a place from now on."""
+        row.status = Status.PREFILL
+        self.rows[row.request_id] = row
+
+    def remove(self, row: Row) -> None:
+        """Give up a row, if it is here."""
+        self.rows.pop(row.request_id, None)
+
+    def views(self, now: float) -> list[PrefillRow]:
+        """The rows as the scheduler sees them."""
+        return [self._view(row, now) for row in self.rows.values()]
+
+    def run(self, plan: Sequence[Chunk]) -> tuple[list[tuple[Row, mx.array]], dict[Row, list[mx.array]]]:
+        """Launch a plan: (rows whose prompts it ended, with their logits (1, V)), and what each row's chunks left to wait for.
+
+        Finished rows stay here until they are removed. A row that failed in an earlier chunk has no further one.
+        """
+        self._launched = {}
+        done = [pair for group in self._groups(plan) for pair in self._run_group(group)]
+        launched, self._launched = self._launched, {}
+        return done, launched
+
+    def _view(self, row: Row, now: float) -> PrefillRow:
+        prompt = _prompt(row)
+        stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
+        waited = max(0.0, now - row.clock.submitted)
+        atomic = _encoded(prompt).atomic
+        return PrefillRow(row.request_id, row.facts.length, prompt.prefilled, atomic, stops, row.priority, waited)
+
+    def _groups(self, plan: Sequence[Chunk]) -> list[list[Chunk]]:
+        """The plan in groups that run as one array."""
+        if self._most_together == 1:
+            return [[chunk] for chunk in plan]
+        lengths = {row.request_id: row.facts.length for row in self.rows.values()}
+        return together(plan, lengths, self._most_together, MAX_TOGETHER)
+
+    def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
+        chunks = [chunk for chunk in group if chunk.request_id in self.rows]
+        rows = [self.rows[chunk.request_id] for chunk in chunks]
+        found = self._run_together(rows) if len(rows) > 1 else None
+        if found is None:
+            found = [self._guard(row, self._run_chunk, row, chunk) for row, chunk in zip(rows, chunks, strict=True)]
+        return [(row, logits) for row, logits in zip(rows, found, strict=True) if logits is not None]
+
+    def _run_together(self, rows: Sequence[Row]) -> list[mx.array | None] | None:
+        """Launch whole prompts of one length as one array. None if that failed: each then runs alone and is told its error."""
+        try:
+            cache = self.adapter.make_cache()
+            logits = self.adapter.prefill_together([_encoded(_prompt(row)) for row in rows], cache)  # (R, V)
+            mx.async_eval(logits, [layer.state for layer in cache])
+        except Exception:
+            return None
+        found = []
+        for index, row in enumerate(rows):
+            prompt = _prompt(row)
+            prompt.cache, prompt.prefilled = take_row(cache, index), row.facts.length
+            found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
+        return found
+
+    def _run_chunk(self, row: Row, chunk: Chunk) -> mx.array | None:
+        """Launch a chunk; the logits (1, V) if it ended the row's prompt."""
+        prompt = _prompt(row)
+        assert prompt.cache is not None
+        logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
+        if logits is None:
+            logits = self.adapter.prefill(_encoded(prompt), prompt.cache, chunk.start, chunk.end)  # (1, V)
+        prompt.prefilled = chunk.end
+        return self._settle(row, logits)
+
+    def _settle(self, row: Row, logits: mx.array) -> mx.array | None:
+        """Launch what a chunk left in a row's caches; ``logits`` (1, V) if the prompt is done."""
+        prompt = _prompt(row)
+        assert prompt.cache is not None
+        is_done = prompt.prefilled == row.facts.length
+        kept = self._reuse.prompt_done(row, logits) if is_done else self._reuse.chunk_done(row)
+        if is_done:
+            self.adapter.finish_prefill(_encoded(prompt), prompt.cache)
+        arrays = arrays_of([cache.state for cache in prompt.cache]) + ([logits] if is_done else []) + kept
+        mx.async_eval(arrays)
+        self._launched[row] = arrays
+        return logits if is_done else None
+
+
+def _prompt(row: Row) -> Prompt:
+    assert row.prompt is not None
+    return row.prompt
+
+
+def _encoded(prompt: Prompt) -> Encoded:
+    assert prompt.encoded is not None
+    return prompt.encoded

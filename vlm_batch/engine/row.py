@@ -1,0 +1,219 @@
+"""A row: everything that belongs to one request inside the engine, in records that are let go of as wholes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.caches.states import LayerState
+from vlm_batch.engine.port import Loading
+from vlm_batch.engine.text import Detokenizer, StopStrings
+from vlm_batch.errors import describe
+from vlm_batch.store.prompt import PromptCache
+from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.types import (
+    Encoded,
+    FinishReason,
+    PromptKey,
+    Result,
+    SamplingParams,
+    Status,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    fresh_seed,
+)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A row's prompt on its way into keys and values; each field is there until the next one takes its place."""
+
+    question: Any = None  # not read yet
+    loading: Loading | None = None
+    inputs: Mapping[str, Any] | None = None  # a processor's output
+    encoded: Encoded | None = None
+    cache: list[Any] | None = None  # its single-row caches, from encoding on
+    prefilled: int = 0  # positions that are in them
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Sizes and settings of an encoded prompt that outlive it: numbers, and ``extras`` for every decode step.
+
+    ``delta`` and ``vocabulary`` are as in ``PositionState`` and ``Encoded``.
+    """
+
+    length: int = 0
+    delta: int = 0
+    image_tokens: int = 0
+    model_image_sizes: tuple[tuple[int, int], ...] = ()
+    vocabulary: int | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, encoded: Encoded) -> Facts:
+        return cls(
+            encoded.length,
+            encoded.position.delta,
+            encoded.image_tokens,
+            encoded.model_image_sizes,
+            encoded.vocabulary,
+            encoded.decode,
+        )
+
+
+@dataclass(eq=False)
+class Answer:
+    """A row's answer so far. ``next_token`` (1,) was sampled last and is perhaps not computed yet."""
+
+    detokenizer: Detokenizer
+    stop_strings: StopStrings
+    max_tokens: int = 0  # what was asked for, cut to the model's context
+    next_token: mx.array | None = None
+    num_sampled: int = 0  # the last of them perhaps not read yet
+    history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
+        """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
+        piece = "" if is_stop else self.detokenizer.add(token)
+        if is_end:
+            piece += self.detokenizer.finish()
+        text, matched = self.stop_strings.feed(piece)
+        if is_end and matched is None:
+            text += self.stop_strings.finish()
+        self.text += text
+        return text, matched
+
+
+@dataclass(eq=False)
+class Clock:
+    """The moments of a row's life (``time.perf_counter``), 0 for those to come."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    encode_seconds: float = 0.0
+    first_token: float = 0.0
+
+    def timings(self) -> Timings:
+        now = time.perf_counter()
+        started, first = self.started or now, self.first_token
+        return Timings(
+            queue=started - self.submitted,
+            encode=self.encode_seconds,
+            prefill=first - started - self.encode_seconds if first else 0.0,
+            decode=now - first if first else 0.0,
+            ttft=first - self.submitted if first else float("nan"),
+            total=now - self.submitted,
+        )
+
+
+@dataclass(eq=False)
+class RowReuse:
+    """Prefix-cache bookkeeping: what a row has of earlier rows and leaves for later ones (``vlm_batch.engine.reuse``)."""
+
+    continues: PromptCache | None = None  # its user's
+    is_returned: bool = False  # whether its result is to have its cache
+    key: PromptKey | None = None
+    cached: int = 0  # positions that it has not prefilled itself
+    logits: mx.array | None = None  # (1, V) after its prompt, where they were kept
+    known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
+    shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
+    stops: tuple[int, ...] = ()  # where its chunks are to end
+    points: dict[int, Point] = field(default_factory=dict)
+    constant: dict[int, LayerState] = field(default_factory=dict)
+    pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
+    left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
+
+
+@dataclass(eq=False)
+class Row:
+    """One request inside the engine. ``prompt`` is None from the end of its prefill on."""
+
+    request_id: str
+    params: SamplingParams
+    seed: int
+    answer: Answer
+    prompt: Prompt | None = None
+    priority: int = 0
+    has_videos: bool = False
+    status: Status = Status.WAITING
+    facts: Facts = Facts()
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    video_sizes: tuple[tuple[int, int, int], ...] = ()
+    clock: Clock = field(default_factory=Clock)
+    reuse: RowReuse | None = None
+
+    @property
+    def position(self) -> int:
+        """The position of the token that is decoded next."""
+        return self.facts.length + self.answer.num_sampled - 1 + self.facts.delta
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the token that was sampled last is its last by count."""
+        return self.answer.num_sampled >= self.answer.max_tokens
+
+    def result(
+        self,
+        reason: FinishReason,
+        stop_reason: str | int | None = None,
+        *,
+        error: BaseException | None = None,
+        cache: PromptCache | None = None,
+    ) -> Result:
+        """How it ended, with what was generated until now."""
+        answer, facts = self.answer, self.facts
+        cached = self.reuse.cached if self.reuse else 0
+        return Result(
+            request_id=self.request_id,
+            text=answer.text,
+            token_ids=tuple(answer.token_ids),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            usage=Usage(facts.length, len(answer.token_ids), facts.image_tokens, cached),
+            timings=self.clock.timings(),
+            image_sizes=self.image_sizes,
+            model_image_sizes=facts.model_image_sizes,
+            video_sizes=self.video_sizes,
+            logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
+            error=None if error is None else describe(error),
+            exception=error,
+            cache=cache,
+        )
+
+    def clear(self) -> None:
+        """Let go of everything but its name: it has ended, and a launched step may still hold it."""
+        self.status = Status.FINISHED
+        self.prompt = self.reuse = None
+        self.answer, self.facts = new_answer(self.params), Facts()
+
+
+def new_answer(params: SamplingParams, decode: Callable[[Sequence[int]], str] = lambda ids: "") -> Answer:
+    """An empty answer to a request with ``params``."""
+    return Answer(Detokenizer(decode), StopStrings(params.stop), params.max_tokens)
+
+
+def new_row(
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    decode: Callable[[Sequence[int]], str] = lambda ids: "",
+    priority: int = 0,
+    cache: PromptCache | None = None,
+    return_cache: bool = False,
+) -> Row:
+    """A row that waits, with a seed of its own if its parameters name none."""
+    seed = fresh_seed() if params.seed is None else params.seed
+    row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
+    if cache is not None or return_cache:
+        row.reuse = RowReuse(continues=cache, is_returned=return_cache)
+    return row
