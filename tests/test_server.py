@@ -181,6 +181,44 @@ def test_errors_have_the_clients_types(client: openai.OpenAI) -> None:
         client.embeddings.create(model="qwen2_vl", input="x")
 
 
+def test_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
+    """They are the library's own; streamed, the same ones come token by token."""
+    messages: list[Any] = [{"role": "user", "content": "count to 5"}]
+    with VLMBatcher(default_checkpoint()) as batcher:
+        result = batcher.submit(prompt="count to 5", params=SamplingParams(logprobs=2)).result()
+    assert result.logprobs is not None
+    options: dict[str, Any] = {"model": "qwen2_vl", "messages": messages, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.content is not None
+    assert [token.logprob for token in whole.content] == pytest.approx(
+        [step.logprob for step in result.logprobs], abs=1e-4
+    )
+    assert "".join(token.token for token in whole.content[:-1]) == "1 2 3 4 5"
+    for token in whole.content:
+        assert bytes(token.bytes or ()).decode() == token.token
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+    streamed: list[Any] = []
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            streamed += (choice.logprobs.content or []) if choice.logprobs else []
+    assert [token.token for token in streamed] == [token.token for token in whole.content]
+    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in whole.content], abs=1e-4)
+
+
+def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
+    prompt = "<|im_start|>user\ncount to 3<|im_end|>\n<|im_start|>assistant\n"
+    whole = client.completions.create(model="qwen2_vl", prompt=prompt, logprobs=1).choices[0].logprobs
+    assert whole is not None
+    assert whole.tokens is not None
+    assert "".join(whole.tokens[:-1]) == "1 2 3"
+    assert whole.text_offset == [0, 1, 2, 3, 4, 5]
+    assert whole.token_logprobs is not None
+    assert whole.top_logprobs is not None
+    assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
+
+
 # Concurrency -------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ class Preparer:
         self.processing = processing
         self.spec = spec
         self.limits = limits or Limits()
-        self._max_context = max_context
+        self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._processor_lock = Lock()  # processors and tokenizers are not made for two threads at once
 

@@ -17,7 +17,7 @@ from vlm_batch.server.answers import AnswerReader, Delta, Dialect, UnreadableCal
 from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError, failure
 from vlm_batch.server.openai import Ask
-from vlm_batch.server.service import Service, Visit, events
+from vlm_batch.server.service import Service, Visit
 from vlm_batch.types import Event, Result, TokenLogprobs
 
 logger = logging.getLogger("vlm_batch.server")
@@ -354,13 +354,13 @@ def _event(value: Mapping[str, Any]) -> bytes:
 async def _merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, Event]]:
     """Events of several handles as they come, each with its handle's place."""
     if len(handles) == 1:
-        async for event in events(handles[0]):
+        async for event in handles[0].events():
             yield 0, event
         return
     pending: asyncio.Queue[tuple[int, Event]] = asyncio.Queue(MAX_PENDING)
 
     async def pump(index: int, handle: Handle) -> None:
-        async for event in events(handle):
+        async for event in handle.events():
             await pending.put((index, event))
 
     tasks = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]

@@ -22,7 +22,7 @@ from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal, without_paths
 from vlm_batch.server.metrics import Metrics
-from vlm_batch.types import Event, Request, Result, SamplingParams
+from vlm_batch.types import Request, Result, SamplingParams
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import Stats
@@ -68,7 +68,6 @@ class Visit:
     loaded: Loaded | None = None
     handles: list[Handle] = field(default_factory=list)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the engine's: a client's own may come twice
-    is_entering: bool = True
     is_expired: bool = False
 
     def expire(self) -> None:
@@ -223,7 +222,6 @@ class Service:
             raise refusal(error) from error
         except BatcherClosed as error:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}) from error
-        visit.is_entering = False
         if visit.is_expired or self._stopping:
             visit.end()
         return visit.handles
@@ -236,7 +234,7 @@ class Service:
     def _admit(self) -> None:
         """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long."""
         stats = self.stats()
-        waiting = sum(visit.is_entering for visit in self._visits)
+        waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
         if stats is not None:
             waiting += stats.queued + stats.waiting
         if waiting >= self.config.max_queue:
@@ -313,14 +311,6 @@ class Service:
 
     async def _on_worker(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
-
-
-async def events(handle: Handle) -> AsyncIterator[Event]:
-    """A handle's events; the last one has its result."""
-    async for piece in handle:
-        yield Event(handle.request_id, text=piece)
-    result = await handle
-    yield Event(handle.request_id, result=result)
 
 
 def _warm_up(batcher: Batcher) -> None:
