@@ -600,6 +600,27 @@ def test_a_failing_step_is_a_500_with_a_reason_and_the_next_request_works(
         assert server.chat("count to 5").status == 200
 
 
+def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlm_batch.engine.generator import BatchGenerator
+
+    step, go_on = BatchGenerator.step, threading.Event()
+
+    def hanging(self: BatchGenerator) -> Any:
+        assert go_on.wait(30)
+        return step(self)
+
+    monkeypatch.setattr(BatchGenerator, "step", hanging)
+    with serving(warm_up=False, stall_seconds=0.3) as server:
+        assert server.ask("GET", "/ready").status == 200
+        connection = begin_stream(server)
+        wait_until(lambda: server.ask("GET", "/ready").status == 503, "the stall to be noticed", 20)
+        assert server.ask("GET", "/ready").json["status"] == "stalled"
+        assert server.ask("GET", "/health").status == 200
+        go_on.set()
+        wait_until(lambda: server.ask("GET", "/ready").status == 200, "the engine to step", 20)
+        connection.close()
+
+
 def test_a_defect_of_the_server_is_a_500_without_a_trace(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     from vlm_batch.server import app
 

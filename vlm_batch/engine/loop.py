@@ -54,7 +54,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()  # None ends the loop
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._is_busy = False
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0, "hits": 0}
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
 
     # From any thread
@@ -107,6 +107,7 @@ class EngineLoop:
             cache_hits=counts["hits"],
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
+            steps=counts["steps"],
         )
 
     # On its own thread
@@ -147,6 +148,7 @@ class EngineLoop:
             events = self.generator.step()
         except Exception as error:  # a defect of the engine itself: nobody may wait for ever for it
             events = self.generator.fail_all(error)
+        self._counts["steps"] += 1
         for event in events:
             self._hand_out(event)
         return True

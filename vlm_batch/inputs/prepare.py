@@ -107,9 +107,7 @@ class Preparer:
         if request.inputs is not None:
             return Question(inputs=_checked_inputs(request.inputs, images or videos))
         if request.token_ids is not None:
-            if not request.token_ids:
-                raise InvalidPrompt("token_ids is empty")
-            return Question(token_ids=tuple(request.token_ids), images=images, videos=clips)
+            return Question(token_ids=_checked_ids(request.token_ids), images=images, videos=clips)
         if request.prompt is not None:
             prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips))
         else:
@@ -167,6 +165,16 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_nbytes, value))
     return int(value.nbytes) if isinstance(value, np.ndarray) else 0
+
+
+def _checked_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids that are some: an array of embeddings is read at what is asked of it, outside of it, too."""
+    if not len(token_ids):
+        raise InvalidPrompt("token_ids is empty")
+    for token in token_ids:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
+            raise InvalidPrompt(f"token_ids holds {token!r}; token ids are integers in 0..2**31-1")
+    return tuple(int(token) for token in token_ids)
 
 
 def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[str, Any]:

@@ -168,6 +168,9 @@ class AnswerReader:
         if self._calls is None:
             return delta
         found = process_tool_calls("".join(self._content), self.tool_module, list(self.tools)).calls
+        if len(found) < len(self._calls.calls):  # the answer ended inside a call: what was given out of it stands
+            self.has_calls = bool(found)
+            return Delta(reasoning=delta.reasoning, tool_calls=delta.tool_calls)
         try:
             rest = self._calls.finish(found)
         except ValueError as error:
