@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "engine"),
     ("loading",),
     ("batcher",),
-    ("server", "jobs"),
+    ("server", "integrations", "jobs"),
     ("cli",),
     ("__main__",),
 )

@@ -93,8 +93,17 @@ class Processing:
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
 
-    def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
-        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
+    def inputs(
+        self,
+        rendered: str,
+        images: Sequence[Image.Image],
+        clips: Sequence[Clip] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
+
+        ``options`` are the processor's own, for this request alone (``min_pixels``, ``max_pixels``).
+        """
         try:
             found = prepare_inputs(
                 self.processor,
@@ -103,6 +112,7 @@ class Processing:
                 image_token_index=getattr(self.config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
                 **self._video_arguments(clips),
+                **(options or {}),
             )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
