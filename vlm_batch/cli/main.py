@@ -28,6 +28,7 @@ from vlm_batch.assets import (  # noqa: E402
     sample_images,
 )
 from vlm_batch.cli.console import Job, Report, print_families, print_family_details  # noqa: E402
+from vlm_batch.cli.load import add_flags as add_load_flags  # noqa: E402
 from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
@@ -107,12 +108,14 @@ def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
 
 def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch bench``: a chat load, and where its time goes."""
+    if args.url is not None:
+        return _bench_url(args)
     from vlm_batch.cli import bench as load_test
 
     load = load_test.Load(
-        requests=args.requests,
+        requests=args.requests or load_test.Load.requests,
         rate=args.rate,
-        picture_share=args.pictures,
+        picture_share=load_test.Load.picture_share if args.pictures is None else args.pictures,
         prompt_words=_limits("--prompt-words", args.prompt_words),
         answer_tokens=_limits("--answer-tokens", args.answer_tokens),
         seed=args.seed,
@@ -128,6 +131,29 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         if record is not None and record is not sys.stdout:
             record.close()
     return ANSWERED if all(result.ok for result in report.results) else FAILED
+
+
+def _bench_url(args: argparse.Namespace) -> int:
+    """``vlm-batch bench --url``: a load for a server."""
+    from vlm_batch.cli import load as load_test
+
+    try:
+        target = load_test.target_of(args)
+        load = load_test.load_of(args, requests=args.requests, rate=args.rate, pictures=args.pictures)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    record = _open_record(args.json)
+    try:
+        report = load_test.measure(target, load)
+        load_test.show(report, sys.stderr if record is sys.stdout else sys.stdout)
+        if args.plot is not None:
+            load_test.plot(report, Path(args.plot))
+        if record is not None:
+            record.write(json.dumps(report.figures()) + "\n")
+    finally:
+        if record is not None and record is not sys.stdout:
+            record.close()
+    return ANSWERED if report.figures()["failed"] == 0 else FAILED
 
 
 def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -394,7 +420,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
-    parser.add_argument("--requests", type=_at_least(1), default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--requests", type=_at_least(1), default=None, metavar="N", help="default: 32; of a server, the preset's"
+    )
     parser.add_argument(
         "--batch", type=_at_least(1), default=8, metavar="N", help="most rows in the batch (default: %(default)s)"
     )
@@ -405,7 +433,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="arrivals a second; 0 is all at once (default: twice what one request at a time could serve)",
     )
     parser.add_argument(
-        "--pictures", type=float, default=0.5, metavar="SHARE", help="share with a picture (default: %(default)s)"
+        "--pictures", type=float, metavar="SHARE", help="share with a picture (default: 0.5; of a server, the preset's)"
     )
     parser.add_argument(
         "--prompt-words", type=int, nargs=2, default=(24, 900), metavar=("MIN", "MAX"), help="default: 24 900"
@@ -415,6 +443,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=4, help="of the requests and arrivals (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as a JSON line; - is standard output")
+    add_load_flags(parser)
     parser.set_defaults(command=bench)
 
 
