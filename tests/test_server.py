@@ -17,6 +17,8 @@ import pytest
 from tests.serving import Running, data_uri, picture, serving, text, wait_until
 from vlm_batch import SamplingParams, VLMBatcher
 from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli import main as cli
+from vlm_batch.cli import serve
 from vlm_batch.server.config import InvalidConfig, ServerConfig
 
 DESCRIBED = {
@@ -473,7 +475,42 @@ def test_other_machines_need_a_key_or_to_be_told_otherwise() -> None:
     assert ServerConfig(model="m", host="127.0.0.3").is_loopback
 
 
-def test_a_request_has_so_much_time(server: Running) -> None:
+def test_the_command_lines_flags_become_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--port",
+        "0",
+        "--max-tokens",
+        "9",
+        "--allow-urls",
+        "--idle-unload",
+        "5",
+        "--max-memory-gb",
+        "1.5",
+        "--no-warm-up",
+    ]
+    args = cli.parser().parse_args(["serve", *flags])
+    config = serve.config_of(args, {serve.API_KEY: "from the environment"})
+    assert config.name == "qwen2_vl"
+    assert config.api_key == "from the environment"
+    assert (config.default_max_tokens, config.allow_urls, config.idle_unload, config.warm_up) == (9, True, 5.0, False)
+    assert config.max_memory == 1.5 * 2**30
+    for wrong in (["--host", "0.0.0.0"], ["--allow-dir", "/no/such/folder"], ["--max-queue", "0"]):
+        assert cli.main(["serve", *wrong]) == 2
+    said = capsys.readouterr().err
+    assert "--no-auth" in said
+    assert "/no/such/folder" in said
+
+
+def test_defaults_that_cannot_be_followed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from vlm_batch.server.openai import unknown_to_the_library
+
+    for flags in (["--enable-thinking"], ["--max-pixels", "1000"], ["--min-pixels", "1000"]):
+        if flags[0][2:].replace("-", "_") in unknown_to_the_library():
+            assert cli.main(["serve", *flags]) == 2
+            assert "not supported yet" in capsys.readouterr().err
+
+
+def test_a_request_has_so_much_time() -> None:
     with serving(request_seconds=0.3, warm_up=False) as hurried:
         late = hurried.chat("count to 12", **ENDLESS)
         assert late.status == 504

@@ -1,7 +1,7 @@
 """``vlm-batch bench --url``: a load for any server that speaks OpenAI's chat completions, and how it was answered.
 
 Requests arrive by chance (Poisson), or so many are always under way (closed loop). Every answer is streamed; some of the
-requests are asked alone first, and their answers under load are compared with those. The standard library's client is
+requests are asked again alone, and their answers under load are compared with those. The standard library's client is
 used, a thread for each request that is under way: the load costs the machine little beside the server.
 """
 
@@ -117,7 +117,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a load; ``alone`` are the answers of the first requests, asked one after another before."""
+    """What came of a load; ``alone`` are the answers of the first requests, asked one after another afterwards."""
 
     load: Load
     target: Target
@@ -156,13 +156,17 @@ class Report:
 
 
 def measure(target: Target, load: Load) -> Report:
-    """Ask some requests alone, then put the load on, and wait for its end. The first request of all warms up."""
+    """Put the load on, wait for its end, then ask some of its requests alone. A request that is not counted warms up.
+
+    Alone comes after: what a server keeps of requests that it has seen would make the load lighter.
+    """
     bodies = [body(load, target.model, index) for index in range(load.requests)]
     ask(target, body(replace(load, answer_tokens=4), target.model, load.requests))
-    alone = tuple(ask(target, one) for one in bodies[: load.check])
     begin = time.perf_counter()
     answers = _by_chance(target, load, bodies) if load.rate else _closed_loop(target, load, bodies)
-    return Report(load, target, answers, alone, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    alone = tuple(ask(target, one) for one in bodies[: load.check])
+    return Report(load, target, answers, alone, seconds)
 
 
 def body(load: Load, model: str, index: int) -> bytes:

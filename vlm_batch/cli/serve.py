@@ -56,6 +56,8 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
         shutdown_seconds=args.shutdown_timeout,
         warm_up=args.warm_up,
         enable_thinking=args.enable_thinking,
+        min_pixels=args.min_pixels,
+        max_pixels=args.max_pixels,
         tool_parser=args.tool_parser,
     )
 
@@ -136,6 +138,12 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-videos", type=int, default=4, metavar="N", help="in one request (default: %(default)s)")
     group.add_argument(
         "--max-image-pixels", type=int, default=89_478_485, metavar="N", help="of a picture (default: %(default)s)"
+    )
+    group.add_argument(
+        "--min-pixels", type=int, metavar="N", help="make smaller pictures larger, if a request does not say"
+    )
+    group.add_argument(
+        "--max-pixels", type=int, metavar="N", help="make larger pictures smaller, if a request does not say"
     )
     group.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="of a body (default: %(default)s)")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictFloat, StrictInt
@@ -294,8 +294,8 @@ NEUTRAL: Mapping[str, Any] = {
     "chat_template_kwargs": {},
 }
 
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
-_REQUEST_FIELDS = frozenset(field.name for field in fields(Request))
+_SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))
+_REQUEST_FIELDS = frozenset(one.name for one in fields(Request))
 
 
 def unknown_to_the_library() -> frozenset[str]:
@@ -340,7 +340,7 @@ class Limits:
     max_choices: int
     max_prompts: int
     default_max_tokens: int
-    enable_thinking: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of the wire for bodies that lack them
 
 
 def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: Limits) -> Ask:
@@ -352,9 +352,8 @@ def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: L
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
-    template = _template(body, tools)
-    if limits.enable_thinking and body.enable_thinking is None and "enable_thinking" in _REQUEST_FIELDS:
-        template["enable_thinking"] = True
+    missing = {name: value for name, value in limits.defaults.items() if getattr(body, name) is None}
+    template = _template(body, tools) | {TEMPLATE[name]: value for name, value in missing.items()}
     return Ask(
         prompts=({"messages": list(messages)},),
         params=_params(body, max_tokens, logprobs, limits),
