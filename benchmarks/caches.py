@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 
 from vlm_batch.adapters.base import Adapter  # noqa: E402
 from vlm_batch.caches import Placement  # noqa: E402
-from vlm_batch.caches.quantized import KVQuantisation  # noqa: E402
+from vlm_batch.caches.quantisation import KVQuantisation  # noqa: E402
 from vlm_batch.engine.batch import DecodeBatch  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.reuse import Reuse  # noqa: E402

@@ -131,13 +131,15 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
 
 
 def test_a_chat_of_several_turns_and_pictures(batcher: VLMBatcher) -> None:
+    with Image.open(SQUARE) as square:
+        square.load()
     chat: list[dict[str, Any]] = [
         {"role": "system", "content": "You look at pictures."},
         {"role": "user", "content": [{"type": "image", "image": CIRCLE}, {"type": "text", "text": DESCRIBE}]},
         {"role": "assistant", "content": "a red circle"},
         {
             "role": "user",
-            "content": [{"type": "image", "image": Image.open(SQUARE)}, {"type": "text", "text": DESCRIBE}],
+            "content": [{"type": "image", "image": square}, {"type": "text", "text": DESCRIBE}],
         },
     ]
     result = batcher.submit(messages=chat).result(timeout=60)
@@ -604,3 +606,26 @@ def test_token_ids_that_are_none_are_refused_at_submit(batcher: VLMBatcher, toke
     """Below zero or beyond 32 bits, an id would be looked up outside of the embeddings."""
     with pytest.raises(InvalidPrompt, match="token ids are integers"):
         batcher.submit(token_ids=[5, token])
+
+
+def test_a_buffer_may_be_used_again_after_submit(batcher: VLMBatcher) -> None:
+    """Pictures, clips and processed inputs are taken as they are when they are submitted, and a file may be closed."""
+    with Image.open(CIRCLE) as opened:
+        expected = batcher.submit(CIRCLE, DESCRIBE).result(timeout=60).text
+        array, decoded = np.array(opened.convert("RGB")), opened.convert("RGB")
+    clip = np.stack([array] * 4)
+    _, processor = mlx_vlm.load(str(CHECKPOINT))
+    rendered = batcher._preparer.processing.render(DESCRIBE, 1)
+    inputs = {name: np.array(value) for name, value in prepare_inputs(processor, [decoded], prompts=rendered).items()}
+    of_clip = batcher.submit(prompt=DESCRIBE, videos=clip.copy()).result(timeout=60).text
+    busy = [batcher.submit(CIRCLE, DESCRIBE) for _ in range(24)]  # what follows is not loaded at once
+    handles = [batcher.submit(array, DESCRIBE), batcher.submit(decoded, DESCRIBE), batcher.submit(inputs=inputs)]
+    filmed = batcher.submit(prompt=DESCRIBE, videos=clip)
+    array[:], clip[:] = 255, 255
+    decoded.paste((255, 255, 255), (0, 0, *decoded.size))
+    for value in inputs.values():
+        value[...] = 0
+    with Image.open(CIRCLE) as opened:
+        handles += [batcher.submit(opened, DESCRIBE) for _ in range(8)]
+    assert {handle.result(timeout=60).text for handle in handles + busy} == {expected}
+    assert filmed.result(timeout=60).text == of_clip

@@ -10,9 +10,9 @@ from tests.harness import every_family, inputs_of, shared_adapter
 from tests.reuse_cases import Asker
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import join_rows, split_rows
+from vlm_batch.arrays import join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
 from vlm_batch.store.features import FeatureStore
 
 IMAGE = "image:7:1"
@@ -85,7 +85,7 @@ def test_other_pictures_are_never_taken_for_one_another() -> None:
 
 def test_the_budget_holds_and_zero_keeps_nothing() -> None:
     name = "qwen2_vl"
-    size = 6 * 64 * 4  # bytes of the features of IMAGE: 6 placeholders of 64 floats
+    size = 6 * 64 * 4 + ARRAY_BYTES  # of the features of IMAGE: an array of 6 placeholders of 64 floats
     adapter, store, calls = remembering(name, budget=size)
     asker = Asker(name, BatchGenerator(adapter))
     asker.ask(IMAGE)

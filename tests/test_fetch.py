@@ -23,7 +23,6 @@ from vlm_batch.inputs import fetch as module
 from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
-    FetchPolicy,
     OperationCancelled,
     Unreadable,
     fetch,
@@ -32,6 +31,7 @@ from vlm_batch.inputs.fetch import (
 )
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.videos import load_video
+from vlm_batch.types import FetchPolicy
 
 BODY = b"0123456789" * 1000
 HERE = FetchPolicy(allow_private=True, seconds=20)
@@ -115,6 +115,7 @@ class Site(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
+    Site.stopping.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage
-from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.images import load_image, own_image
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "images"
 AWKWARD = FIXTURES / "awkward"
@@ -122,3 +123,59 @@ def test_the_pixel_limit_is_the_callers() -> None:
     limit = Image.MAX_IMAGE_PIXELS
     assert load_image(picture, max_pixels=None).size == (40, 30)
     assert limit == Image.MAX_IMAGE_PIXELS
+
+
+# What is taken when a request is submitted
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_change_is_copied(tmp_path: Path) -> None:
+    """A camera's loop fills one buffer again and again."""
+    array, frame = np.full((3, 4, 3), 9, np.uint8), red()
+    buffer, stream = bytearray(png(red())), BytesIO(png(red()))
+    (tmp_path / "red.png").write_bytes(png(red()))
+    file = open(tmp_path / "red.png", "rb")  # noqa: SIM115
+    held = [own_image(source) for source in (array, frame, buffer, memoryview(bytearray(buffer)), stream, file)]
+    array[:], buffer[:] = 0, bytes(len(buffer))
+    frame.paste((0, 0, 255), (0, 0, 4, 3))
+    stream.truncate(0)
+    file.close()
+    read = [np.asarray(load_image(source)) for source in held]
+    assert (read[0] == 9).all()
+    for picture in read[1:]:
+        assert np.array_equal(picture, np.asarray(red()))
+
+
+def test_an_undecoded_picture_is_read_and_its_file_may_be_closed() -> None:
+    """As a turned JPEG is shown: its file, not what it decodes to, is kept."""
+    path = AWKWARD / "exif_turned.jpg"
+    with Image.open(path) as picture:
+        held = own_image(picture)
+        assert held == path.read_bytes()
+    assert np.array_equal(np.asarray(load_image(held)), np.asarray(load_image(path)))
+    picture = Image.open(path)
+    picture.close()
+    with pytest.raises(InvalidImage, match="closed before it was decoded"):
+        own_image(picture)
+
+
+def test_another_frame_or_a_draft_stays_what_it_is() -> None:
+    with Image.open(AWKWARD / "animated.gif") as picture:
+        picture.seek(1)
+        assert np.array_equal(np.asarray(load_image(own_image(picture))), np.asarray(picture.convert("RGB")))
+    buffer = BytesIO()
+    red(64, 64).save(buffer, "JPEG")
+    with Image.open(buffer) as picture:
+        picture.draft("RGB", (16, 16))
+        size = picture.size
+        assert size != (64, 64)
+        assert load_image(own_image(picture)).size == size
+
+
+def test_one_undecoded_picture_from_many_threads() -> None:
+    """Pillow decodes and reads one file in one place: two threads at once took each other's bytes."""
+    expected = np.asarray(load_image(FIXTURES / "receipt.jpg"))
+    for _ in range(8):
+        with Image.open(FIXTURES / "receipt.jpg") as picture, ThreadPoolExecutor(8) as pool:
+            held = list(pool.map(own_image, [picture] * 8))
+            assert all(np.array_equal(np.asarray(found), expected) for found in pool.map(load_image, held))

@@ -17,6 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "arrays", "runtime", "assets"),
     ("types", "registry"),
     ("handle", "progress"),
+    ("many",),
     ("caches",),
     ("store",),
     ("inputs",),

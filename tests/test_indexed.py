@@ -13,8 +13,10 @@ from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 from tests.harness import shared_adapter
 from vlm_batch.caches import IndexedCache
 from vlm_batch.caches.indexed import STEP
-from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
-from vlm_batch.caches.states import is_whole_kind, save_layer
+from vlm_batch.caches.layers import is_whole_kind, save_layer
+from vlm_batch.caches.quantisation import KVQuantisation, LateCache
+from vlm_batch.caches.quantized import QuantizedCache
+from vlm_batch.caches.turbo import TurboCache
 
 CHUNKS = (5, STEP - 7, 1, 1, 1, 40, 1)
 

@@ -19,17 +19,10 @@ from tests.zoo._build import words
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, SlabCache
-from vlm_batch.caches.quantized import (
-    KVQuantisation,
-    LateCache,
-    QuantizedCache,
-    QuantizedSlabCache,
-    QuantizedStates,
-    TurboCache,
-    attend_quantized,
-    quantize,
-)
-from vlm_batch.caches.states import save_layer
+from vlm_batch.caches.layers import save_layer
+from vlm_batch.caches.quantisation import KVQuantisation, LateCache
+from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache, QuantizedStates, attend_quantized, quantize
+from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse

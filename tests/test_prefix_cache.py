@@ -34,16 +34,16 @@ from tests.zoo import family
 from tests.zoo._build import words
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
-from vlm_batch.caches.states import RecurrentState
+from vlm_batch.caches.recurrent import RecurrentState
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.reuse import Kept, Reuse
+from vlm_batch.engine.reuse import CacheSettings, Reuse
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity, can_write, read_row
 from vlm_batch.store.index import BLOCK, BeginningIndex
-from vlm_batch.store.prefix import MAX_POINTS, PrefixCache, thin
-from vlm_batch.store.saved import Point, SavedRow, common_length
+from vlm_batch.store.prefix import MAX_SNAPSHOTS, PrefixCache, thin
+from vlm_batch.store.saved import SavedRow, Snapshot, common_length
 from vlm_batch.types import PromptKey, SamplingParams
 
 IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
@@ -318,7 +318,7 @@ def test_windows_are_resumed_where_they_were_kept_and_refused_where_they_have_ro
     asks.ask_inputs({"input_ids": np.array([ids], dtype=np.int32)})
     forked = {"input_ids": np.array([[*ids[:20], *words(8, 12)]], dtype=np.int32)}
     assert asks.ask_inputs(forked) == [0]
-    # The fork has left a point where the prompts part: a third one goes on from there.
+    # The fork has left a snapshot where the prompts part: a third one goes on from there.
     third = {"input_ids": np.array([[*ids[:20], *words(9, 12)]], dtype=np.int32)}
     assert asks.ask_inputs(third) == [20]
 
@@ -348,8 +348,8 @@ def saved(ids: list[int], *, nbytes: int = 0) -> SavedRow:
     """A row of one whole layer, or rather of none, which takes ``nbytes`` and its keys' bytes."""
     keys = np.zeros((len(ids), 3), dtype=np.int64)
     keys[:, 0] = ids
-    points = {len(ids): Point(logits=mx.zeros((1, nbytes // 4)))} if nbytes else {}
-    return SavedRow(keys, 0, {}, points)
+    snapshots = {len(ids): Snapshot(logits=mx.zeros((1, nbytes // 4)))} if nbytes else {}
+    return SavedRow(keys, 0, {}, snapshots)
 
 
 def key(ids: list[int], spans: tuple[tuple[int, int], ...] = ()) -> PromptKey:
@@ -418,15 +418,15 @@ def test_what_was_used_longest_ago_goes_first() -> None:
         def find(self, keys: np.ndarray, beyond: int) -> None:
             return None
 
-    cache = PrefixCache(ByteBudget(3 * 1000), Below())
+    cache = PrefixCache(ByteBudget(3 * 2000), Below())
     rows = [saved([index] * 9, nbytes=700) for index in range(3)]
     for row in rows:
         cache.store(row)
-    assert cache.budget.nbytes == sum(row.nbytes for row in rows)
+    assert cache.budget.nbytes == sum(row.footprint for row in rows)
     cache.find(key([0] * 8 + [1, 5]))
     cache.store(saved([3] * 9, nbytes=700))
     assert evicted == [rows[1]]
-    cache.store(saved([4] * 9, nbytes=4000))  # larger than everything: nobody goes for it
+    cache.store(saved([4] * 9, nbytes=8000))  # larger than everything: nobody goes for it
     assert len(cache) == 3
     assert len(evicted) == 2
 
@@ -439,14 +439,17 @@ def test_a_budget_is_shared_by_its_owners() -> None:
     assert budget.add("another", 30, lambda: dropped.append("another"))
     assert (dropped, budget.nbytes, len(budget)) == (["features"], 90, 2)
     assert not budget.add("huge", 101, lambda: dropped.append("huge"))
+    assert budget.add("another", 40, lambda: dropped.append("another"))  # replaced, and counted once
+    assert (dropped, budget.nbytes, len(budget)) == (["features"], 100, 2)
+    budget.remove("nothing of that name")
     budget.clear()
     assert (budget.nbytes, dropped) == (0, ["features", "row", "another"])
 
 
 def test_points_are_thinned_to_the_first_and_the_last() -> None:
-    points = {at: Point() for at in range(10, 200, 10)}
-    kept = thin(points)
-    assert len(kept) == MAX_POINTS
+    snapshots = {at: Snapshot() for at in range(10, 200, 10)}
+    kept = thin(snapshots)
+    assert len(kept) == MAX_SNAPSHOTS
     assert sorted(kept) == [10, *range(130, 200, 10)]
 
 
@@ -490,7 +493,7 @@ def on_disk(
     placement: Placement | None = None,
 ) -> Asker:
     adapter = shared_adapter(name)
-    prefix = Kept(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
+    prefix = CacheSettings(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
     return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), placement=placement))
 
 

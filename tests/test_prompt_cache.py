@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,16 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
-from vlm_batch.arrays import as_mlx
+from vlm_batch.arrays import as_mlx, own_array
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.quantized import KVQuantisation, LateCache, QuantizedCache, TurboCache
+from vlm_batch.caches.layers import CacheKind, is_whole_kind, save_layer
+from vlm_batch.caches.quantisation import KVQuantisation, LateCache
+from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.retained import RetainedPromptCache
-from vlm_batch.caches.states import save_layer
+from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import InvalidCache
 from vlm_batch.models.qwen_vl import Qwen2VL
@@ -377,6 +381,72 @@ def test_files_give_back_what_was_saved(layers: tuple[str, ...], tmp_path: Path)
     for before, after in pairs:
         assert type(before) is type(after)
         assert all(np.array_equal(a, b) for a, b in zip(seen(before), seen(after), strict=True))
+
+
+class Tally(CacheKind):
+    """A kind of cache that nothing else knows: a row's sum, made of all of its tokens."""
+
+    def __init__(self, total: mx.array) -> None:
+        self.total = total
+
+    def saved(self, length: int) -> TallyState:
+        return TallyState(own_array(self.total), length)
+
+
+@filed
+@dataclass(frozen=True)
+class TallyState(SimpleState):
+    total: mx.array
+    length: int
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length
+
+    def restore(self, length: int) -> Tally:
+        return Tally(self.total)
+
+    def arrays(self) -> list[mx.array]:
+        return [self.total]
+
+
+@both_placements
+def test_a_new_kind_of_cache_needs_its_own_file_only(placement: Placement, tmp_path: Path) -> None:
+    """It is batched, saved and filed, in a list with others, too, and is not cut or quantised."""
+    single = CacheList(filled(KVCache(), 12), Tally(mx.full((1, 3), 7.0)))
+    layer = make_layer_cache(single, placement, 2)
+    layer.resize(1)
+    layer.put(0, single)
+    taken = layer.take(0)
+    assert not is_whole_kind(taken)
+    assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [QuantizedCache, Tally]
+    PromptCache(save_row([taken], np.zeros((12, 3), dtype=np.int64), {}, 0), HERE).save(tmp_path / "a")
+    (again,) = PromptCache.load(tmp_path / "a").peek().restore(12, 0)
+    assert again.caches[1].total.tolist() == [[7.0] * 3]
+    assert again.caches[0].offset == 12
+
+
+def test_files_of_version_1_are_read() -> None:
+    """A file as it was first written, with every kind of layer that files know: all arrays in their places."""
+    path = Path(__file__).parent / "data" / "row_version_1.safetensors"
+    row = PromptCache.load(path).peek()
+    assert {type(state).__name__ for state in [*row.whole.values(), *row.snapshots[12].layers.values()]} == {
+        *("FullState", "WindowState", "RecurrentState", "CrossState", "ListState", "WholeState", "BlockState"),
+        *("RetainedState", "QuantizedState", "TurboState", "LateState", "IndexedState"),
+    }
+    tensors = mx.load(str(path))
+    assert isinstance(tensors, dict)
+    filed = sorted(np.array(tensor).tobytes() for name, tensor in tensors.items() if name != "keys")
+    assert sorted(np.array(array).tobytes() for array in row.arrays()) == filed
+    caches = row.restore(12, 1)
+    assert " ".join(type(cache).__name__ for cache in caches) == (
+        "KVCache RotatingKVCache RotatingKVCache ArraysCache CrossCache CrossCache CacheList BlockCache "
+        "RetainedPromptCache QuantizedCache TurboCache LateCache LateCache IndexedCache WholeCache"
+    )
+    again = save_row(caches, row.keys, {}, 1)
+    assert sorted(np.array(array).tobytes() for array in again.arrays()) == sorted(
+        np.array(array).tobytes() for array in row.arrays() if array is not row.snapshots[12].logits
+    )
 
 
 def test_half_precision_goes_into_a_file_as_it_is(tmp_path: Path) -> None:

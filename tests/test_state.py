@@ -135,11 +135,12 @@ def test_finished_rows_are_released_or_kept_and_never_both(placement: Placement)
 
     name = "qwen2_vl"
     adapter = shared_adapter(name)
-    for budget in (0, 2**28):
+    for is_warm, budget in ((False, 0), (True, 0), (True, 2**28)):  # the first makes the masks that all prompts share
         prefix = PrefixCache(ByteBudget(budget)) if budget else None
         generator = BatchGenerator(adapter, placement=placement, reuse=Reuse(adapter, prefix))
         gc.collect()
-        before = {id(array) for array in _live_arrays()}
+        earlier = _live_arrays()  # held, so that no new array gets the identity of one that is gone
+        before = {id(array) for array in earlier}
         for index in range(6):
             inputs = as_mlx(inputs_of(name, ("image:1:0", "text:4:9", "image:3:2")[index % 3]))
             generator.insert(str(index), inputs, SamplingParams(max_tokens=5 + index))
@@ -151,7 +152,7 @@ def test_finished_rows_are_released_or_kept_and_never_both(placement: Placement)
         kept = [] if prefix is None else [array for row in prefix.rows for array in row.arrays()]
         assert {id(array) for array in kept} <= {id(array) for array in alive}
         others = sum(array.nbytes for array in alive) - sum(array.nbytes for array in kept)
-        assert others <= 256  # the lengths of the last steps, as small arrays
+        assert others <= 256 or not is_warm  # the lengths of the last steps, as small arrays
         assert bool(kept) == bool(budget)
 
 

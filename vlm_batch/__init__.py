@@ -36,6 +36,7 @@ from vlm_batch.errors import (  # noqa: E402
 )
 from vlm_batch.registry import ModelSpec  # noqa: E402
 from vlm_batch.types import (  # noqa: E402
+    FetchPolicy,
     Request,
     Result,
     SamplingParams,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatcherClosed",
+    "FetchPolicy",
     "Handle",
     "InvalidCache",
     "InvalidImage",

@@ -1,21 +1,96 @@
-"""Arrays in trees: found, stacked, and carried to numpy and back."""
+"""Arrays in trees (found, changed, split and joined), arrays that grow, and arrays carried to numpy and back."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+# Trees of lists, tuples and mappings ----------------------------------------------------------------------------------
+
 
 def arrays_of(tree: Any) -> list[mx.array]:
-    """Every array in a tree of lists and tuples."""
+    """Every mlx array in a tree."""
     if isinstance(tree, mx.array):
         return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [array for item in tree for array in arrays_of(item)]
-    return []
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [array for item in tree for array in arrays_of(item)]
+
+
+def map_arrays(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tree with every mlx or numpy array changed; everything else as it is."""
+    if isinstance(tree, (mx.array, np.ndarray)):
+        return change(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(map_arrays(item, change) for item in tree)
+    if type(tree) is dict:
+        return {name: map_arrays(item, change) for name, item in tree.items()}
+    return tree
+
+
+def is_array_tree(tree: Any) -> bool:
+    """Whether something is an array, or lists and tuples of them (or of None)."""
+    if type(tree) in (list, tuple):
+        return all(is_array_tree(item) for item in tree)
+    return tree is None or isinstance(tree, mx.array)
+
+
+def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
+    """One tree for each of ``counts``: its share of the first axis of every array, in proportion. None if that fails."""
+    arrays = arrays_of(tree)
+    total = sum(counts)
+    if not is_array_tree(tree) or not arrays or any(array.ndim == 0 for array in arrays):
+        return None
+    if any(array.shape[0] * count % total for array in arrays for count in counts):
+        return None
+    bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
+    return [map_arrays(tree, lambda array, b=begin, e=end: _share(array, b, e, total)) for begin, end in bounds]  # type: ignore[misc]
+
+
+def join_rows(trees: Sequence[Any]) -> Any:
+    """The inverse of ``split_rows``."""
+    first = trees[0]
+    if isinstance(first, mx.array):
+        return mx.concatenate(list(trees))
+    return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
+
+
+def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:
+    rows = array.shape[0]
+    return array[rows * begin // total : rows * end // total]
+
+
+# Single arrays --------------------------------------------------------------------------------------------------------
+
+
+def own_array(array: mx.array) -> mx.array:
+    """The same values in an array of their own: a slice would hold on to all of what it was cut from.
+
+    ``mx.contiguous`` shares a slice's memory if that is not more than 16 kB larger; ``mx.concatenate`` never does.
+    """
+    return mx.concatenate([array, array[:0]]) if array.ndim else mx.contiguous(array)
+
+
+def grown(
+    array: mx.array | None, shape: Sequence[int], dtype: mx.Dtype, *, axis: int = 2, kept: int | None = None
+) -> mx.array:
+    """Zeros of a shape that begin, along an axis, with an array's first ``kept`` columns (all that it has if None)."""
+    room = mx.zeros(shape, dtype)
+    if array is not None:
+        columns = (slice(None),) * axis + (slice(array.shape[axis] if kept is None else kept),)
+        room[columns] = array[columns]
+    return room
+
+
+def round_up(value: int, step: int) -> int:
+    """The least multiple of ``step`` that is not below a value."""
+    return -(-value // step) * step
 
 
 def stack_logits(rows: Sequence[mx.array]) -> mx.array:
@@ -28,22 +103,17 @@ def stack_logits(rows: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(filled)
 
 
+# Between mlx and numpy ------------------------------------------------------------------------------------------------
+
+
 def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays as numpy, evaluated in the caller's thread: a lazy mlx array cannot be used from another."""
-    return {name: _map_arrays(value, _to_numpy) for name, value in inputs.items()}
+    return {name: map_arrays(value, _to_numpy) for name, value in inputs.items()}
 
 
 def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Numpy arrays as mlx arrays; everything else as it is."""
-    return {name: _map_arrays(value, _to_mlx) for name, value in inputs.items()}
-
-
-def _map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (mx.array, np.ndarray)):
-        return change(value)
-    if isinstance(value, list):
-        return [_map_arrays(item, change) for item in value]
-    return value
+    return {name: map_arrays(value, _to_mlx) for name, value in inputs.items()}
 
 
 def _to_numpy(array: Any) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
@@ -14,6 +16,9 @@ class Handle:
 
     ``events`` has all that is known of each step. Every iteration gives everything from the beginning. A failed request's
     stream just ends; its ``result().error`` says why.
+
+    Nobody who stops waiting ends the request: after ``asyncio.wait_for(handle, seconds)`` or ``result(seconds)`` raised
+    TimeoutError it goes on, and can be waited for again. ``cancel`` ends it, also from the ``except`` that follows.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[str], bool]) -> None:
@@ -34,9 +39,11 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Result:
         """The request's end, waited for. Raises TimeoutError after ``timeout`` seconds; a failed request raises nothing."""
-        with self._changed:
-            if not self._changed.wait_for(self.done, timeout):
-                raise TimeoutError(f"request {self.request_id} has not ended within {timeout} s")
+        seconds = _checked_timeout(timeout)
+        if self._result is None:
+            with self._changed:
+                if not self._changed.wait_for(self.done, seconds):
+                    raise TimeoutError(f"request {self.request_id} has not ended within {timeout} s")
         assert self._result is not None
         return self._result
 
@@ -117,7 +124,13 @@ class Handle:
             listeners, self._listeners = self._listeners, []
             self._changed.notify_all()
         for tell in listeners:
-            tell()
+            with contextlib.suppress(RuntimeError):  # its event loop was closed in this moment
+                tell()
+
+    def renew_lock(self) -> None:
+        """In a child process, where the thread that holds the lock may not exist."""
+        self._changed = threading.Condition()
+        self._listeners = []
 
 
 class EventStream:
@@ -129,9 +142,10 @@ class EventStream:
     def __iter__(self) -> Iterator[Event]:
         handle, position = self._handle, 0
         while True:
-            with handle._changed:
-                handle._changed.wait_for(lambda at=position: len(handle._events) > at or handle.done())  # type: ignore[misc]
-                events = handle._events[position:]
+            if not handle.done():
+                with handle._changed:
+                    handle._changed.wait_for(lambda at=position: len(handle._events) > at or handle.done())  # type: ignore[misc]
+            events = handle._events[position:]
             if not events:
                 return
             yield from events
@@ -150,6 +164,15 @@ class EventStream:
             for event in events:
                 yield event
             position += len(events)
+
+
+def _checked_timeout(timeout: float | None) -> float | None:
+    """``timeout`` as ``Condition.wait`` takes it: None for ever, and no number beyond what the system can wait."""
+    if timeout is None or timeout == math.inf:
+        return None
+    if not timeout == timeout:
+        raise ValueError("timeout is nan; it must be a number of seconds, or None to wait for ever")
+    return min(timeout, threading.TIMEOUT_MAX)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -16,11 +16,11 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
-from vlm_batch.caches.quantized import KVQuantisation, settings_of
+from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.port import AnswerText
-from vlm_batch.engine.reuse import Kept, Reuse
+from vlm_batch.engine.reuse import CacheSettings, Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.loaders import Loaders
@@ -38,7 +38,7 @@ class EngineOptions:
     """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    caches: Kept = field(default_factory=Kept)
+    caches: CacheSettings = field(default_factory=CacheSettings)
     limits: Limits = field(default_factory=Limits)
     kv: KVQuantisation | None = None
 
@@ -91,7 +91,7 @@ def _reuse(adapter: Adapter, options: EngineOptions) -> Reuse:
     budget = ByteBudget(options.caches.max_bytes)
     adapter.remember_features(FeatureStore(budget))
     prefix = options.caches.prefix_cache(budget, identity) if adapter.no_prefix_reuse is None else None
-    return Reuse(adapter, prefix, identity)
+    return Reuse(adapter, prefix, identity, budget)
 
 
 def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
+from functools import partial
+from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from vlm_batch.errors import InvalidParameters, RequestFailed
+import numpy as np
+
+from vlm_batch.errors import InvalidParameters, InvalidRequest, RequestFailed, describe
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -28,6 +33,24 @@ Message: TypeAlias = Mapping[str, Any]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+#: The largest number that MLX's 32-bit integers hold.
+_MOST = 2**31 - 1
+_WHOLE_PARAMETERS = (
+    ("max_tokens", 1, 2**63 - 1),
+    ("top_k", 0, _MOST),
+    ("repetition_context_size", 1, _MOST),
+    ("seed", 0, 2**64 - 1),
+    ("logprobs", 0, 100),
+)
+#: Logits are divided by the temperature, and by or with the penalty, in float32 or less: what overflows there is refused.
+_REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
+    ("top_p", lambda x: 1e-30 <= x <= 1, "a number above 0 (1e-30) and at most 1 (1 is off)"),
+    ("min_p", lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"),
+    ("repetition_penalty", lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
@@ -39,7 +62,7 @@ class SamplingParams:
     end tokens, which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k
     most likely tokens' log-probabilities, taken after the processors and before the temperature.
     ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
-    shape (T,)) and logits of shape (1, V).
+    shape (T,)) and logits of shape (1, V). Numbers of numpy are taken as Python's.
 
     Raises InvalidParameters for a value out of range.
     """
@@ -59,52 +82,33 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "logits_processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        whole, real = _is_whole, _is_real
-        rules: list[tuple[str, bool, str]] = [
-            ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            (
-                "temperature",
-                real(self.temperature) and self.temperature >= 0,
-                "a finite number of at least 0 (0 is greedy)",
-            ),
-            ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1 (1 is off)"),
-            ("top_k", whole(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)"),
-            ("min_p", real(self.min_p) and 0 <= self.min_p < 1, "a number of at least 0 and below 1 (0 is off)"),
-            (
-                "repetition_penalty",
-                real(self.repetition_penalty) and self.repetition_penalty > 0,
-                "a number above 0 (1 is off)",
-            ),
-            (
-                "repetition_context_size",
-                whole(self.repetition_context_size) and self.repetition_context_size >= 1,
-                "an integer of at least 1",
-            ),
-            (
-                "seed",
-                self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64),
-                "None or an integer in 0..2**64-1",
-            ),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
-            (
-                "logprobs",
-                self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 100),
-                "None or an integer in 0..100",
-            ),
-            (
-                "logits_processors",
-                all(callable(p) for p in self.logits_processors),
-                "callables (tokens, logits) -> logits",
-            ),
-        ]
-        for name, valid, right in rules:
-            if not valid:
-                raise InvalidParameters(f"{name} is {getattr(self, name)!r}; it must be {right}")
+        put = partial(object.__setattr__, self)
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
+        for name, least, most in _WHOLE_PARAMETERS:
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            if not (_is_whole(value) and least <= value <= most):
+                raise InvalidParameters(f"{name} is {_shown(value)}; it must be an integer in {least}..{most}")
+            put(name, int(value))
+        for name, is_right, right in _REAL_PARAMETERS:
+            value = getattr(self, name)
+            if not (_is_real(value) and is_right(float(value))):
+                raise InvalidParameters(f"{name} is {_shown(value)}; it must be {right}")
+            put(name, float(value))
+        if not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise InvalidParameters(f"stop is {_shown(self.stop)}; it must be non-empty strings")
+        if not all(_is_whole(token) and 0 <= token <= _MOST for token in self.stop_token_ids):
+            raise InvalidParameters(
+                f"stop_token_ids is {_shown(self.stop_token_ids)}; it must be token ids of at least 0"
+            )
+        put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        if not all(map(callable, self.logits_processors)):
+            raise InvalidParameters("logits_processors must be callables (tokens, logits) -> logits")
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
+            raise InvalidParameters(f"ignore_eos is {_shown(self.ignore_eos)}; it must be True or False")
 
     @property
     def is_greedy(self) -> bool:
@@ -147,6 +151,41 @@ class Video:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FetchPolicy:
+    """Rules for reading pictures and videos that requests name by path or URL.
+
+    ``allow_http`` reads http and https URLs; ``allow_private`` also those on loopback, private, link-local and other
+    addresses that are not public. ``allow_files`` reads local paths, only below ``directories`` if any are named
+    (links are followed first). At most ``max_bytes`` are read of a URL, a data URI or a picture's file, within
+    ``seconds`` in all and over at most ``max_redirects``. A proxy that the environment names is used; it resolves names
+    for itself, so behind one the check of addresses is only as good as the names' answers here.
+    """
+
+    allow_http: bool = True
+    allow_private: bool = False
+    allow_files: bool = True
+    directories: Sequence[str | Path] = ()
+    max_bytes: int = 256 << 20
+    seconds: float = 60.0
+    max_redirects: int = 5
+
+    def __post_init__(self) -> None:
+        if not (_is_whole(self.max_bytes) and self.max_bytes >= 1):
+            raise InvalidParameters(f"max_bytes is {self.max_bytes!r}; it must be an integer of at least 1")
+        if not (_is_real(self.seconds) and self.seconds > 0):
+            raise InvalidParameters(f"seconds is {self.seconds!r}; it must be a finite number above 0")
+        if not (_is_whole(self.max_redirects) and self.max_redirects >= 0):
+            raise InvalidParameters(f"max_redirects is {self.max_redirects!r}; it must be an integer of at least 0")
+        if isinstance(self.directories, (str, Path)):
+            object.__setattr__(self, "directories", (self.directories,))
+        object.__setattr__(self, "directories", tuple(self.directories))
+
+
+#: The largest priority of a request, above and below 0.
+MAX_PRIORITY = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures and videos.
 
@@ -167,11 +206,24 @@ class Request:
     images: Sequence[ImageInput] = ()
     videos: Sequence[VideoInput] = ()
     rendered: bool = False
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
     request_id: str | None = None
     priority: int = 0
     cache: PromptCache | None = None
     return_cache: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", params_of(self.params))
+        if not (_is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
+            raise InvalidRequest(
+                f"priority is {_shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
+            )
+        object.__setattr__(self, "priority", int(self.priority))
+        if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
+            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be a non-empty string, or None")
+        for name in ("rendered", "return_cache"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -249,7 +301,12 @@ class Result:
         return self
 
 
-@dataclass(frozen=True)
+def failed_result(request_id: str, error: BaseException) -> Result:
+    """The end of a request of which nothing else is known."""
+    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error)
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One step of one request as the engine saw it: a token with the text that it completed, or an end, or both.
 
@@ -387,9 +444,59 @@ def fresh_seed() -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
+def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Parameters from what people write: an object, a mapping of its fields, or None for the defaults."""
+    if given is None:
+        return SamplingParams()
+    if isinstance(given, SamplingParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidParameters(f"params is {_shown(given)}; it must be a SamplingParams or a mapping of its fields")
+    known = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise InvalidParameters(f"params has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return SamplingParams(**given)
+
+
+def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) -> Any:
+    """An option that is an integer, as Python's. Raises ValueError for another type or a smaller number."""
+    if value is None and or_none:
+        return None
+    if not (_is_whole(value) and value >= least):
+        raise ValueError(f"{name} is {_shown(value)}; it must be an integer of at least {least}{' or None' * or_none}")
+    return int(value)
+
+
+def seconds_option(name: str, value: Any) -> float:
+    """An option in seconds. Raises ValueError unless it is a finite number above 0."""
+    if not (_is_real(value) and value > 0):
+        raise ValueError(f"{name} is {_shown(value)}; it must be a finite number of seconds above 0")
+    return float(value)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise InvalidParameters(f"{name} is {_shown(value)}; it must be a sequence, or None for none") from None
+
+
+def _shown(value: Any) -> str:
+    """A value for an error message, of one line and bounded length."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer of thousands of digits
+        text = f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return False

@@ -13,8 +13,9 @@ from mlx_vlm.models import base as upstream
 
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.hooks import hook
-from vlm_batch.caches.quantized import QuantizedStates, TurboStates, attend_quantized
+from vlm_batch.caches.quantized import QuantizedStates, attend_quantized
 from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
+from vlm_batch.caches.turbo import TurboStates
 
 #: mlx-vlm's, whatever its name is bound to later.
 SCALED_DOT_PRODUCT_ATTENTION = upstream.scaled_dot_product_attention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
 
-from vlm_batch.arrays import arrays_of
+from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, split_rows
 from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
 
@@ -106,7 +105,7 @@ class RememberingTower(nn.Module):
 class RememberingGridTower(RememberingTower):
     """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
-    Every picture is remembered by itself; those that are new go through the tower together.
+    Every picture is remembered by itself; those that are new go through the tower together, each of them once.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +119,7 @@ class RememberingGridTower(RememberingTower):
         parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
         keys = [digest([list(part), dict(kwargs)]) for part in parts]
         found = [self._store.get(key) for key in keys]
-        new = [index for index, features in enumerate(found) if features is None]
+        new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())
         if new:
             fresh = self.tower(
                 mx.concatenate([parts[index][0] for index in new], axis=patch_axis(pixels, counts)),
@@ -130,9 +129,10 @@ class RememberingGridTower(RememberingTower):
             split = split_rows(fresh, [counts[index] for index in new])
             if split is None:  # an answer that is not one row for so many patches of each picture
                 return fresh if len(new) == len(parts) else self.tower(*args, **kwargs)
-            for index, features in zip(new, split, strict=True):
-                self.remember(keys[index], features)
-                found[index] = features
+            made = {keys[index]: features for index, features in zip(new, split, strict=True)}
+            for key, features in made.items():
+                self.remember(key, features)
+            found = [made.get(key, features) for key, features in zip(keys, found, strict=True)]
         return join_rows(found)
 
 
@@ -148,40 +148,6 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
         return None
     ends: list[int] = np.cumsum(counts)[:-1].tolist()
     return list(mx.split(pixels, ends, axis=axis))
-
-
-def is_array_tree(tree: Any) -> bool:
-    """Whether something is an array, or lists and tuples of them (or of None)."""
-    if type(tree) in (list, tuple):
-        return all(is_array_tree(item) for item in tree)
-    return tree is None or isinstance(tree, mx.array)
-
-
-def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
-    """A tree of arrays, whose first axes are made of shares in proportion to ``counts``, one tree a share; or None."""
-    arrays = arrays_of(tree)
-    total = sum(counts)
-    if not is_array_tree(tree) or not arrays or any(array.ndim == 0 for array in arrays):
-        return None
-    if any(array.shape[0] * count % total for array in arrays for count in counts):
-        return None
-    starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
-
-    def share(item: Any, begin: int, end: int) -> Any:
-        if isinstance(item, mx.array):
-            rows = item.shape[0]
-            return item[rows * begin // total : rows * end // total]
-        return type(item)(share(part, begin, end) for part in item) if item is not None else None
-
-    return [share(tree, begin, end) for begin, end in itertools.pairwise(starts)]
-
-
-def join_rows(trees: Sequence[Any]) -> Any:
-    """The inverse of ``split_rows``."""
-    first = trees[0]
-    if isinstance(first, mx.array):
-        return mx.concatenate(list(trees))
-    return None if first is None else type(first)(join_rows(parts) for parts in zip(*trees, strict=True))
 
 
 def evaluate_arrays(module: nn.Module) -> None:

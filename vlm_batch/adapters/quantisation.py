@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.errors import UnsupportedModel
 
 #: Two tokens of the smallest request, prefilled one after the other.

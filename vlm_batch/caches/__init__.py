@@ -1,13 +1,16 @@
 """The state of the live rows: per layer, one cache per row, one slab for all rows, or one recurrent state for all rows."""
 
+import importlib
+import pkgutil
+
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
+from vlm_batch.caches.full import can_share, take_row
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.listed import ListedCache
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
-from vlm_batch.caches.shared import can_share, take_row
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.whole import WholeCache
 
@@ -31,3 +34,6 @@ __all__ = [
     "make_layer_cache",
     "take_row",
 ]
+
+for _module in pkgutil.iter_modules(__path__):  # every kind registers itself, also those that nothing here names
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ChunkedKVCache
 
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache
+from vlm_batch.caches.states import SimpleState, filed
 
 
-class BlockCache(ChunkedKVCache):
+class BlockCache(CacheKind, ChunkedKVCache):
     """One row's keys and values of the block that its next token belongs to; earlier blocks are dropped.
 
     mlx-vlm's own keeps a sliding window of the block's size instead and leaves the rest to a mask over it.
@@ -33,7 +38,7 @@ class BlockCache(ChunkedKVCache):
         return super().update_and_fetch(keys, values)
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """Which of the kept and the new keys each of ``length`` new tokens may see: (L, K) bool, or None if all."""
+        """The kept and the new keys that each of ``length`` new tokens may see: (L, K) bool, or None if all."""
         self.maybe_trim_front()
         if length == 1:
             return None
@@ -47,6 +52,38 @@ class BlockCache(ChunkedKVCache):
             return None, None
         kept = self.offset - self.start_position
         return self.keys[..., :kept, :], self.values[..., :kept, :]  # type: ignore[index]
+
+    def saved(self, length: int) -> BlockState:
+        keys, values = (own_array(part) for part in self.state if part is not None)
+        return BlockState(keys, values, self.offset, self.start_position, self.chunk_size)
+
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        return BlockSlabCache(num_places, self.chunk_size) if placement is Placement.SLAB else RowsCache()
+
+
+@filed
+@dataclass(frozen=True)
+class BlockState(SimpleState):
+    """Attention within blocks of ``block`` positions: keys and values from the last one's ``start`` on, of ``length`` seen."""
+
+    keys: mx.array  # (1, H, length - start, D)
+    values: mx.array
+    length: int
+    start: int
+    block: int
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return self.start < length <= self.length
+
+    def restore(self, length: int) -> BlockCache:
+        cache, kept = BlockCache(self.block), length - self.start
+        cache.keys, cache.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        cache.offset, cache.start_position = length, self.start
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
 
 
 class BlockSlabCache(RingSlabCache):

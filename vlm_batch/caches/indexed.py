@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
+
+from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
+from vlm_batch.caches.states import LayerState, SimpleState, filed
 
 #: Columns by which the index grows.
 STEP = 256
@@ -13,7 +19,7 @@ STEP = 256
 AXES = 3
 
 
-class IndexedCache:
+class IndexedCache(CacheKind):
     """One row's keys and values of one layer, in ``inner``, and the indexer's key and position of each token beside them.
 
     What mlx-vlm's attention asks of its ``QSAKVCache``. There, every token copies the whole index; here it grows by
@@ -35,9 +41,9 @@ class IndexedCache:
             positions = mx.broadcast_to(positions[None], (AXES, *positions.shape))
         start, end = self.index_offset, self.index_offset + keys.shape[1]
         if self._keys is None or self._positions is None or end > self._keys.shape[1]:
-            capacity = -(-end // STEP) * STEP
-            self._keys = _grown(self._keys, 1, start, capacity, keys)
-            self._positions = _grown(self._positions, 2, start, capacity, positions)
+            width = round_up(end, STEP)
+            self._keys = grown(self._keys, (1, width, keys.shape[2]), keys.dtype, axis=1, kept=start)
+            self._positions = grown(self._positions, (AXES, 1, width), positions.dtype, kept=start)
         self._keys[:, start:end] = keys
         self._positions[..., start:end] = positions
         self.index_offset = end
@@ -80,12 +86,46 @@ class IndexedCache:
         own = (self._keys, self._positions, self.index_block_keys)
         return int(self.inner.nbytes) + sum(array.nbytes for array in own if array is not None)
 
+    @property
+    def is_whole(self) -> bool:
+        return kind_of(self.inner).is_whole
 
-def _grown(held: mx.array | None, axis: int, kept: int, capacity: int, like: mx.array) -> mx.array:
-    """``held`` with room for ``capacity`` columns along an axis, of which it keeps the first."""
-    shape = list(like.shape)
-    shape[axis] = capacity - kept
-    room = mx.zeros(shape, like.dtype)
-    if held is None:
-        return room
-    return mx.concatenate([held[:, :kept] if axis == 1 else held[..., :kept], room], axis=axis)
+    def saved(self, length: int) -> IndexedState:
+        return IndexedState(save_layer(self.inner, length), *(own_array(part) for part in self.index))
+
+    def full_parts(self) -> tuple[KVCache, ...]:
+        return kind_of(self.inner).full_parts()
+
+    def with_full(self, change: Callable[[KVCache], Any]) -> IndexedCache:
+        return IndexedCache(kind_of(self.inner).with_full(change))
+
+
+@filed
+@dataclass(frozen=True)
+class IndexedState(SimpleState):
+    """Keys and values beside an indexer's keys (1, L, D) and positions (3, 1, L); blocks are made of those again."""
+
+    state: LayerState
+    index_keys: mx.array
+    positions: mx.array
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state.is_whole
+
+    @property
+    def floor(self) -> int:  # type: ignore[override]
+        return self.state.floor
+
+    def reaches(self, length: int) -> bool:
+        return self.state.reaches(length)
+
+    def restore(self, length: int) -> IndexedCache:
+        inner = self.state.restore(length)
+        return IndexedCache.of(inner, self.index_keys[:, :length], self.positions[..., :length])
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return (self.state,)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.state.arrays(), self.index_keys, self.positions]

@@ -1,24 +1,24 @@
-"""Which cache serves a layer, and the protocol that all of them follow."""
+"""Caches of a layer, of one row and of a batch: the protocols that they follow, and the registry of mlx-vlm's.
+
+A kind of cache is one file beside this one: the single-row cache, how it is saved, and the batch's cache for it. Our
+own single-row caches inherit ``CacheKind``; mlx-vlm's are wrapped in one that is registered for their class.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
-from vlm_batch.caches.listed import ListedCache
-from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
-from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.slab import RingSlabCache, SlabCache
-from vlm_batch.caches.whole import WholeCache
+from vlm_batch.caches.states import CopiedState, LayerState, LostState, is_cache
 
 
 class Placement(Enum):
-    """How the rows of a batch are laid out. ``ROWS`` pays per row, ``SLAB`` per step: CPU and GPU respectively."""
+    """The layout of a batch's rows. ``ROWS`` pays per row, ``SLAB`` per step: CPU and GPU respectively."""
 
     ROWS = "rows"
     SLAB = "slab"
@@ -48,20 +48,83 @@ class DenseCache(Protocol):
     def remove(self, place: int) -> None: ...
 
 
+class CacheKind:
+    """One row's cache of a layer, as the engine asks it; the answers here are those of a kind that is kept row by row."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be cut back to any length."""
+        return False
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no token changes it once the row's pictures are in it."""
+        return False
+
+    def saved(self, length: int) -> LayerState:
+        """Its state after ``length`` tokens. The state's arrays are copies, not evaluated yet."""
+        return CopiedState.of(self, length)
+
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        """An empty cache of a batch for rows of this kind."""
+        return RowsCache()
+
+    def full_parts(self) -> tuple[KVCache, ...]:
+        """The exact caches of full attention in it, or itself: what can be quantised."""
+        return ()
+
+    def with_full(self, change: Callable[[KVCache], Any]) -> Any:
+        """A fresh cache with those of full attention changed."""
+        return self
+
+
+class UpstreamKind(CacheKind):
+    """A cache of mlx-vlm's, of a class that nothing is known of if it is not a subclass."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def saved(self, length: int) -> LayerState:
+        """A copy; of what is no cache of mlx-vlm's nothing can be restored."""
+        return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
+
+    def with_full(self, change: Callable[[KVCache], Any]) -> Any:
+        return self.cache
+
+
+Kind = TypeVar("Kind", bound=type[UpstreamKind])
+
+#: By the class of mlx-vlm's single-row caches: exactly these, since a subclass may hold something else.
+UPSTREAM_KINDS: dict[type, type[UpstreamKind]] = {}
+
+
+def upstream(cache: type) -> Callable[[Kind], Kind]:
+    """Register the kind of a class of mlx-vlm's single-row caches."""
+
+    def register(kind: Kind) -> Kind:
+        UPSTREAM_KINDS[cache] = kind
+        return kind
+
+    return register
+
+
+def kind_of(cache: Any) -> CacheKind:
+    """A single-row cache as what is asked of it."""
+    if isinstance(cache, CacheKind):
+        return cache
+    return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)
+
+
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
-    if isinstance(single, WholeCache):
-        return RowsCache()
-    if isinstance(single, CacheList):
-        return ListedCache(*(make_layer_cache(part, placement, num_places) for part in single.caches))
-    if type(single) is ArraysCache:
-        return RecurrentCache()
-    if placement is Placement.SLAB and type(single) is KVCache:
-        return SlabCache(num_places)
-    if placement is Placement.SLAB and type(single) is QuantizedCache:
-        return QuantizedSlabCache(num_places, single.group_size, single.bits)
-    if placement is Placement.SLAB and type(single) is RotatingKVCache and single.keep == 0:
-        return RingSlabCache(num_places, single.max_size)
-    if placement is Placement.SLAB and type(single) is BlockCache:
-        return BlockSlabCache(num_places, single.chunk_size)
-    return RowsCache()
+    return kind_of(single).batched(placement, num_places)
+
+
+def is_whole_kind(cache: Any) -> bool:
+    """Whether a single-row cache can be cut back to any length."""
+    return kind_of(cache).is_whole
+
+
+def save_layer(cache: Any, length: int) -> LayerState:
+    """The state of a single-row cache that has seen ``length`` tokens."""
+    return kind_of(cache).saved(length)

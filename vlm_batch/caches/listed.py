@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import CacheList
+from mlx_vlm.models.cache import CacheList, KVCache
+
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, make_layer_cache, save_layer, upstream
+from vlm_batch.caches.states import LayerState, SimpleState, filed
 
 
 class ListedCache(CacheList):
@@ -40,3 +45,54 @@ class ListedCache(CacheList):
     def arrays(self) -> list[mx.array]:
         """Every array that is held, to be evaluated."""
         return [array for part in self.caches for array in part.arrays()]
+
+
+@filed
+@dataclass(frozen=True)
+class ListState(SimpleState):
+    """A layer with several caches at once."""
+
+    states: tuple[LayerState, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(state.is_whole for state in self.states)
+
+    @property
+    def floor(self) -> int:  # type: ignore[override]
+        return max((state.floor for state in self.states), default=0)
+
+    def reaches(self, length: int) -> bool:
+        return all(state.reaches(length) for state in self.states)
+
+    def restore(self, length: int) -> CacheList:
+        return CacheList(*(state.restore(length) for state in self.states))
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return self.states
+
+    def arrays(self) -> list[mx.array]:
+        return [array for state in self.states for array in state.arrays()]
+
+
+@upstream(CacheList)
+class ListKind(UpstreamKind):
+    """A ``CacheList``."""
+
+    cache: CacheList
+
+    @property
+    def is_whole(self) -> bool:
+        return all(kind_of(part).is_whole for part in self.cache.caches)
+
+    def saved(self, length: int) -> ListState:
+        return ListState(tuple(save_layer(part, length) for part in self.cache.caches))
+
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        return ListedCache(*(make_layer_cache(part, placement, num_places) for part in self.cache.caches))
+
+    def full_parts(self) -> tuple[KVCache, ...]:
+        return tuple(full for part in self.cache.caches for full in kind_of(part).full_parts())
+
+    def with_full(self, change: Callable[[KVCache], Any]) -> CacheList:
+        return CacheList(*(kind_of(part).with_full(change) for part in self.cache.caches))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.layers import CacheKind
+from vlm_batch.caches.states import SimpleState, filed
 
-class PoolCache:
+
+class PoolCache(CacheKind):
     """One pooled key for every ``ratio`` tokens of a row, and what the next ones will be made of.
 
     A token comes in as a value and a gate (1, L, W); whoever pools them appends what it has made, (1, N, D). Where
@@ -48,7 +54,7 @@ class PoolCache:
         self.pooled = pools if self.pooled is None else mx.concatenate([self.pooled, pools], axis=1)
 
     def visible(self, length: int, offset: int) -> mx.array | None:
-        """Which pools the tokens at offset, ..., offset + length - 1 may see: (length, P) bool, or None if all.
+        """The pools that the tokens at offset, ..., offset + length - 1 may see: (length, P) bool, or None if all.
 
         A pool is seen from its window's last token on.
         """
@@ -65,3 +71,33 @@ class PoolCache:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
+
+    def saved(self, length: int) -> PoolState:
+        pooled = None if self.pooled is None else own_array(self.pooled)
+        rest, before = (tuple(map(own_array, part)) for part in (self.rest, self.before))
+        return PoolState(pooled, rest, before, self.ratio, self.overlaps, length)
+
+
+@filed
+@dataclass(frozen=True)
+class PoolState(SimpleState):
+    """Pooled keys, and the tokens that the next will be made of: good for one length only."""
+
+    pooled: mx.array | None
+    rest: tuple[mx.array, ...]
+    before: tuple[mx.array, ...]
+    ratio: int
+    overlaps: bool
+    length: int
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length
+
+    def restore(self, length: int) -> PoolCache:
+        cache = PoolCache(self.ratio, overlaps=self.overlaps)
+        cache.pooled, cache.rest, cache.before = self.pooled, self.rest, self.before
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [*(() if self.pooled is None else (self.pooled,)), *self.rest, *self.before]

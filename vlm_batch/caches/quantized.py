@@ -1,10 +1,4 @@
-"""Keys and values in few bits: which layers, by which scheme, and a row's own quantised cache.
-
-One rule for a row alone and in any batch: every layer of full attention, the last one included, holds quantised keys and
-values from token ``start`` on, and at that moment those of the tokens before it, too. All attention reads what is stored,
-also within a chunk, so that an answer does not depend on where chunks end. Sliding windows, recurrent states and
-cross-attention stay exact.
-"""
+"""Keys and values in few bits by ``mx.quantize``: a row's cache, a batch's, and attention over them."""
 
 from __future__ import annotations
 
@@ -14,114 +8,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_vlm.models.cache import CacheList, KVCache, create_attention_mask
-from mlx_vlm.turboquant import TurboQuantKVCache, _QuantizedStateProxy
+from mlx_vlm.models.cache import create_attention_mask
 
-from vlm_batch.caches.indexed import IndexedCache
-from vlm_batch.caches.slab import SlabCache, grow, put_columns
+from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.slab import SlabCache, put_columns
+from vlm_batch.caches.states import SimpleState, filed
 
-#: What ``mx.quantize`` offers.
-UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
-UNIFORM_GROUPS = (32, 64, 128)
-#: What the codebooks of TurboQuant (arXiv:2504.19874) are made for here; halves give the values one bit more than the keys.
-TURBO_BITS = (2, 8)
-SCHEMES = ("uniform", "turboquant")
-#: How much longer a head may become by filling its last group.
-MAX_FILLED = 1.25
 #: Columns by which a row's cache grows.
 STEP = 256
 
 
-@dataclass(frozen=True)
-class KVQuantisation:
-    """How keys and values are stored. Raises ValueError for what a scheme cannot do.
-
-    ``uniform`` is ``mx.quantize``: groups of ``group_size`` numbers share a scale and a bias. ``turboquant`` rotates
-    every key and value and codes it by a fixed codebook, through mlx-vlm's caches for one row.
-    """
-
-    bits: float
-    group_size: int = 64
-    scheme: str = "uniform"
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"kv_quant_scheme is {self.scheme!r}; it must be one of {', '.join(SCHEMES)}")
-        if self.start < 0:
-            raise ValueError(f"quantized_kv_start is {self.start}; it must be at least 0")
-        if self.scheme == "turboquant":
-            low, high = TURBO_BITS
-            if not low <= self.bits <= high or self.bits * 2 != int(self.bits * 2):
-                raise ValueError(f"kv_bits is {self.bits}; turboquant takes {low} to {high} bits, in steps of a half")
-            return
-        if self.bits not in UNIFORM_BITS:
-            halves = "; 3.5 and other halves need kv_quant_scheme='turboquant'" if self.bits != int(self.bits) else ""
-            raise ValueError(f"kv_bits is {self.bits}; uniform quantisation takes {UNIFORM_BITS}{halves}")
-        if self.group_size not in UNIFORM_GROUPS:
-            raise ValueError(f"kv_group_size is {self.group_size}; it must be one of {UNIFORM_GROUPS}")
-
-    def caches(self, fresh: Sequence[Any]) -> list[Any]:
-        """A row's caches with those of full attention replaced."""
-        return [self._cache(cache) for cache in fresh]
-
-    def counts(self, fresh: Sequence[Any]) -> tuple[int, int]:
-        """(how many layers are quantised, how many there are)"""
-        return sum(_has_full(cache) for cache in fresh), len(fresh)
-
-    def check_shapes(self, fresh: Sequence[Any]) -> None:
-        """Raise ValueError if groups do not fit the heads of caches that have seen tokens: too much would be filler."""
-        for cache in fresh:
-            for part in _parts(cache):
-                if self.scheme == "uniform" and type(part) is KVCache and part.keys is not None:
-                    for what, array in (("keys", part.keys), ("values", part.values)):
-                        depth = int(array.shape[-1])
-                        filled = depth + -depth % self.group_size
-                        if filled > MAX_FILLED * depth:
-                            raise ValueError(
-                                f"the model's {what} have {depth} numbers a head: with kv_group_size={self.group_size} "
-                                f"they would be stored as {filled}; take another of {UNIFORM_GROUPS} that fits, or "
-                                "kv_quant_scheme='turboquant'"
-                            )
-
-    def _cache(self, cache: Any) -> Any:
-        if type(cache) is CacheList:
-            return CacheList(*(self._cache(part) for part in cache.caches))
-        if type(cache) is IndexedCache:
-            return IndexedCache(self._cache(cache.inner))
-        if type(cache) is not KVCache:
-            return cache
-        if self.start:
-            return LateCache(self)
-        return self.empty()
-
-    def empty(self) -> QuantizedCache | TurboCache:
-        """A cache that quantises from its first token on."""
-        if self.scheme == "turboquant":
-            return TurboCache(bits=self.bits)
-        return QuantizedCache(self.group_size, int(self.bits))
-
-
-def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
-    """What a saved row must have in common with the batcher that continues it, by the options' names."""
-    names = ("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start")
-    values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
-    return dict(zip(names, values, strict=True))
-
-
-def _has_full(cache: Any) -> bool:
-    return any(type(part) is KVCache for part in _parts(cache))
-
-
-def _parts(cache: Any) -> Sequence[Any]:
-    """The caches that a layer's cache is made of, or itself."""
-    if type(cache) is IndexedCache:
-        return (cache.inner,)
-    return cache.caches if type(cache) is CacheList else (cache,)
-
-
 class Layout(NamedTuple):
-    """How quantised numbers lie: ``depth`` of them a head, filled with zeros to whole groups."""
+    """The layout of quantised numbers: ``depth`` of them a head, filled with zeros to whole groups."""
 
     group_size: int
     bits: int
@@ -174,8 +74,10 @@ def _filled(array: mx.array, group_size: int) -> mx.array:
     return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
 
-class QuantizedCache:
+class QuantizedCache(CacheKind):
     """One row's keys and values of one layer, quantised as they come: a ``KVCache`` whose states are tuples."""
+
+    is_whole = True
 
     def __init__(self, group_size: int, bits: int) -> None:
         self.group_size = group_size
@@ -196,7 +98,7 @@ class QuantizedCache:
 
     @property
     def state(self) -> tuple[QuantizedStates, QuantizedStates]:
-        """What ``update_and_fetch`` last returned (layers that share another layer's KV read it)."""
+        """The result of the last ``update_and_fetch`` (layers that share another layer's KV read it)."""
         assert self.keys is not None and self.values is not None
         keys, values = (held.map(lambda part: part[:, :, : self.offset]) for held in (self.keys, self.values))
         return keys, values
@@ -208,57 +110,43 @@ class QuantizedCache:
     def nbytes(self) -> int:
         return sum(part.nbytes for held in (self.keys, self.values) if held is not None for part in held.parts)
 
+    def saved(self, length: int) -> QuantizedState:
+        keys, values = (tuple(own_array(part) for part in states.parts) for states in self.state)
+        depths = tuple(states.layout.depth for states in self.state)
+        return QuantizedState(keys, values, self.group_size, self.bits, (depths[0], depths[1]))
 
-class LateCache:
-    """One row's keys and values: exact until ``start`` tokens are there, quantised, all of them, from the next one on.
-
-    Chunks end at ``start``, so that it is the tokens and not the chunks that decide.
-    """
-
-    def __init__(self, how: KVQuantisation, inner: Any = None) -> None:
-        self.how = how
-        self.inner = KVCache() if inner is None else inner
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        if type(self.inner) is KVCache and self.inner.offset >= self.how.start:
-            exact, self.inner = self.inner, self.how.empty()
-            if exact.offset:
-                self.inner.update_and_fetch(*exact.state)
-        return self.inner.update_and_fetch(keys, values)
-
-    @property
-    def offset(self) -> int:
-        return int(self.inner.offset)
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        return self.inner.make_mask(length, window_size=window_size, return_array=return_array)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.inner.nbytes)
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        if placement is Placement.SLAB:
+            return QuantizedSlabCache(num_places, self.group_size, self.bits)
+        return RowsCache()
 
 
-class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
-    """Coded keys or values that know the cache whose kernels read them, for layers that share another layer's."""
+@filed
+@dataclass(frozen=True)
+class QuantizedState(SimpleState):
+    """Full attention in few bits: packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
 
-    __slots__ = ("cache",)
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+    group_size: int
+    bits: int
+    depths: tuple[int, int]  # of a head's keys and values
+    is_whole = True
 
-    def __init__(self, states: _QuantizedStateProxy, cache: TurboCache) -> None:
-        super().__init__(states._state, states.shape[2], states.shape[1])
-        self.cache = cache
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys[0].shape[2])
 
+    def restore(self, length: int) -> QuantizedCache:
+        cache = QuantizedCache(self.group_size, self.bits)
+        cache.keys, cache.values = (
+            of_parts([part[:, :, :length] for part in parts], Layout(self.group_size, self.bits, depth))
+            for parts, depth in zip((self.keys, self.values), self.depths, strict=True)
+        )
+        cache.offset = length
+        return cache
 
-class TurboCache(TurboQuantKVCache):  # type: ignore[misc]
-    """mlx-vlm's cache of one row, coded by TurboQuant."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TurboStates, TurboStates]:
-        """Append (1, H, L, D) keys and values; all that there are, coded."""
-        coded_keys, coded_values = super().update_and_fetch(keys, values)
-        return TurboStates(coded_keys, self), TurboStates(coded_values, self)
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
 
 
 def attend_quantized(
@@ -310,20 +198,14 @@ def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> Quan
     """``new`` written behind the first ``at`` columns, which grow if there is no room."""
     end = at + new.shape[2]
     if held is None or end > held.packed.shape[2]:
-        capacity = -(-end // STEP) * STEP
+        width = round_up(end, STEP)
         old = (None,) * 3 if held is None else held.parts
-        grown = [_grown(part, like, at, capacity) for part, like in zip(old, new.parts, strict=True)]
-        held = of_parts(grown, new.layout)
+        shapes = [(*part.shape[:2], width, part.shape[3]) for part in new.parts]
+        room = zip(old, shapes, new.parts, strict=True)
+        held = of_parts([grown(part, shape, like.dtype, kept=at) for part, shape, like in room], new.layout)
     for part, piece in zip(held.parts, new.parts, strict=True):
         part[:, :, at:end] = piece
     return held
-
-
-def _grown(part: mx.array | None, like: mx.array, at: int, capacity: int) -> mx.array:
-    grown = mx.zeros((*like.shape[:2], capacity, like.shape[3]), like.dtype)
-    if part is not None:
-        grown[:, :, :at] = part[:, :, :at]
-    return grown
 
 
 class QuantizedSlabCache(SlabCache):
@@ -347,6 +229,7 @@ class QuantizedSlabCache(SlabCache):
         for slabs, parts in zip((self.keys, self.values), rows, strict=True):
             for slab, part in zip(slabs, parts, strict=True):
                 slab[place : place + 1, :, :length] = part
+        self._wipe(place, length)
         self._lengths[place] = length
 
     def take(self, place: int) -> Any:
@@ -399,9 +282,9 @@ class QuantizedSlabCache(SlabCache):
         if tokens <= current:
             return
         capacity = self._capacity(tokens, current)
-        grown = []
+        slabs_grown = []
         for slabs, parts in zip((self.keys, self.values), like, strict=True):
             shapes = [(self.num_places, part.shape[1], capacity, part.shape[3]) for part in parts]
             old = slabs or (None,) * len(shapes)
-            grown.append(tuple(grow(o, shape, p.dtype) for o, shape, p in zip(old, shapes, parts, strict=True)))
-        self.keys, self.values = grown
+            slabs_grown.append(tuple(grown(o, shape, p.dtype) for o, shape, p in zip(old, shapes, parts, strict=True)))
+        self.keys, self.values = slabs_grown

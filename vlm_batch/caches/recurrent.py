@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache
+
+from vlm_batch.arrays import grown, own_array
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.states import SimpleState, filed
 
 
 class RecurrentCache(ArraysCache):
@@ -46,7 +51,7 @@ class RecurrentCache(ArraysCache):
         return cache
 
     def clear(self, place: int) -> None:
-        """Free a place; its state stays until another row's is written over it."""
+        """Free a place; its state stays until another row's is written over all of it."""
 
     def remove(self, place: int) -> None:
         """Forget the row at a place and close the gap."""
@@ -79,9 +84,40 @@ def _put(states: mx.array | None, place: int, row: mx.array | None, num_places: 
 
 def _fit(states: mx.array, num_places: int) -> mx.array:
     """(B, ...) cut or filled with zeros to ``num_places``."""
-    missing = num_places - states.shape[0]
-    return (
-        mx.concatenate([states, mx.zeros((missing, *states.shape[1:]), states.dtype)])
-        if missing > 0
-        else states[:num_places]
-    )
+    if num_places <= states.shape[0]:
+        return states[:num_places]
+    return grown(states, (num_places, *states.shape[1:]), states.dtype, axis=0)
+
+
+@filed
+@dataclass(frozen=True)
+class RecurrentState(SimpleState):
+    """States of fixed size (state-space models, linear attention, short convolutions): good for one length only."""
+
+    slots: tuple[mx.array | None, ...]
+    length: int
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length
+
+    def restore(self, length: int) -> ArraysCache:
+        cache = ArraysCache(len(self.slots))
+        cache.cache = [None if slot is None else slot[:] for slot in self.slots]
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [slot for slot in self.slots if slot is not None]
+
+
+@upstream(ArraysCache)
+class RecurrentKind(UpstreamKind):
+    """An ``ArraysCache``; slots that the model has not filled are None."""
+
+    cache: ArraysCache
+
+    def saved(self, length: int) -> RecurrentState:
+        return RecurrentState(tuple(None if slot is None else own_array(slot) for slot in self.cache.cache), length)
+
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        return RecurrentCache()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.layers import CacheKind
+from vlm_batch.caches.states import LayerState, LostState, SimpleState, filed
 
-class RetainedPromptCache(KVCache):
+
+class RetainedPromptCache(CacheKind, KVCache):
     """Keys and values (1, H, L, D): the prompt's in order, then a ring of the answer's last ``window``.
 
     Keys are rotated before they are stored, so their order in the ring does not matter.
@@ -18,7 +24,7 @@ class RetainedPromptCache(KVCache):
         self.prompt: int | None = None  # its length, once it is known
 
     def end_prompt(self) -> None:
-        """What comes from now on is the answer."""
+        """Take what comes from now on as the answer."""
         self.prompt = self.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, mx.array | None]:
@@ -36,3 +42,32 @@ class RetainedPromptCache(KVCache):
             return None, None
         kept = self.offset if self.prompt is None else min(self.offset, self.prompt + self.window)
         return self.keys[..., :kept, :], self.values[..., :kept, :]
+
+    def saved(self, length: int) -> LayerState:
+        """Its state; lost once the prompt has ended, since the answer's tokens push each other out."""
+        if self.prompt is not None:
+            return LostState()
+        keys, values = (own_array(part) for part in self.state if part is not None)
+        return RetainedState(keys, values, self.window)
+
+
+@filed
+@dataclass(frozen=True)
+class RetainedState(SimpleState):
+    """A prompt whose answer will see all of it and its own last tokens, as it was before the answer began."""
+
+    keys: mx.array  # (1, H, L, D)
+    values: mx.array
+    window: int
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys.shape[2])
+
+    def restore(self, length: int) -> RetainedPromptCache:
+        cache = RetainedPromptCache(self.window)
+        cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]

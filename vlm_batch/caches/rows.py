@@ -132,7 +132,7 @@ class RowsCache:
         return self._states([f[0] for f in fetched]), self._states([f[1] for f in fetched])
 
     def fetch(self) -> tuple[RowStates, RowStates]:
-        """What the rows hold, without adding to it (cross-attention, shared KV)."""
+        """All that the rows hold, without adding to it (cross-attention, shared KV)."""
         states = [(None, None) if cache is None else cache.state for cache in self.places]
         return self._states([s[0] for s in states]), self._states([s[1] for s in states])
 

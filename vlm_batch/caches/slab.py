@@ -13,13 +13,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
+from vlm_batch.arrays import grown, own_array, round_up
+
 #: Capacities are multiples of this, and so are the columns that attention reads: shapes, and with them compiled graphs,
 #: change rarely. A capacity grows by a quarter at least, so that a token is copied O(1) times.
 CAPACITY_STEP = 256
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 @lru_cache(maxsize=8)
@@ -36,15 +34,21 @@ class SlabCache:
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._lengths = [0] * num_places
+        self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
         self._kept = self._lengths
         self._live = 0
         self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
 
     def put(self, place: int, cache: Any) -> None:
-        """Copy one row's keys and values (its own bytes only) from its single-row cache into a place."""
+        """Copy one row's keys and values (its own bytes only) from its single-row cache into a place.
+
+        What an ended row has left behind them becomes zeros: masked columns count 0 times their value, and 0 times NaN
+        is NaN.
+        """
         keys, values = self._ordered(cache)
         self._reserve(keys, values, int(cache.offset) + 1)
         self._write(place, keys, values, int(cache.offset))
+        self._wipe(place, min(int(cache.offset), int(keys.shape[2])))
         self._lengths[place] = int(cache.offset)
 
     def take(self, place: int) -> KVCache:
@@ -55,7 +59,8 @@ class SlabCache:
         return cache
 
     def clear(self, place: int) -> None:
-        """Free a place; its bytes stay until another row is written over them."""
+        """Free a place; its bytes stay until another row is put there."""
+        self._left[place] = max(self._left[place], self._lengths[place])
         self._lengths[place] = 0
 
     def resize(self, num_places: int) -> None:
@@ -129,11 +134,11 @@ class SlabCache:
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
-        """What ``update_and_fetch`` last returned (layers that share another layer's KV read it)."""
+        """The result of the last ``update_and_fetch`` (layers that share another layer's KV read it)."""
         return self._fetched()
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """Which keys each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
+        """The keys that each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
         width = self._width(self._idx + 1)
@@ -168,10 +173,10 @@ class SlabCache:
         return self.offset
 
     def _capacity(self, tokens: int, current: int) -> int:
-        return _round_up(max(tokens, current + current // 4), CAPACITY_STEP)
+        return round_up(max(tokens, current + current // 4), CAPACITY_STEP)
 
     def _width(self, tokens: int) -> int:
-        return _round_up(tokens, CAPACITY_STEP)
+        return round_up(tokens, CAPACITY_STEP)
 
     def _pad(self, live: mx.array) -> mx.array:
         """Zeros for the places past the live ones: what is written there is never read."""
@@ -186,12 +191,19 @@ class SlabCache:
     def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
         """Columns of one row (1, H, end - start, D), copied."""
         assert slab is not None
-        return mx.contiguous(slab[place : place + 1, :, start:end])
+        return own_array(slab[place : place + 1, :, start:end])
 
     def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
         assert self.keys is not None and self.values is not None
         self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
         self.values[place : place + 1, :, :offset] = values[:, :, :offset]
+
+    def _wipe(self, place: int, columns: int) -> None:
+        """Zero what ended rows have left at a place behind its first columns."""
+        left, self._left[place] = self._left[place], 0
+        for slab in self.arrays():
+            if columns < (end := min(left, int(slab.shape[2]))):
+                slab[place : place + 1, :, columns:end] = 0
 
     def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
         """Make room for ``tokens`` columns. Growth doubles; it is the only time that a neighbour's bytes are copied."""
@@ -199,8 +211,8 @@ class SlabCache:
         if tokens <= current:
             return
         capacity = self._capacity(tokens, current)
-        self.keys = grow(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = grow(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+        self.keys = grown(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = grown(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
 
 
 class RingSlabCache(SlabCache):
@@ -271,10 +283,3 @@ class RingSlabCache(SlabCache):
 
 def put_columns(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:
     return mx.put_along_axis(slab, mx.broadcast_to(at, new.shape), new, axis=2)
-
-
-def grow(slab: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    grown = mx.zeros(shape, dtype)
-    if slab is not None:
-        grown[:, :, : slab.shape[2]] = slab
-    return grown

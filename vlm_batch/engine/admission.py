@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections.abc import Hashable
 
 from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.encoding import Encoder
@@ -19,14 +20,12 @@ from vlm_batch.engine.row import Row
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.types import Status
 
-#: Requests that are with the loaders at a time: as many again as there are loaders wait there in the order in which they came,
-#: so that a loader has the next one while the engine steps.
-WITH_LOADERS = 4
+#: Requests of one lane that are with the loaders at a time, whatever its number of threads: they are served there in the order
+#: in which they came, so a few wait while the engine steps, and few are before an urgent one.
+WITH_LOADERS = 8
 #: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
 VIDEOS_AHEAD = 4
-#: Seconds after which a request that is still being prepared holds nobody else up: it waits for a slow source.
-SLOW_SECONDS = 0.25
-#: Prepared or being prepared, slow sources and the urgent ones that went past the bound included: times the bound.
+#: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
 MOST_AHEAD = 4
 
 
@@ -48,10 +47,10 @@ class Admission:
         self._guard = guard
         config = scheduler.config
         self._most_ahead = config.look_ahead + config.max_rows
-        self._inbox: tuple[list[_Entry], list[_Entry]] = ([], [])  # heaps: without videos, with videos
+        self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
         self._arrivals = itertools.count()
         self._unprepared: set[Row] = set()  # in the inbox or with the loaders
-        self._preparing: dict[Row, float] = {}  # with the loaders, since when
+        self._preparing: set[Row] = set()  # with the loaders
         self._prepared: dict[str, Row] = {}
 
     @property
@@ -64,11 +63,6 @@ class Admission:
         """Rows that the engine's step can do nothing for yet."""
         return len(self._unprepared)
 
-    @property
-    def is_preparing(self) -> bool:
-        """Whether a row is with the loaders."""
-        return bool(self._preparing)
-
     def add(self, row: Row) -> None:
         """Take in a row: to be prepared, or with its processor's output."""
         assert row.prompt is not None
@@ -76,39 +70,46 @@ class Admission:
             self._prepared[row.request_id] = row
             return
         self._unprepared.add(row)
-        heapq.heappush(self._inbox[row.has_videos], (self._urgency(row), next(self._arrivals), row))
+        heap = self._inbox.setdefault((row.lane, row.has_videos), [])
+        heapq.heappush(heap, (self._urgency(row), next(self._arrivals), row))
 
     def remove(self, row: Row) -> None:
         """Give up a row at whatever stage it waits. One in the inbox is passed over when its turn comes."""
-        if self._preparing.pop(row, None) is not None and row.prompt is not None and row.prompt.loading is not None:
+        if row.prompt is not None and row.prompt.loading is not None:
             row.prompt.loading.cancel()
+        self._preparing.discard(row)
         self._unprepared.discard(row)
         self._prepared.pop(row.request_id, None)
 
     def next_to_prepare(self) -> Row | None:
-        """The most urgent row of the inbox, if it is to be prepared now; it counts as being prepared from now on."""
-        now = time.perf_counter()
-        num_slow = sum(now - begin >= SLOW_SECONDS for begin in self._preparing.values())
-        if len(self._preparing) - num_slow >= WITH_LOADERS:
-            return None
-        num_videos = sum(row.has_videos for row in (*self._preparing, *self._prepared.values()))
-        heaps = [heap for heap in self._inbox[: 1 + (num_videos < VIDEOS_AHEAD)] if _drop_ended(heap)]
+        """The most urgent row of the inbox that may be prepared now; it counts as being prepared from now on.
+
+        Those of one lane hold up nobody of another.
+        """
+        heaps = [heap for (lane, has_videos), heap in self._inbox.items() if self._has_room(lane, has_videos, heap)]
         if not heaps:
             return None
-        heap = min(heaps)
-        urgency, _, row = heap[0]
-        more_urgent = sum(self._urgency(other) <= urgency for other in (*self._preparing, *self._prepared.values()))
-        num_ahead = len(self._preparing) + len(self._prepared)
-        if more_urgent - num_slow >= self._most_ahead or num_ahead >= MOST_AHEAD * self._most_ahead:
-            return None
-        heapq.heappop(heap)
-        self._preparing[row] = now
+        _, _, row = heapq.heappop(min(heaps))
+        self._preparing.add(row)
         return row
+
+    def _has_room(self, lane: Hashable, has_videos: bool, heap: list[_Entry]) -> bool:
+        """Whether the first row of a lane's heap may be prepared now."""
+        while heap and heap[0][2].status is Status.FINISHED:
+            heapq.heappop(heap)
+        if not heap or len(self._prepared) >= MOST_AHEAD * self._most_ahead:
+            return False
+        beside = [row for row in self._preparing if row.lane == lane]
+        waiting = [*beside, *self._prepared.values()]
+        if has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD:
+            return False
+        num_before = sum(self._urgency(row) <= heap[0][0] for row in waiting)
+        return len(beside) < WITH_LOADERS and num_before < self._most_ahead
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """A row's loading is done. Raises what reading or processing raised."""
         assert row.prompt is not None
-        del self._preparing[row]
+        self._preparing.remove(row)
         row.prompt.loading = None
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
@@ -161,13 +162,6 @@ class Admission:
 
 
 _Entry = tuple[float, int, Row]  # urgency, order of arrival
-
-
-def _drop_ended(heap: list[_Entry]) -> bool:
-    """Whether a heap has a row that is alive, which is then its first."""
-    while heap and heap[0][2].status is Status.FINISHED:
-        heapq.heappop(heap)
-    return bool(heap)
 
 
 def _is_encoded(row: Row) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.defaults import BESIDE_DECODE
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches import Placement
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
@@ -50,9 +50,9 @@ class _Flight:
 class _Launched:
     """What a step launched, in the order in which the device does it; the next step reads it."""
 
-    decode: _Flight | None = None
+    decode: Sequence[_Flight] = ()
     chunks: dict[Row, list[mx.array]] = field(default_factory=dict)  # what to wait for: what a row's last chunk left
-    joined: _Flight | None = None  # first tokens of the rows whose prompts ended
+    joined: Sequence[_Flight] = ()  # first tokens of the rows whose prompts ended
 
 
 class BatchGenerator:
@@ -144,6 +144,10 @@ class BatchGenerator:
         if row.status is not Status.FINISHED:
             self._guard(row, self.admission.take_in, row, loading)
 
+    def fail(self, row: Row, error: BaseException) -> None:
+        """End a row with an error that came from outside. Its end comes with the next step."""
+        self._end(row, "error", error)
+
     def cancel(self, request_id: str) -> bool:
         """End a row at whatever stage it is; False if there is none of that id. Its end comes with the next step."""
         row = self._rows.get(request_id)
@@ -171,14 +175,6 @@ class BatchGenerator:
     def has_work(self) -> bool:
         """Whether ``step`` has anything left to do or to tell."""
         return bool(self._events) or self._is_active
-
-    @property
-    def num_waiting(self) -> int:
-        return self.admission.num_prepared
-
-    @property
-    def num_prefilling(self) -> int:
-        return len(self.prefill)
 
     @property
     def _is_active(self) -> bool:
@@ -216,14 +212,13 @@ class BatchGenerator:
     def _await(self, launched: _Launched) -> None:
         """Wait for a step's work, in its order on the device, and hand out its tokens."""
         self.reuse.settle_ended()
-        if launched.decode is not None:
-            self._read(launched.decode)
+        for flight in launched.decode:
+            self._read(flight)
         for row, arrays in launched.chunks.items():
             if row.status is not Status.FINISHED:
                 self._guard(row, mx.eval, arrays)
-                self.reuse.settle(row)
-        if launched.joined is not None:
-            self._read(launched.joined)
+        for flight in launched.joined:
+            self._read(flight)
 
     def _join(self, row: Row) -> bool:
         """Give a row whose prompt is done its place among those that decode; embeddings and features are let go of here."""
@@ -233,13 +228,13 @@ class BatchGenerator:
         self.batch.join(row, prompt.cache)
         return True
 
-    def _launch(self, rows: Sequence[Row]) -> _Flight | None:
+    def _launch(self, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Decode one token for every live row and sample it, without waiting for the result."""
         try:
             return self._sample(self._decode(rows), rows)
         except Exception as error:
             self._fail_batch(error)
-            return None
+            return ()
 
     def _decode(self, rows: Sequence[Row]) -> mx.array:
         """The forward over every place of the batch; logits (R, V) of ``rows``, in their order."""
@@ -255,38 +250,46 @@ class BatchGenerator:
             logits = self.adapter.decode(step)
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
-    def _sample(self, logits: mx.array, rows: Sequence[Row]) -> _Flight | None:
-        """Processors, then sampling of (R, V). A row whose processor raises ends with that error; the others go on."""
-        alive = list(rows)
+    def _sample(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
+        """Processors, then sampling of (R, V). A row whose processor or parameters raise ends alone; the others go on."""
         if any(needs_history(row.params) for row in rows):
             picked = [self._guard(row, process, logits[i : i + 1], _sampling_row(row)) for i, row in enumerate(rows)]
-            alive = [row for row, one in zip(rows, picked, strict=True) if one is not None]
-            if not alive:
-                return None
+            rows = [row for row, one in zip(rows, picked, strict=True) if one is not None]
+            if not rows:
+                return ()
             logits = stack_logits([one for one in picked if one is not None])
-        sampled = self.sampler(logits, [_sampling_row(row) for row in alive])
-        for index, row in enumerate(alive):
-            answer = row.answer
-            answer.next_token = sampled.tokens[index : index + 1].astype(mx.int32)
-            answer.num_sampled += 1
-            if answer.history is not None:
-                answer.history = mx.concatenate([answer.history, answer.next_token])
-            if row.is_last:
-                self._leave(row)  # its last token needs no further step
-        mx.async_eval(sampled.arrays())
-        return _Flight(tuple(alive), sampled)
+        try:
+            flights = [_Flight(tuple(rows), self.sampler(logits, [_sampling_row(row) for row in rows]))]
+        except Exception:  # each alone then, so that only the culprit ends
+            one_by_one = [
+                (row, self._guard(row, self.sampler, logits[index : index + 1], [_sampling_row(row)]))
+                for index, row in enumerate(rows)
+            ]
+            flights = [_Flight((row,), sampled) for row, sampled in one_by_one if sampled is not None]
+        for flight in flights:
+            for index, row in enumerate(flight.rows):
+                row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
+                if row.is_last:
+                    self._leave(row)  # its last token needs no further step
+            mx.async_eval(flight.sampled.arrays())
+        return flights
 
     def _read(self, flight: _Flight) -> None:
         """Wait for a launched step and hand out its tokens."""
         try:
-            tokens = to_list(flight.sampled.tokens)
+            tokens, are_finite = to_list(flight.sampled.tokens), flight.sampled.are_finite()
             logprobs = flight.sampled.read_logprobs([row.params for row in flight.rows], tokens)
         except Exception as error:
             self._fail_batch(error, flight.rows)
             return
         for index, (row, token) in enumerate(zip(flight.rows, tokens, strict=True)):
-            if row.status is not Status.FINISHED:  # a row that ended meanwhile has no use for it
-                self._take(row, token, logprobs.get(index))
+            if row.status is Status.FINISHED:  # it ended meanwhile and has no use for it
+                continue
+            if not are_finite[index]:
+                self._end(row, "error", _not_finite(row))
+                continue
+            self.reuse.settle(row)
+            self._take(row, token, logprobs.get(index))
 
     def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to its row, with the text that it completes, and end the row if that is its end."""
@@ -353,6 +356,14 @@ class BatchGenerator:
         for row in {id(row): row for row in (*self.batch.rows, *rows)}.values():
             if row.status is not Status.FINISHED:
                 self._end(row, "error", error)
+
+
+def _not_finite(row: Row) -> FloatingPointError:
+    at = len(row.answer.token_ids) + 1
+    return FloatingPointError(
+        f"the logits of token {at} are not finite (NaN or infinity): the model overflows on this prompt, or a logits "
+        "processor leaves no token to choose"
+    )
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T]:

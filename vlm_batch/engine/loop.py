@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import Loaders, Loading
+from vlm_batch.engine.port import Loaders, Loading, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
-from vlm_batch.types import Event, Request, Result, Stats
-
-#: Seconds after which the sleeping engine looks again whether more can be prepared, while some source is slow.
-LOOK_SECONDS = 0.25
+from vlm_batch.types import Event, Request, Result, Stats, failed_result
 
 
 class Rate:
@@ -41,26 +42,53 @@ class Rate:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
+@dataclass(frozen=True)
+class _Add:
+    row: Row
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    row: Row
+    loading: Loading
+
+
+class _Stop:
+    """Ends the loop."""
+
+
+_Message = _Add | _Cancel | _Loaded | _Stop
+
+
 class EngineLoop:
     """Runs one generator until it is stopped, and tells the requests' handles what comes of them.
 
-    ``submit``, ``cancel``, ``stop``, ``is_alive`` and ``stats`` are safe from any thread; everything else belongs to the
-    thread that ``run`` is called on.
+    ``submit``, ``cancel``, ``stop``, ``abandon`` and ``stats`` are safe from any thread; everything else belongs to the
+    thread that ``run`` is called on. Whatever a request raises ends that request; whatever the engine itself raises ends
+    the requests that it had, and it goes on with the next; and where its thread is gone, ``abandon`` ends them.
     """
 
     def __init__(self, generator: BatchGenerator, loaders: Loaders) -> None:
         self.generator = generator
         self._loaders = loaders
-        self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()  # None ends the loop
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._is_busy = False
+        self._process = os.getpid()
+        self._gone: BatcherClosed | None = None  # why nothing is answered any more
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
 
     # From any thread
 
-    def submit(self, question: Any, request: Request, handle: Handle, *, has_videos: bool = False) -> None:
-        """Take in a checked request; its id must be free."""
+    def submit(self, question: Question, request: Request, handle: Handle) -> None:
+        """Take in a checked request; its id must be free. Raises BatcherClosed if nobody would answer it."""
+        self.check_runs()
         row = new_row(
             handle.request_id,
             Prompt(question=question),
@@ -70,9 +98,16 @@ class EngineLoop:
             cache=request.cache,
             return_cache=request.return_cache,
         )
-        row.has_videos = has_videos
+        row.lane, row.has_videos = question.lane, bool(question.videos)
         self._alive[row.request_id] = handle
-        self._inbox.put(partial(self.generator.add, row))
+        self._inbox.put(_Add(row))
+        if self._gone is not None:  # it went while the request came in
+            self.abandon()
+
+    def check_runs(self) -> None:
+        """Raise BatcherClosed, with the reason, if nothing is answered any more."""
+        if self._gone is not None:
+            raise self._gone
 
     def is_alive(self, request_id: str) -> bool:
         """Whether a request of that id has not ended."""
@@ -82,17 +117,41 @@ class EngineLoop:
         """Have a request end soon; False if none of that id is alive."""
         if not self.is_alive(request_id):
             return False
-        self._inbox.put(partial(self.generator.cancel, request_id))
+        self._inbox.put(_Cancel(request_id))
         return True
 
     def stop(self) -> None:
         """Have every request end as cancelled, and then the loop. Nothing may be submitted afterwards."""
-        self._inbox.put(None)
+        self._inbox.put(_Stop())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its thread has ended, or is another process's."""
+        return self._gone is not None
+
+    def abandon(self) -> None:
+        """The thread is gone: end what is still alive, so that nobody waits for it."""
+        in_child = os.getpid() != self._process
+        if self._gone is None:
+            said = (
+                f"the batcher was made in another process ({self._process}); its thread is not in this one: make one here"
+                if in_child
+                else "the batcher is closed: its engine has stopped; make a new one"
+            )
+            self._gone = BatcherClosed(said)
+        while self._alive:
+            try:
+                request_id, handle = self._alive.popitem()
+            except KeyError:
+                return
+            if in_child:
+                handle.renew_lock()
+            handle.push(Event(request_id, result=failed_result(request_id, self._gone)))
 
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
         generator, counts = self.generator, self._counts
-        waiting, prefilling, decoding = generator.num_waiting, generator.num_prefilling, len(generator.batch)
+        waiting, prefilling, decoding = generator.admission.num_prepared, len(generator.prefill), len(generator.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,
@@ -116,27 +175,45 @@ class EngineLoop:
         """Serve until ``stop``."""
         while self._serve():
             pass
-        for request_id in list(self._alive):
-            self.generator.cancel(request_id)
-        while self.generator.has_work:
-            self._turn()
+        try:
+            self._finish()
+        finally:
+            self._loaders.close()
+
+    def _finish(self) -> None:
+        """End what is alive as cancelled, and write what is to outlive the process."""
+        try:
+            for request_id in tuple(self._alive):
+                self.generator.cancel(request_id)
+            while self.generator.has_work:
+                self._turn()
+        except BaseException as error:
+            self._recover(error)
         self.generator.reuse.close()
-        self._loaders.close()
 
     def _serve(self) -> bool:
         """Do what the inbox asks for, and then a turn. False for the end; nothing of a request is held while it waits."""
+        message: _Message | None = None
+        with contextlib.suppress(queue.Empty):
+            message = self._inbox.get(block=not self._is_busy)
+        if isinstance(message, _Stop):
+            return False
         try:
-            timeout = LOOK_SECONDS if self.generator.admission.is_preparing else None
-            action = self._inbox.get(block=not self._is_busy, timeout=timeout)
-        except queue.Empty:
-            pass
-        else:
-            if action is None:
-                return False
-            action()
-        if self._inbox.empty():
-            self._is_busy = self._turn()
+            if message is not None:
+                self._follow(message)
+            if self._inbox.empty():
+                self._is_busy = self._turn()
+        except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
+            self._recover(error, message)
         return True
+
+    def _follow(self, message: _Add | _Cancel | _Loaded) -> None:
+        if isinstance(message, _Add):
+            self.generator.add(message.row)
+        elif isinstance(message, _Cancel):
+            self.generator.cancel(message.request_id)
+        else:
+            self.generator.take_in(message.row, message.loading)
 
     def _turn(self) -> bool:
         """One round: have more prepared, step, hand out events. False if there was nothing to do."""
@@ -144,23 +221,33 @@ class EngineLoop:
             self._prepare(row)
         if not self.generator.has_work:
             return False
-        try:
-            events = self.generator.step()
-        except Exception as error:  # a defect of the engine itself: nobody may wait for ever for it
-            events = self.generator.fail_all(error)
+        events = self.generator.step()
         self._counts["steps"] += 1
         for event in events:
             self._hand_out(event)
         return True
 
+    def _recover(self, error: BaseException, message: _Message | None = None) -> None:
+        """End all that is in the engine with an error, whatever state it is in, so that the next request finds it empty."""
+        try:
+            for event in self.generator.fail_all(error):
+                self._hand_out(event)
+            lost = [message.row.request_id] if isinstance(message, _Add) else []  # it may not have got in
+        except BaseException:  # not even that can be done with what there is
+            self.generator.reset()
+            lost = list(self._alive)
+        for request_id in lost:
+            self._hand_out(Event(request_id, result=failed_result(request_id, error)))
+
     def _prepare(self, row: Row) -> None:
         assert row.prompt is not None
         question, row.prompt.question = row.prompt.question, None
-        row.prompt.loading = loading = self._loaders.start(question)
-        loading.when_done(partial(self._inbox.put, partial(self._take_in, row, loading)))
-
-    def _take_in(self, row: Row, loading: Loading) -> None:
-        self.generator.take_in(row, loading)
+        try:
+            row.prompt.loading = loading = self._loaders.start(question)
+        except BaseException as error:
+            self.generator.fail(row, error)
+            return
+        loading.when_done(partial(self._inbox.put, _Loaded(row, loading)))  # a loader's thread holds no engine
 
     def _hand_out(self, event: Event) -> None:
         handle = self._alive.get(event.request_id)
@@ -196,10 +283,12 @@ def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
     ready: Future[Made] = Future()
     running = threads.start(partial(_work, make, ready), name="vlm-batch-engine")
     try:
-        return ready.result(), running
+        engine = ready.result()
     except BaseException:
         ready.cancel()  # nobody waits for it any more
         raise
+    running.watch(stop=engine.loop.stop, after=engine.loop.abandon)
+    return engine, running
 
 
 def _work(make: Callable[[], Made], ready: Future[Made]) -> None:

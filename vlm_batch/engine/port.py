@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -49,6 +49,15 @@ class AnswerText:
     eos_token_ids: frozenset[int] = frozenset()
 
 
+class Question(Protocol):
+    """A checked request. Those of one ``lane`` wait for each other while they are prepared, and for no other lane's."""
+
+    @property
+    def lane(self) -> Hashable: ...
+    @property
+    def videos(self) -> Sequence[Any]: ...
+
+
 class Prepared(Protocol):
     """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
 
@@ -71,5 +80,5 @@ class Loading(Protocol):
 class Loaders(Protocol):
     """Threads that prepare questions ahead of the engine. ``start`` returns at once."""
 
-    def start(self, question: Any) -> Loading: ...
+    def start(self, question: Any, /) -> Loading: ...
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import can_share, take_row
-from vlm_batch.caches.quantized import KVQuantisation
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.defaults import MAX_TOGETHER
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse

@@ -15,22 +15,23 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.states import is_whole_kind
+from vlm_batch.caches.layers import is_whole_kind
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.errors import InvalidCache
+from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_point, save_row
-from vlm_batch.types import PromptKey, Status
+from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
+from vlm_batch.types import PromptKey
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64
-#: At least so many tokens lie between two points of a row that chunk ends leave (turn boundaries always do).
-POINT_STRIDE = 512
+#: At least so many tokens lie between two snapshots of a row that chunk ends leave (turn boundaries always do).
+SNAPSHOT_STRIDE = 512
 
 
 #: Bytes that are kept for later requests: saved rows and vision features together.
@@ -48,8 +49,8 @@ def worth(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How much is kept for later requests, and where: bytes in memory, and those of files in a directory."""
+class CacheSettings:
+    """Bounds on what is kept for later requests: bytes in memory, and bytes of files in a directory."""
 
     max_bytes: int = DEFAULT_CACHE_BYTES
     directory: Path | None = None
@@ -63,26 +64,33 @@ class Kept:
 
 
 class Reuse:
-    """``identity`` is of the model and the settings that rows are made with here."""
+    """``identity`` is of the model and the settings that rows are made with here; ``budget`` of all that is kept."""
 
     def __init__(
-        self, adapter: Recogniser, prefix: PrefixCache | None = None, identity: Identity | None = None
+        self,
+        adapter: Recogniser,
+        prefix: PrefixCache | None = None,
+        identity: Identity | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         self.adapter = adapter
         self.prefix = prefix
+        self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, and not waited for yet
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept for later requests, vision features included."""
-        return 0 if self.prefix is None else self.prefix.budget.nbytes
+        return self.budget.nbytes
 
     def close(self) -> None:
-        """Write what is to outlive the process."""
+        """Write what is to outlive the process, and give back the memory of all that was kept, vision features included."""
+        self.settle_ended()
         if self.prefix is not None:
-            self.settle_ended()
             self.prefix.close()
+        self.budget.clear()
+        give_back()
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
@@ -153,7 +161,7 @@ class Reuse:
         pictures = book.key.pictures
         num_pictures = sum(end <= length for _, end in pictures)
         row.prompt.cache = saved.restore(length, num_pictures if num_pictures == len(pictures) else 0)
-        book.points = {at: point for at, point in saved.points.items() if at <= length}
+        book.snapshots = {at: snapshot for at, snapshot in saved.snapshots.items() if at <= length}
         book.logits = saved.logits_at(length) if length == book.key.length else None
         book.cached = length
         return length
@@ -165,16 +173,16 @@ class Reuse:
             row.reuse.continues = None
 
     def chunk_done(self, row: Row) -> list[mx.array]:
-        """Leave a point at a chunk's end, for layers that cannot be cut back to it later. Returns what is to be evaluated."""
+        """Leave a snapshot at a chunk's end, for layers that cannot be cut back to it later. Returns what to evaluate."""
         book, prompt = row.reuse, row.prompt
         if book is None or book.key is None or prompt is None or prompt.cache is None:
             return []
         if all(map(is_whole_kind, prompt.cache)):
             return []
-        last = max((at for at in book.points if at <= prompt.prefilled), default=0)
-        if prompt.prefilled not in book.stops and prompt.prefilled - last < POINT_STRIDE:
+        last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
+        if prompt.prefilled not in book.stops and prompt.prefilled - last < SNAPSHOT_STRIDE:
             return []
-        return _add_point(book, prompt, None)
+        return _add_snapshot(book, prompt, None)
 
     def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
         """The whole prompt is in the row's caches, and nothing was dropped from them yet: leave them as they are.
@@ -193,7 +201,7 @@ class Reuse:
         constant = [array for state in book.constant.values() for array in state.arrays()]
         if book.cached == length:
             return constant
-        arrays = _add_point(book, prompt, logits) + constant
+        arrays = _add_snapshot(book, prompt, logits) + constant
         if self.prefix is None or length < MIN_TOKENS:
             return arrays
         book.pending = self._saved(row, book, prompt.cache, 0)
@@ -202,9 +210,8 @@ class Reuse:
     def settle(self, row: Row) -> None:
         """The prompt's state is evaluated and its first token sound: later rows may have it."""
         if row.reuse is not None and row.reuse.pending is not None:
-            if self.prefix is not None and row.status is not Status.FINISHED:
-                self.prefix.store(row.reuse.pending)
-            row.reuse.pending = None
+            pending, row.reuse.pending = row.reuse.pending, None
+            self._store(pending)
 
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
@@ -235,17 +242,21 @@ class Reuse:
         """Make known what rows left that ended a step ago: the device has copied it by now, with nothing to wait for."""
         ended, self._ended = self._ended, []
         for saved in ended:
-            with contextlib.suppress(RuntimeError):  # no memory for it: then it is not kept
-                mx.eval(saved.arrays())
-                if self.prefix is not None:
-                    self.prefix.store(saved)
+            self._store(saved)
+
+    def _store(self, saved: SavedRow) -> None:
+        """Keep a row for later ones; where that fails, for lack of memory say, it costs the entry and no request."""
+        with contextlib.suppress(Exception):
+            mx.eval(saved.arrays())
+            if self.prefix is not None:
+                self.prefix.store(saved)
 
     def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], num_answered: int) -> SavedRow:
         assert book.key is not None
         answer = np.zeros((num_answered, 3), dtype=np.int64)
         answer[:, 0], answer[:, 1:] = row.answer.token_ids[:num_answered], book.key.answer
         keys = np.concatenate([book.key.positions, answer])
-        return save_row(caches, keys, book.points, len(book.key.pictures), book.constant)
+        return save_row(caches, keys, book.snapshots, len(book.key.pictures), book.constant)
 
     def _book(self, row: Row) -> RowReuse:
         if row.reuse is None:
@@ -277,9 +288,9 @@ class Reuse:
         return found
 
 
-def _add_point(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
+def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
     """Save where the prompt stands; the arrays to be evaluated."""
     assert prompt.cache is not None
-    point = save_point(prompt.cache, prompt.prefilled, logits)
-    book.points = thin({**book.points, prompt.prefilled: point})
-    return point.arrays()
+    snapshot = save_snapshot(prompt.cache, prompt.prefilled, logits)
+    book.snapshots = thin({**book.snapshots, prompt.prefilled: snapshot})
+    return snapshot.arrays()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from vlm_batch.engine.port import Loading
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
     Encoded,
     FinishReason,
@@ -81,6 +81,13 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def advance(self, token: mx.array) -> None:
+        """Note the next token (1,), perhaps not computed yet."""
+        self.next_token = token
+        self.num_sampled += 1
+        if self.history is not None:
+            self.history = mx.concatenate([self.history, token])
+
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
         """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
         piece = "" if is_stop else self.detokenizer.add(token)
@@ -127,7 +134,7 @@ class RowReuse:
     known: tuple[int, int] = (-1, 0)  # the prefix cache's version, and how far it reached then
     shared: dict[Row, int] = field(default_factory=dict)  # positions in common with rows that were in prefill
     stops: tuple[int, ...] = ()  # where its chunks are to end
-    points: dict[int, Point] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
     left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
@@ -143,6 +150,7 @@ class Row:
     answer: Answer
     prompt: Prompt | None = None
     priority: int = 0
+    lane: Hashable = None  # what its loading waits for
     has_videos: bool = False
     status: Status = Status.WAITING
     facts: Facts = Facts()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -31,13 +31,20 @@ class Sampled:
     """The chosen tokens (B,), and what the rows that asked for log-probabilities get (evaluated with the tokens)."""
 
     tokens: mx.array  # (B,)
+    logits: mx.array | None = None  # (B,) of the chosen tokens, to see whether they are sound
     logprob_rows: tuple[int, ...] = ()
     chosen: mx.array | None = None  # (R,) log-probability of the chosen token
     top_ids: mx.array | None = None  # (R, k)
     top: mx.array | None = None  # (R, k)
 
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.tokens, self.chosen, self.top_ids, self.top) if a is not None]
+        return [a for a in (self.tokens, self.logits, self.chosen, self.top_ids, self.top) if a is not None]
+
+    def are_finite(self) -> list[bool]:
+        """Whether each row's token was chosen by a finite logit: NaN anywhere in a row's state is in all its logits."""
+        if self.logits is None:
+            return [True] * self.tokens.size
+        return [math.isfinite(value) for value in to_list(self.logits)]
 
     def read_logprobs(self, params: Sequence[SamplingParams], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
         """Host values of the rows that asked for log-probabilities, by row index; of tokens that cannot come, none."""
@@ -102,9 +109,11 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
             noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
             tokens = _merge(tokens, group, draw(scaled, noise, picked))
     wanting = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
+    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]  # (B,)
     if not wanting:
-        return Sampled(tokens)
-    return _with_logprobs(logits, tokens, wanting, max(rows[i].params.logprobs or 0 for i in wanting))
+        return Sampled(tokens, chosen)
+    most = min(max(rows[i].params.logprobs or 0 for i in wanting), logits.shape[-1])
+    return replace(_with_logprobs(logits, tokens, wanting, most), logits=chosen)
 
 
 def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...], k: int) -> Sampled:
@@ -114,11 +123,11 @@ def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...],
     chosen = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
     if k == 0:
         empty = mx.zeros((len(wanting), 0))
-        return Sampled(tokens, wanting, chosen, empty.astype(mx.int32), empty)
+        return Sampled(tokens, None, wanting, chosen, empty.astype(mx.int32), empty)
     ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[:, :k]
     order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
     ids = mx.take_along_axis(ids, order, axis=-1)
-    return Sampled(tokens, wanting, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
+    return Sampled(tokens, None, wanting, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
 
 def _needs_order(params: SamplingParams) -> bool:

@@ -32,6 +32,7 @@ import httpcore
 import httpx
 
 from vlm_batch._version import __version__
+from vlm_batch.types import FetchPolicy
 
 #: Bytes that are read at a time: between two reads the limits are looked at.
 BLOCK_BYTES = 1 << 18
@@ -41,30 +42,6 @@ SHOWN_CHARACTERS = 200
 MAX_PATH_CHARACTERS = 4096
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchPolicy:
-    """Rules for reading pictures and videos that requests name by path or URL.
-
-    ``allow_http`` reads http and https URLs; ``allow_private`` also those on loopback, private, link-local and other
-    addresses that are not public. ``allow_files`` reads local paths, only below ``directories`` if any are named
-    (links are followed first). At most ``max_bytes`` are read of a URL, a data URI or a picture's file, within
-    ``seconds`` in all and over at most ``max_redirects``. A proxy that the environment names is used; it resolves names
-    for itself, so behind one the check of addresses is only as good as the names' answers here.
-    """
-
-    allow_http: bool = True
-    allow_private: bool = False
-    allow_files: bool = True
-    directories: tuple[str | Path, ...] = ()
-    max_bytes: int = 256 << 20
-    seconds: float = 60.0
-    max_redirects: int = 5
-
-    def __post_init__(self) -> None:
-        if not self.max_bytes >= 1 or not self.seconds > 0 or not self.max_redirects >= 0:
-            raise ValueError("max_bytes must be at least 1, seconds above 0, and max_redirects at least 0")
 
 
 class Unreadable(Exception):
@@ -163,9 +140,9 @@ def fetch_to_file(source: str | Path, policy: FetchPolicy, cancelled: Cancelled 
         with _opened(path, shown(source)) as file:
             file.read(1)
         return Fetched(shown(source), path=path)
-    file = tempfile.NamedTemporaryFile(prefix="vlm-batch-")  # noqa: SIM115
-    _read_into(source, policy, cancelled, file.write)
-    return _flushed(shown(source), file)
+    temporary = tempfile.NamedTemporaryFile(prefix="vlm-batch-")  # noqa: SIM115
+    _read_into(source, policy, cancelled, temporary.write)
+    return _flushed(shown(source), temporary)
 
 
 def file_of_bytes(data: bytes, name: str) -> Fetched:
@@ -308,8 +285,12 @@ class _Download:
     def _ask(self, url: httpx.URL, write: Callable[[bytes], Any]) -> str | None:
         """Where a redirect leads to; None if the body was read."""
         seconds = self._deadline - time.monotonic()
-        headers = {"Host": url.netloc.decode("ascii"), "User-Agent": f"vlm-batch/{__version__}", "Accept": "*/*"}
-        headers["Accept-Encoding"] = "identity"  # a compressed body could grow beyond its limit
+        headers: dict[bytes | str, bytes | str] = {
+            "Host": url.netloc.decode("ascii"),
+            "User-Agent": f"vlm-batch/{__version__}",
+            "Accept": "*/*",
+            "Accept-Encoding": "identity",  # a compressed body could grow beyond its limit
+        }
         if url.userinfo:
             headers["Authorization"] = "Basic " + base64.b64encode(url.userinfo).decode("ascii")
         target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)

@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
 from vlm_batch.errors import InvalidImage
-from vlm_batch.inputs.fetch import Cancelled, Fetched, FetchPolicy, Unreadable, fetch, shown
-from vlm_batch.types import ImageInput
+from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, shown
+from vlm_batch.types import FetchPolicy, ImageInput
 
 #: Pillow's own limit against decompression bombs (a quarter of a gigabyte of RGB).
 DEFAULT_MAX_PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485

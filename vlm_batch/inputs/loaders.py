@@ -1,23 +1,210 @@
-"""Threads that prepare requests ahead of the engine."""
+"""Threads that read and prepare requests ahead of the engine.
+
+Reading waits, processing works, and neither may hold up the other: URLs, local files, ordinary processing and very long
+prompts have threads of their own. A read that does not answer in time is given up, with its thread, and another thread
+takes its place.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from vlm_batch.inputs.fetch import Cancelled
-from vlm_batch.inputs.prepare import Prepared, Question
+from vlm_batch.errors import InvalidRequest
+from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error, read_medium
+from vlm_batch.runtime import threads
 
 #: Threads that decode and process pictures and videos (Pillow and OpenCV release the GIL).
 NUM_LOADERS = 2
+#: Pictures and videos that are downloaded at a time, and that are read from disks at a time.
+NUM_DOWNLOADS = 8
+NUM_DISK_READS = 4
+#: Seconds beyond its own time limit after which a read that does not answer is given up.
+GRACE_SECONDS = 1.0
+#: Reads that were given up and have not come back. With so many, further ones are refused.
+MAX_LOST = 64
+#: Seconds that ``Loaders.close`` waits for processing under way. Native code that is still running when the interpreter
+#: ends aborts the process.
+CLOSE_SECONDS = 5.0
+#: Seconds after which an idle thread goes back to where all batchers take theirs from.
+IDLE_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Job:
+    """A call that waits for a thread of a pool, or is on one."""
+
+    call: Callable[[], Any]
+    cancelled: Cancelled
+    seconds: float | None
+    late: Callable[[], Exception]
+    future: Future[Any] = field(default_factory=Future)
+    deadline: float | None = None
+    has_ended: bool = False
+
+
+class Pool:
+    """Up to ``num_threads`` daemon threads that run calls in order, and do not wait for one that hangs.
+
+    A call that has not begun ends when its request is cancelled. One with a limit of ``seconds`` ends then in any case,
+    and that long after it began; its thread is written off until it comes back, and another takes its place.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._running: set[_Job] = set()
+        self._threads = self._idle = self._lost = 0
+        self._has_watch = self._is_closed = False
+
+    def submit(
+        self,
+        call: Callable[[], Any],
+        cancelled: Cancelled,
+        *,
+        seconds: float | None = None,
+        late: Callable[[], Exception] = TimeoutError,
+    ) -> Future[Any]:
+        """Run ``call`` as soon as a thread is free; ``late`` makes the exception of a call that took too long."""
+        job = _Job(call, cancelled, seconds, late)
+        with self._changed:
+            refused = self._is_closed or self._lost >= MAX_LOST
+            if not refused:
+                self._waiting.append(job)
+                if self._idle >= len(self._waiting):
+                    self._changed.notify()
+                else:
+                    self._add_thread()
+        if refused:
+            job.future.set_exception(
+                OperationCancelled()
+                if self._is_closed
+                else InvalidRequest(f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer")
+            )
+        else:
+            cancelled.when_set(partial(self._give_up, job, OperationCancelled))
+        return job.future
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._changed:
+            self._is_closed = True
+            waiting = list(self._waiting)
+            self._changed.notify_all()
+        for job in waiting:
+            self._give_up(job, OperationCancelled)
+
+    def join(self, seconds: float) -> bool:
+        """Wait until nothing runs any more, ``seconds`` at most; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running and not self._lost, seconds)
+
+    def _add_thread(self) -> None:
+        if self._threads < self._num_threads:
+            threads.start(self._run, self._name)
+            self._threads += 1
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            result, error = None, None
+            try:
+                result = job.call()
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
+                error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
+                error.__cause__ = raised
+            if not self._end(job, result, error):
+                return
+
+    def _next(self) -> _Job | None:
+        """The next call; None if the thread may go."""
+        with self._changed:
+            self._idle += 1
+            has_work = self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_SECONDS)
+            self._idle -= 1
+            if not has_work or not self._waiting:
+                self._threads -= 1
+                return None
+            job = self._waiting.popleft()
+            self._running.add(job)
+            if job.seconds is not None:
+                job.deadline = time.monotonic() + job.seconds
+                if not self._has_watch:
+                    self._has_watch = True
+                    threads.start(self._watch, f"{self._name}-watch")
+                self._changed.notify_all()
+            return job
+
+    def _end(self, job: _Job, result: Any, error: Exception | None) -> bool:
+        """Hand out a call's outcome; whether its thread is still one of the pool's."""
+        with self._changed:
+            if job.has_ended:
+                self._lost -= 1
+                self._changed.notify_all()
+                return False
+            self._running.discard(job)
+            job.has_ended = True
+            self._changed.notify_all()
+        if error is None:
+            job.future.set_result(result)
+        else:
+            job.future.set_exception(error)
+        return True
+
+    def _give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
+        """End a call without waiting for it. Nothing happens if it has ended."""
+        with self._changed:
+            if job.has_ended or (job in self._running and job.seconds is None):
+                return
+            job.has_ended = True
+            if job in self._running:
+                self._running.discard(job)
+                self._lost += 1
+                self._threads -= 1
+                if self._waiting and not self._is_closed:
+                    self._add_thread()
+            else:
+                self._waiting.remove(job)
+            self._changed.notify_all()
+        job.future.set_exception(error())
+
+    def _watch(self) -> None:
+        """Give up what is past its deadline, as long as anything with one runs."""
+        while True:
+            with self._changed:
+                deadlines = [job.deadline for job in self._running if job.deadline is not None]
+                if not deadlines:
+                    self._has_watch = False
+                    return
+                now = time.monotonic()
+                late = [job for job in self._running if job.deadline is not None and job.deadline <= now]
+                if not late:
+                    self._changed.wait(min(deadlines) - now)
+            for job in late:
+                self._give_up(job, job.late)
 
 
 class Loading:
     """One question on its way to being ``Prepared``; every method is safe from any thread."""
 
-    def __init__(self, future: Future[Prepared], cancelled: Cancelled) -> None:
-        self._future = future
-        self._cancelled = cancelled
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.cancelled = Cancelled()
+        self._media = list(question.media)
+        self._unread = {at for at, medium in enumerate(self._media) if lane_of(medium) is not None}
+        self._future: Future[Prepared] = Future()
+        self._lock = threading.Lock()
+        self._has_ended = False
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once."""
@@ -32,27 +219,115 @@ class Loading:
         self._future.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
-        """Stop reading and processing soon. Nobody may ask for ``result`` afterwards."""
-        self._cancelled.set()
-        self._future.cancel()
+        """End it now: downloads are interrupted, what waits does not begin, and processing stops where it next looks.
+
+        ``result`` then raises OperationCancelled, unless it was done before.
+        """
+        self.fail(OperationCancelled())
+
+    # Called by Loaders
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def unread(self) -> list[tuple[int, Any]]:
+        """The pictures and videos, with their places, that are still to be read."""
+        return [(at, self._media[at]) for at in sorted(self._unread)]
+
+    def put(self, at: int, medium: Any) -> bool:
+        """Note what was read; whether that was the last."""
+        with self._lock:
+            if self._has_ended:
+                return False
+            self._media[at] = medium
+            self._unread.discard(at)
+            if self._unread:
+                return False
+            self.question = self.question.with_media(self._media)
+            return True
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, and stop what still works for it."""
+        if self._end():
+            self._future.set_exception(error)
+        self.cancelled.set()
+
+    def finish(self, prepared: Prepared) -> None:
+        if self._end():
+            self._future.set_result(prepared)
+
+    def _end(self) -> bool:
+        with self._lock:
+            first, self._has_ended = not self._has_ended, True
+            self._media.clear()
+        return first
 
 
 class Loaders:
-    """Prepare questions on a few threads of their own, in the order in which they are started.
+    """Read and prepare questions; each lane in the order in which its questions are started.
 
-    ``prepare`` is ``Preparer.prepare``. The engine's loop calls ``start`` and ``Loading.when_done`` to be woken, and
-    ``Loading.cancel`` for a request that was cancelled before it was taken in.
+    ``prepare`` is ``Preparer.prepare``. The engine's loop calls ``start``, is woken by ``Loading.when_done``, and calls
+    ``Loading.cancel`` for a request that was cancelled before it was taken in. It decides how many are started, and
+    counts those of each ``Question.lane`` apart: what waits for a network may not take the places of what does not.
     """
 
     def __init__(self, prepare: Callable[[Question, Cancelled], Prepared]) -> None:
         self._prepare = prepare
-        self._threads = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="vlm-batch-loader")
+        self._work = Pool(NUM_LOADERS, "vlm-batch-loader")
+        self._long_work = Pool(1, "vlm-batch-long-prompt")
+        self._reads = {
+            Lane.DISK: Pool(NUM_DISK_READS, "vlm-batch-reader"),
+            Lane.NETWORK: Pool(NUM_DOWNLOADS, "vlm-batch-download"),
+        }
+        self._open: set[Loading] = set()
 
     def start(self, question: Question) -> Loading:
         """Begin to read and process a question; returns at once."""
-        cancelled = Cancelled()
-        return Loading(self._threads.submit(self._prepare, question, cancelled), cancelled)
+        loading = Loading(question)
+        self._open.add(loading)
+        loading.when_done(partial(self._open.discard, loading))
+        unread = loading.unread()
+        for at, medium in unread:
+            self._read(loading, at, medium)
+        if not unread:
+            self._process(loading)
+        return loading
 
     def close(self) -> None:
-        """Begin nothing more and leave running threads to end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End everything that is under way, and wait a little for what native code is doing."""
+        for loading in tuple(self._open):
+            loading.cancel()
+        for pool in (*self._reads.values(), self._work, self._long_work):
+            pool.close()
+        end = time.monotonic() + CLOSE_SECONDS
+        for pool in (self._work, self._long_work):
+            pool.join(max(0.0, end - time.monotonic()))
+
+    def _read(self, loading: Loading, at: int, medium: Any) -> None:
+        policy, lane = loading.question.fetch, lane_of(medium)
+        assert lane is not None
+        reading = self._reads[lane].submit(
+            partial(read_medium, medium, policy, loading.cancelled),
+            loading.cancelled,
+            seconds=policy.seconds + GRACE_SECONDS,
+            late=partial(late_error, medium, policy),
+        )
+        reading.add_done_callback(partial(self._was_read, loading, at))
+
+    def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
+        error = reading.exception()
+        if error is not None:
+            loading.fail(error)
+        elif loading.put(at, reading.result()):
+            self._process(loading)
+
+    def _process(self, loading: Loading) -> None:
+        pool = self._long_work if loading.question.is_long else self._work
+        working = pool.submit(partial(self._prepare, loading.question, loading.cancelled), loading.cancelled)
+        working.add_done_callback(partial(_was_processed, loading))
+
+
+def _was_processed(loading: Loading, working: Future[Prepared]) -> None:
+    error = working.exception()
+    if error is None:
+        loading.finish(working.result())
+    else:
+        loading.fail(error)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from vlm_batch.arrays import as_numpy
-from vlm_batch.errors import InvalidPrompt, InvalidVideo
+from vlm_batch.errors import InvalidImage, InvalidPrompt, InvalidRequest, InvalidVideo
 from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.fetch import Cancelled, FetchPolicy
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, load_image
+from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS, as_video, load_video
+from vlm_batch.inputs.videos import (
+    DEFAULT_MAX_VIDEO_PIXELS,
+    as_video,
+    describe_video,
+    fetch_video,
+    is_to_be_fetched,
+    load_video,
+    own_video,
+)
 from vlm_batch.registry import ModelSpec
-from vlm_batch.types import ImageInput, Message, Request, Video, VideoInput
+from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, Video, VideoInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +47,56 @@ class Limits:
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
 
 
+#: Characters from which on a prompt counts as long: a tokenizer takes tenths of a second for as many.
+LONG_PROMPT = 200_000
+
+
+class Lane(Enum):
+    """What a question's loading waits for. Those of one lane wait for each other, and for no other lane's."""
+
+    MEMORY = "memory"  # everything is here
+    DISK = "disk"
+    NETWORK = "network"
+    LONG = "long prompt"
+
+
 @dataclass(frozen=True)
 class Question:
-    """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread."""
+    """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread.
+
+    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read.
+    """
 
     prompt: str | None = None
     token_ids: tuple[int, ...] = ()
     inputs: Mapping[str, Any] | None = None
     images: tuple[ImageInput, ...] = ()
     videos: tuple[Video, ...] = ()
+    fetch: FetchPolicy = field(default_factory=FetchPolicy)
+
+    @property
+    def media(self) -> tuple[ImageInput | Video, ...]:
+        """The pictures, then the videos."""
+        return self.images + self.videos
+
+    def with_media(self, media: Sequence[ImageInput | Video]) -> Question:
+        """The same with other ``media``, as many of each."""
+        count = len(self.images)
+        return replace(self, images=tuple(media[:count]), videos=tuple(media[count:]))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its prompt takes long to become tokens."""
+        return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
+
+    @cached_property
+    def lane(self) -> Lane:
+        """The slowest of what it waits for."""
+        lanes = {lane_of(medium) for medium in self.media}
+        for lane in (Lane.NETWORK, Lane.LONG, Lane.DISK):
+            if lane in lanes or (lane is Lane.LONG and self.is_long):
+                return lane
+        return Lane.MEMORY
 
 
 @dataclass(frozen=True)
@@ -103,21 +156,30 @@ class Preparer:
         if request.messages is not None:
             turns, *media = split_messages(request.messages, images, videos)
             images, videos = map(tuple, media)
-        clips = self._checked_videos(videos)
+        self._check_pictures(len(images))
+        images, clips = tuple(map(own_image, images)), self._checked_videos(videos)
         if request.inputs is not None:
             return Question(inputs=_checked_inputs(request.inputs, images or videos))
         if request.token_ids is not None:
-            return Question(token_ids=_checked_ids(request.token_ids), images=images, videos=clips)
+            ids = _checked_ids(request.token_ids)
+            return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
         if request.prompt is not None:
             prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips))
         else:
             prompt = self.processing.render(turns, len(images), len(clips))
-        return Question(prompt=prompt, images=images, videos=clips)
+        return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
+
+    def _check_pictures(self, count: int) -> None:
+        """Raise InvalidImage for more pictures than the family takes."""
+        if count and not self.spec.images:
+            raise InvalidImage(f"{self.spec.family} takes no pictures: it answers texts only")
+        if count > 1 and not self.spec.multi_image:
+            raise InvalidImage(f"{self.spec.family} takes one picture a request; given: {count}")
 
     def _checked_videos(self, videos: Sequence[VideoInput]) -> tuple[Video, ...]:
         if videos and not self.spec.video:
             raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
-        return tuple(as_video(video) for video in videos)
+        return tuple(own_video(as_video(video)) for video in videos)
 
     def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int) -> str:
         if not is_final:
@@ -160,6 +222,35 @@ class Preparer:
             return Prepared(as_numpy(found), tuple(image.size for image in images), tuple(clip.size for clip in clips))
 
 
+def lane_of(medium: ImageInput | Video) -> Lane | None:
+    """What reading a picture or video waits for; None if it is in memory."""
+    if isinstance(medium, Video):
+        if not is_to_be_fetched(medium):
+            return None
+        sources = [medium.source] if isinstance(medium.source, (str, Path)) else list(medium.source)
+    else:
+        sources = [medium]
+    if any(is_url(source) for source in sources):
+        return Lane.NETWORK
+    is_here = all(is_data_uri(source) or not isinstance(source, (str, Path)) for source in sources)
+    return None if is_here else Lane.DISK
+
+
+def read_medium(medium: ImageInput | Video, policy: FetchPolicy, cancelled: Cancelled) -> ImageInput | Video:
+    """The picture or video with its file in memory or at hand. Raises InvalidRequest, or OperationCancelled."""
+    fetched = fetch_video if isinstance(medium, Video) else fetch_image
+    return fetched(medium, policy, cancelled)
+
+
+def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidRequest:
+    """The error of a picture or video whose reading does not come back."""
+    is_video = isinstance(medium, Video)
+    name = describe_video(medium) if is_video else describe_source(medium)
+    return (InvalidVideo if is_video else InvalidImage)(
+        f"{name} was not read within {policy.seconds:g} s (FetchPolicy.seconds): its drive or server does not answer"
+    )
+
+
 def _nbytes(value: Any) -> int:
     """Bytes of the arrays in a value of a processor's output."""
     if isinstance(value, (list, tuple)):
@@ -182,7 +273,7 @@ def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[s
         raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
-    arrays = as_numpy(inputs)
+    arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
     shape = arrays["input_ids"].shape
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
         raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")

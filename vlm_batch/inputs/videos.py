@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo
-from vlm_batch.inputs.fetch import Cancelled, Fetched, FetchPolicy, Unreadable, fetch_to_file, file_of_bytes, shown
+from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, shown
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, fetch_image, load_image, own_image
-from vlm_batch.types import ImageInput, Video, VideoInput
+from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
 
 #: The most pixels that the frames of one video may have together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
 DEFAULT_MAX_VIDEO_PIXELS = 500_000_000

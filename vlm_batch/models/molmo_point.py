@@ -14,8 +14,9 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import two_tables
 from vlm_batch.arrays import stack_logits
+from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.states import LayerState
+from vlm_batch.caches.states import SimpleState
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.types import DecodeStep, Encoded, Picture
@@ -89,13 +90,12 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class PointerState:
+class PointerState(SimpleState):
     """What a row that has seen its pictures can point at. What it has pointed at no other prompt can begin with."""
 
     pictures: Pictures | None
     keys: mx.array | None
     is_whole = True
-    floor = 0
 
     def reaches(self, length: int) -> bool:
         return True
@@ -105,15 +105,12 @@ class PointerState:
             return Pointer()
         return Pointer(self.pictures, self.keys)
 
-    def parts(self) -> tuple[LayerState, ...]:
-        return ()
-
     def arrays(self) -> list[mx.array]:
         return Pointer(self.pictures, self.keys).state
 
 
 @dataclass
-class Pointer:
+class Pointer(CacheKind):
     """What one row can point at and has pointed at: it lies beside the row's KV, as a layer's cache does."""
 
     pictures: Pictures | None = None
@@ -125,6 +122,7 @@ class Pointer:
     pointed: int = -1  # the number of the last patch, complete or not
     has_ended: bool = False
     offset: int = 0
+    is_whole = True
 
     @property
     def state(self) -> list[mx.array]:
@@ -136,7 +134,7 @@ class Pointer:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
-    def saved(self) -> LayerState:
+    def saved(self, length: int) -> PointerState:
         return PointerState(self.pictures, self.keys)
 
     def take(self, token: int) -> None:

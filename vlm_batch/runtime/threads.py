@@ -4,21 +4,31 @@ MLX keeps what it compiled per thread, and lets go of it when the thread ends: w
 the thread as joined. If the interpreter is ending too, that lock is not to be had, and the process aborts ("terminate called
 without an active exception", about one exit in ten; mlx 0.32, thread-local compile cache). A thread that waits for the next
 engine instead is simply there when the process goes. It also keeps its MLX stream, of which a new thread would make another.
+
+A thread that is in MLX when the interpreter goes aborts the process in the same way. So work that says how it is stopped is
+stopped, and waited for, before that; whether or not anybody still holds it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 Work = Callable[[], None]
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Work, Running]]"
 
+#: Seconds that the end of the interpreter waits at most for work that was told to stop.
+EXIT_SECONDS = 10.0
+
 _idle: list[_Tasks] = []
+_running: set[Running] = set()
 
 
 class Running:
@@ -27,10 +37,37 @@ class Running:
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._thread: int | None = None
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+        self._after: Callable[[], None] | None = None
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> None:
         if threading.get_ident() != self._thread:
-            self._ended.wait()
+            self._ended.wait(timeout)
+
+    def watch(self, *, stop: Callable[[], None], after: Callable[[], None]) -> None:
+        """Have ``stop`` called before the interpreter ends, and ``after`` when the work has ended however it came to it: at
+        once if it has, and in a child process, where there is no such thread."""
+        with self._lock:
+            self._stop, self._after = stop, after
+            has_ended = self._ended.is_set()
+        if has_ended:
+            after()
+
+    def stop(self) -> None:
+        """Ask the work to end, if it said how."""
+        if self._stop is not None:
+            self._stop()
+
+    def end(self) -> None:
+        """Called when there is no thread any more that does the work."""
+        self._thread = None
+        with self._lock:
+            after, self._stop, self._after = self._after, None, None
+            self._ended.set()
+        _running.discard(self)
+        if after is not None:
+            after()
 
 
 def start(work: Work, name: str) -> Running:
@@ -41,6 +78,7 @@ def start(work: Work, name: str) -> Running:
     except IndexError:
         tasks = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
+    _running.add(running)
     tasks.put((work, running))
     return running
 
@@ -56,9 +94,30 @@ def _run(tasks: _Tasks, work: Work, running: Running) -> None:
         work()
     except BaseException:
         threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-    running._thread = None
     _idle.append(tasks)
-    running._ended.set()
+    running.end()
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # a fork takes no threads along
+def _stop_all() -> None:
+    """Before the interpreter ends: stop what can be stopped, and wait for it."""
+    stopped = [running for running in tuple(_running) if running._stop is not None]
+    for running in stopped:
+        with contextlib.suppress(Exception):
+            running.stop()
+    deadline = time.monotonic() + EXIT_SECONDS
+    for running in stopped:
+        running.join(max(0.0, deadline - time.monotonic()))
+
+
+def _lose_all() -> None:
+    """In a child process: a fork takes no threads along, and locks may be held for ever."""
+    lost = tuple(_running)
+    _idle.clear()
+    _running.clear()
+    for running in lost:
+        running._lock, running._ended = threading.Lock(), threading.Event()
+        running.end()
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_lose_all)

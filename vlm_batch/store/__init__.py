@@ -1,1 +1,1 @@
-"""What ended rows leave for later ones: saved rows, prefixes, prompt caches, files, vision features, and their budget."""
+"""State that outlives a row: saved rows, prefixes, prompt caches, files, vision features, and their budget."""

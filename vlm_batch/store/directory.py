@@ -57,7 +57,7 @@ class RowFiles:
 
     def put(self, row: SavedRow) -> None:
         """Write a row, unless a file has it already or it is of a kind that files do not know. A full disk is no error."""
-        name = digest([row.keys, sorted(row.points), self.identity.model, self.identity.settings]).hex() + SUFFIX
+        name = digest([row.keys, sorted(row.snapshots), self.identity.model, self.identity.settings]).hex() + SUFFIX
         if name in self._files:
             self._files.move_to_end(name)
             return

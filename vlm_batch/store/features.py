@@ -1,17 +1,20 @@
-"""Vision features by what was looked at: a picture is encoded once, for all requests that are alive together and later."""
+"""Vision features by content: a picture is encoded once, for all requests that are alive together and later."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import arrays_of
-from vlm_batch.store.budget import ByteBudget
+from vlm_batch.arrays import arrays_of, map_arrays, own_array
+from vlm_batch.store.budget import ByteBudget, footprint
+
+_log = logging.getLogger(__name__)
 
 
 class FeatureStore:
-    """What encoders made of pictures, by the digest of what they were given; within a budget of bytes."""
+    """Features that encoders made of pictures, by the digest of their inputs; within a budget of bytes."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self.budget = budget
@@ -21,26 +24,40 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._features)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its features take in memory."""
+        return sum(footprint(arrays_of(features)) for features in self._features.values())
+
     def get(self, key: bytes) -> Any | None:
         """The features (an array, or lists and tuples of them), as arrays that may be changed; None if there are none."""
         if key not in self._features:
             return None
         self.num_hits += 1
         self.budget.touch((id(self), key))
-        return _handles(self._features[key])
+        return map_arrays(self._features[key], _handle)
 
     def put(self, key: bytes, features: Any) -> None:
-        """Keep evaluated features, if they fit the budget."""
-        nbytes = sum(array.nbytes for array in arrays_of(features))
-        if self.budget.add((id(self), key), nbytes, lambda: self._drop(key)):
-            self._features[key] = _handles(features)
+        """Keep a copy of features, if it fits the budget. A failure costs the copy: whoever made them has them."""
+        if key in self._features:
+            self.budget.touch((id(self), key))
+            return
+        nbytes = footprint(arrays_of(features))
+        if nbytes > self.budget.max_bytes:
+            return
+        try:
+            own = map_arrays(features, own_array)  # a picture's share of many would hold on to all of them
+            mx.eval(arrays_of(own))
+            if self.budget.add((id(self), key), nbytes, lambda: self._drop(key)):
+                self._features[key] = own
+        except Exception as error:
+            self.budget.remove((id(self), key))
+            _log.warning("vision features could not be kept for later requests: %r", error)
 
     def _drop(self, key: bytes) -> None:
         del self._features[key]
 
 
-def _handles(tree: Any) -> Any:
-    """The same values in array objects of their own: an ``x += 1`` changes the object."""
-    if isinstance(tree, mx.array):
-        return tree[...]
-    return type(tree)(_handles(item) for item in tree) if isinstance(tree, (list, tuple)) else tree
+def _handle(array: mx.array) -> mx.array:
+    """The same values in an array object of its own: an ``x += 1`` changes the object."""
+    return array[...]

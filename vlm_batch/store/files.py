@@ -14,19 +14,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.states import LAYER_STATES, LayerState
+from vlm_batch.caches.states import FILED_STATES, LayerState, can_file
 from vlm_batch.errors import InvalidCache
 from vlm_batch.store.digest import digest
-from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.store.saved import SavedRow, Snapshot
 
 FORMAT, VERSION = "vlm_batch.row", "1"
-
-_KINDS = {kind.__name__: kind for kind in LAYER_STATES}
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which model made a row, and under which settings: only there can it be continued."""
+    """The model that made a row, and its settings: only there can the row be continued."""
 
     model: str
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -43,8 +41,8 @@ class Identity:
 
 def can_write(row: SavedRow) -> bool:
     """Whether every layer of a row is of a kind that files know."""
-    states = [*row.whole.values(), *(layer for point in row.points.values() for layer in point.layers.values())]
-    return all(_is_known(state) for state in states)
+    states = [*row.whole.values(), *(layer for one in row.snapshots.values() for layer in one.layers.values())]
+    return all(map(can_file, states))
 
 
 def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
@@ -55,18 +53,18 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
     if not can_write(row):
         raise InvalidCache("the row has a layer whose kind of cache cannot be written to a file")
     tensors = {"keys": mx.array(row.keys)}
-    points = {
+    snapshots = {
         str(at): {
-            "layers": {str(i): _pack(s, f"point.{at}.{i}", tensors) for i, s in point.layers.items()},
-            "logits": _pack_value(point.logits, f"point.{at}.logits", tensors),
+            "layers": {str(i): _pack(s, f"point.{at}.{i}", tensors) for i, s in snapshot.layers.items()},
+            "logits": _pack_value(snapshot.logits, f"point.{at}.logits", tensors),
         }
-        for at, point in row.points.items()
+        for at, snapshot in row.snapshots.items()
     }
     structure = {
         "num_layers": row.num_layers,
         "num_pictures": row.num_pictures,
         "whole": {str(i): _pack(state, f"whole.{i}", tensors) for i, state in row.whole.items()},
-        "points": points,
+        "points": snapshots,  # by the name that version 1 gave them
     }
     metadata = {
         "format": FORMAT,
@@ -98,22 +96,31 @@ def read_row(path: str | Path) -> tuple[SavedRow, Identity]:
         raise InvalidCache(f"{path} cannot be read: {error}") from error
     if metadata.get("digest") != _seal(tensors, metadata):
         raise InvalidCache(f"{path} is damaged: its contents do not match their digest")
-    structure = json.loads(header["structure"])
-    points = {
-        int(at): Point(
-            {int(i): _unpack(state, tensors) for i, state in point["layers"].items()},
-            _unpack_value(point["logits"], tensors),
+    try:
+        return _row_of(json.loads(header["structure"]), tensors), identity_of(header)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidCache(f"{path} is no saved cache of this library: {error!r}") from error
+
+
+def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> SavedRow:
+    snapshots = {
+        int(at): Snapshot(
+            {int(i): _unpack(state, tensors) for i, state in snapshot["layers"].items()},
+            _unpack_value(snapshot["logits"], tensors),
         )
-        for at, point in structure["points"].items()
+        for at, snapshot in structure["points"].items()
     }
     whole = {int(i): _unpack(state, tensors) for i, state in structure["whole"].items()}
     keys = np.array(tensors["keys"])
-    return SavedRow(keys, structure["num_layers"], whole, points, structure["num_pictures"]), identity_of(header)
+    return SavedRow(keys, structure["num_layers"], whole, snapshots, structure["num_pictures"])
 
 
 def identity_of(header: Mapping[str, str]) -> Identity:
-    """The identity that a file's header names."""
-    return Identity(**json.loads(header["identity"]))
+    """The identity that a file's header names. Raises InvalidCache if it names none."""
+    try:
+        return Identity(**json.loads(header["identity"]))
+    except Exception as error:
+        raise InvalidCache(f"the file says not whose it is: {error!r}") from error
 
 
 def read_header(path: str | Path) -> dict[str, str]:
@@ -125,10 +132,13 @@ def read_header(path: str | Path) -> dict[str, str]:
 def read_keys(path: str | Path) -> np.ndarray:
     """Only the keys (L, 3) of a row's file. Raises InvalidCache, FileNotFoundError."""
     _, tensors = _header(path)
-    begin, end = tensors["keys"]["data_offsets"]
-    with open(path, "rb") as file:
-        file.seek(tensors["begin"] + begin)
-        return np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(tensors["keys"]["shape"])
+    try:
+        begin, end = tensors["keys"]["data_offsets"]
+        with open(path, "rb") as file:
+            file.seek(tensors["begin"] + begin)
+            return np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(tensors["keys"]["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidCache(f"{path} has no keys of a row: {error!r}") from error
 
 
 def _header(path: str | Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -168,10 +178,6 @@ def _seal(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:
     return digest([dict(tensors), rest]).hex()
 
 
-def _is_known(state: LayerState) -> bool:
-    return type(state) in _KINDS.values() and all(_is_known(part) for part in state.parts())
-
-
 def _pack(state: LayerState, path: str, tensors: dict[str, mx.array]) -> dict[str, Any]:
     """A state as JSON that names its arrays, which go into ``tensors``."""
     packed: dict[str, Any] = {"kind": type(state).__name__}
@@ -186,14 +192,14 @@ def _pack_value(value: Any, path: str, tensors: dict[str, mx.array]) -> Any:
         return {"tensor": path}
     if isinstance(value, tuple):
         return [_pack_value(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
-    if type(value) in _KINDS.values():
+    if type(value) in FILED_STATES.values():
         return _pack(value, path, tensors)
     return value
 
 
 def _unpack(packed: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> LayerState:
     values = {name: _unpack_value(value, tensors) for name, value in packed.items() if name != "kind"}
-    state: LayerState = _KINDS[packed["kind"]](**values)
+    state: LayerState = FILED_STATES[packed["kind"]](**values)
     return state
 
 

@@ -1,4 +1,4 @@
-"""Which of many rows begin as a prompt does, without looking at each of them.
+"""An index of many rows by their beginnings, so that a prompt is not compared with each of them.
 
 Rows are filed under every whole block of their positions, by a hash of the blocks up to it. The index narrows down only:
 whoever asks compares the positions themselves.
@@ -34,10 +34,11 @@ class BeginningIndex(Generic[Name]):
     def remove(self, name: Name, keys: np.ndarray) -> None:
         """Take a row out again."""
         for beginning in beginnings(keys):
-            names = self._names[beginning]
-            names.remove(name)
+            names = self._names.get(beginning, [])
+            if name in names:  # a row whose filing failed is there in part
+                names.remove(name)
             if not names:
-                del self._names[beginning]
+                self._names.pop(beginning, None)
 
     def alike(self, keys: np.ndarray) -> Iterator[tuple[Name, int]]:
         """(a row, how many positions of ``keys`` it shares at least), the longest beginnings first, no row twice.

@@ -8,6 +8,7 @@ block (``index.BLOCK``) are not looked for.
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,11 +16,13 @@ import numpy as np
 
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.index import BLOCK, BeginningIndex
-from vlm_batch.store.saved import Point, SavedRow
+from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import PromptKey
 
-#: Points that one saved row keeps: the first (what many prompts share) and the last ones. Recurrent states are large.
-MAX_POINTS = 8
+_log = logging.getLogger(__name__)
+
+#: Snapshots that one saved row keeps: the first (what many prompts share) and the last ones. Recurrent states are large.
+MAX_SNAPSHOTS = 8
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class PrefixCache:
         keys = key.positions
         if self.second is not None:
             known = max((self._rows[number].common(keys) for number, _ in self._index.alike(keys)), default=0)
-            if known < key.length and (row := self.second.find(keys, known)) is not None:
+            if known < key.length and (row := self._second_find(keys, known)) is not None:
                 self.store(row)
         best: tuple[int, Match] | None = None
         furthest = 0
@@ -100,16 +103,26 @@ class PrefixCache:
         return replace(found, common=furthest)
 
     def store(self, row: SavedRow) -> None:
-        """Keep a row. Rows that it continues go into it; if it is the beginning of a kept row, it goes into that one."""
-        for number, _ in list(self._index.alike(row.keys)):
-            kept = self._rows[number]
+        """Keep a row. Rows that it continues go into it; if it is the beginning of a kept row, it goes into that one.
+
+        A failure costs the row: whoever left it has ended, or goes on without.
+        """
+        number = next(self._numbers)
+        try:
+            self._store(number, row)
+        except Exception as error:
+            self._forget(number)
+            _log.warning("a row could not be kept for later requests: %r", error)
+
+    def _store(self, number: int, row: SavedRow) -> None:
+        for other, _ in list(self._index.alike(row.keys)):
+            kept = self._rows[other]
             if kept.common(row.keys) < min(kept.length, row.length):
                 continue
             longer, shorter = (kept, row) if kept.length > row.length else (row, kept)
             row = absorb(longer, shorter)
-            self._remove(number)
-        number = next(self._numbers)
-        if self.budget.add((id(self), number), row.nbytes, lambda: self._evict(number)):
+            self._forget(other)
+        if self.budget.add((id(self), number), row.footprint, lambda: self._evict(number)):
             self._rows[number] = row
             self._index.add(number, row.keys)
             self.version += 1
@@ -125,34 +138,44 @@ class PrefixCache:
     def clear(self) -> None:
         """Let go of everything."""
         for number in list(self._rows):
-            self._remove(number)
-
-    def _remove(self, number: int) -> None:
-        self._take(number)
-        self.budget.remove((id(self), number))
+            self._forget(number)
 
     def _evict(self, number: int) -> None:
-        self._pass_on(self._take(number))
+        """The budget has let go of a row."""
+        row = self._rows[number]
+        self._forget(number)
+        self._pass_on(row)
 
-    def _take(self, number: int) -> SavedRow:
-        row = self._rows.pop(number)
-        self._index.remove(number, row.keys)
-        self.version += 1
-        return row
+    def _forget(self, number: int) -> None:
+        """Let go of a row wherever it is known."""
+        self.budget.remove((id(self), number))
+        if (row := self._rows.pop(number, None)) is not None:
+            self._index.remove(number, row.keys)
+            self.version += 1
 
     def _pass_on(self, row: SavedRow) -> None:
-        if self.second is not None:
-            self.second.put(row)
+        try:
+            if self.second is not None:
+                self.second.put(row)
+        except Exception as error:
+            _log.warning("a row could not be written for later requests: %r", error)
+
+    def _second_find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
+        try:
+            return None if self.second is None else self.second.find(keys, beyond)
+        except Exception as error:
+            _log.warning("no row could be read for a request: %r", error)
+            return None
 
 
 def absorb(longer: SavedRow, shorter: SavedRow) -> SavedRow:
-    """``longer`` with the points of a row whose positions are its own first ones."""
-    points = thin({**shorter.points, **longer.points})
-    return replace(longer, points=points)
+    """``longer`` with the snapshots of a row whose positions are its own first ones."""
+    snapshots = thin({**shorter.snapshots, **longer.snapshots})
+    return replace(longer, snapshots=snapshots)
 
 
-def thin(points: dict[int, Point]) -> dict[int, Point]:
-    """The first and the last of too many points."""
-    order = sorted(points)
-    kept = order if len(order) <= MAX_POINTS else [order[0], *order[1 - MAX_POINTS :]]
-    return {at: points[at] for at in kept}
+def thin(snapshots: dict[int, Snapshot]) -> dict[int, Snapshot]:
+    """The first and the last of too many snapshots."""
+    order = sorted(snapshots)
+    kept = order if len(order) <= MAX_SNAPSHOTS else [order[0], *order[1 - MAX_SNAPSHOTS :]]
+    return {at: snapshots[at] for at in kept}

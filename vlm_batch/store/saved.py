@@ -1,7 +1,7 @@
-"""What a row leaves behind: its layers' states (``vlm_batch.caches.states``), to be made caches of again.
+"""A row's state as it is left behind: its layers' states (``vlm_batch.caches.states``), to be made caches of again.
 
-Layers that are not whole are held at *points*: chunk ends and turn boundaries. Resetting a recurrent state in order to go back
-further would lose the prefix.
+Layers that are not whole are held in *snapshots*: at chunk ends and turn boundaries. Resetting a recurrent state in order to
+go back further would lose the prefix.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.states import CrossState, LayerState, LostState, own_array, save_layer
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.layers import kind_of, save_layer
+from vlm_batch.caches.states import LayerState
+from vlm_batch.store.budget import footprint
+
+#: Bytes that a position of a row takes in the index of the prefix cache (``vlm_batch.store.index``).
+INDEX_BYTES = 22
 
 
 @dataclass(frozen=True)
-class Point:
-    """What a row's state at one length needs beside its whole layers; ``logits`` (1, V) of the last token, if known."""
+class Snapshot:
+    """A row's state at one length, beside its whole layers; ``logits`` (1, V) of the last token, if known."""
 
     layers: Mapping[int, LayerState] = field(default_factory=dict)  # by number, those that are not whole
     logits: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
+        """Every array that is held."""
         own = [] if self.logits is None else [self.logits]
         return own + [array for layer in self.layers.values() for array in layer.arrays()]
 
@@ -33,14 +39,14 @@ class Point:
 class SavedRow:
     """A row's state over the prompt positions that ``keys`` (L, 3) tell apart (``types.PromptKey``).
 
-    ``whole`` holds the whole layers by number, at length L; ``points`` the others, by length. ``num_pictures`` have
+    ``whole`` holds the whole layers by number, at length L; ``snapshots`` the others, by length. ``num_pictures`` have
     been seen.
     """
 
     keys: np.ndarray
     num_layers: int
     whole: Mapping[int, LayerState]
-    points: Mapping[int, Point]
+    snapshots: Mapping[int, Snapshot]
     num_pictures: int = 0
 
     @property
@@ -49,14 +55,21 @@ class SavedRow:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its keys and arrays."""
         return self.keys.nbytes + sum(array.nbytes for array in self.arrays())
 
+    @property
+    def footprint(self) -> int:
+        """Bytes that it takes in memory, with all that is kept to find it."""
+        return len(self.keys) * (self.keys.shape[1] * self.keys.itemsize + INDEX_BYTES) + footprint(self.arrays())
+
     def arrays(self) -> list[mx.array]:
+        """Every array of every layer."""
         layers = [array for layer in self.whole.values() for array in layer.arrays()]
-        return layers + [array for point in self.points.values() for array in point.arrays()]
+        return layers + [array for snapshot in self.snapshots.values() for array in snapshot.arrays()]
 
     def common(self, keys: np.ndarray) -> int:
-        """How many first positions of ``keys`` (N, 3) are this row's own."""
+        """The number of first positions of ``keys`` (N, 3) that are this row's own."""
         return common_length(self.keys, keys)
 
     def resumable(self, limit: int) -> int:
@@ -64,35 +77,33 @@ class SavedRow:
         if len(self.whole) == self.num_layers:
             found = min(limit, self.length)
         else:
-            at_points = [min(limit, at) for at, point in self.points.items() if self._serves(point, min(limit, at))]
-            found = max(at_points, default=0)
+            lengths = [
+                min(limit, at) for at, snapshot in self.snapshots.items() if self._serves(snapshot, min(limit, at))
+            ]
+            found = max(lengths, default=0)
         return found if found >= max((layer.floor for layer in self.whole.values()), default=0) else 0
 
     def logits_at(self, length: int) -> mx.array | None:
         """Logits (1, V) after the first ``length`` positions, if they were kept."""
-        point = self.points.get(length)
-        return None if point is None else point.logits
+        snapshot = self.snapshots.get(length)
+        return None if snapshot is None else snapshot.logits
 
     def restore(self, length: int, num_pictures: int) -> list[Any]:
         """Fresh single-row caches, one a layer, of the first ``length`` positions, ``num_pictures`` among them."""
-        point = Point()
+        snapshot = Snapshot()
         if len(self.whole) < self.num_layers:
-            point = next(p for at, p in sorted(self.points.items()) if at >= length and self._serves(p, length))
+            snapshot = next(p for at, p in sorted(self.snapshots.items()) if at >= length and self._serves(p, length))
         share = num_pictures / self.num_pictures if self.num_pictures else 0.0
-        layers = {**self.whole, **point.layers}
-        return [_restore(layers[index], length, share) for index in range(self.num_layers)]
+        layers = {**self.whole, **snapshot.layers}
+        return [layers[index].of_pictures(share).restore(length) for index in range(self.num_layers)]
 
-    def _serves(self, point: Point, length: int) -> bool:
-        complete = len(self.whole) + len(point.layers) == self.num_layers
-        return length > 0 and complete and all(layer.reaches(length) for layer in point.layers.values())
-
-
-def _restore(layer: LayerState, length: int, share: float) -> Any:
-    return layer.of_pictures(share) if isinstance(layer, CrossState) else layer.restore(length)
+    def _serves(self, snapshot: Snapshot, length: int) -> bool:
+        complete = len(self.whole) + len(snapshot.layers) == self.num_layers
+        return length > 0 and complete and all(layer.reaches(length) for layer in snapshot.layers.values())
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """How many first positions two keys (N, 3), (M, 3) share."""
+    """The number of first positions that two keys (N, 3), (M, 3) share."""
     shared = min(len(one), len(other))
     begin, size = 0, 64
     while begin < shared:  # most differ early
@@ -104,9 +115,9 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     return shared
 
 
-def save_point(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Point:
+def save_snapshot(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Snapshot:
     """The layers of a row that are not whole, at a length. Nothing is evaluated yet."""
-    return Point(
+    return Snapshot(
         {index: state for index, cache in enumerate(caches) if not (state := save_layer(cache, length)).is_whole},
         None if logits is None else own_array(logits),
     )
@@ -115,11 +126,11 @@ def save_point(caches: Sequence[Any], length: int, logits: mx.array | None = Non
 def save_row(
     caches: Sequence[Any],
     keys: np.ndarray,
-    points: Mapping[int, Point],
+    snapshots: Mapping[int, Snapshot],
     num_pictures: int,
     constant: Mapping[int, LayerState] | None = None,
 ) -> SavedRow:
-    """A row's caches, which have seen the positions of ``keys``, with the points that were kept on the way.
+    """A row's caches, which have seen the positions of ``keys``, with the snapshots that were kept on the way.
 
     ``constant`` layers are taken as they are given (``save_constant``). Nothing is evaluated yet.
     """
@@ -128,12 +139,12 @@ def save_row(
         if index not in whole:
             state = save_layer(cache, len(keys))
             (whole if state.is_whole else last)[index] = state
-    kept = {at: point for at, point in points.items() if at <= len(keys)}
-    if last and not any(isinstance(state, LostState) for state in last.values()):
-        kept[len(keys)] = Point(last, kept[len(keys)].logits if len(keys) in kept else None)
+    kept = {at: snapshot for at, snapshot in snapshots.items() if at <= len(keys)}
+    if last and all(state.reaches(len(keys)) for state in last.values()):
+        kept[len(keys)] = Snapshot(last, kept[len(keys)].logits if len(keys) in kept else None)
     return SavedRow(keys, len(caches), whole, kept, num_pictures)
 
 
 def save_constant(caches: Sequence[Any]) -> dict[int, LayerState]:
     """The layers that no token changes (cross-attention), before a row drops from them what it will not see again."""
-    return {index: CrossState.of(cache) for index, cache in enumerate(caches) if isinstance(cache, CrossCache)}
+    return {index: save_layer(cache, 0) for index, cache in enumerate(caches) if kind_of(cache).is_constant}

@@ -1,0 +1,208 @@
+"""Loading that waits for one thing never holds up another, ends when it is asked to, and never keeps the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_fetch import Site
+from tests.test_fetch import site as site  # a fixture
+from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, VLMBatcher, assets
+from vlm_batch.inputs import loaders as module
+from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.loaders import Loaders, Pool
+from vlm_batch.inputs.prepare import Lane, Prepared, Question
+
+PICTURE = Path(__file__).parent.parent / "fixtures" / "images" / "red_circle.png"
+
+
+@pytest.fixture
+def hung() -> Iterator[threading.Event]:
+    """Where calls that hang wait; they come back when the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def prepared(question: Question, cancelled: Cancelled) -> Prepared:
+    return Prepared({}, tuple((len(medium.data), 1) for medium in question.images))
+
+
+def wait(condition: Any, seconds: float = 5) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_a_pool_gives_up_what_hangs_and_goes_on(hung: threading.Event) -> None:
+    pool = Pool(2, "test")
+    stuck = [pool.submit(hung.wait, Cancelled(), seconds=0.2) for _ in range(2)]
+    behind = pool.submit(lambda: 7, Cancelled(), seconds=5)
+    assert behind.result(timeout=3) == 7
+    for future in stuck:
+        with pytest.raises(TimeoutError):
+            future.result(timeout=1)
+    assert not pool.join(0)
+    hung.set()
+    assert pool.join(3)
+
+
+def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LOST", 3)
+    pool = Pool(1, "test")
+    futures = [pool.submit(hung.wait, Cancelled(), seconds=0.05) for _ in range(3)]
+    assert wait(lambda: all(future.done() for future in futures))
+    with pytest.raises(InvalidRequest, match="3 reads before this one hang"):
+        pool.submit(lambda: 7, Cancelled(), seconds=5).result(timeout=1)
+    hung.set()
+    assert pool.join(3)
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+
+
+def test_a_cancelled_call_does_not_begin_and_a_limited_one_ends(hung: threading.Event) -> None:
+    pool, first, second = Pool(1, "test"), Cancelled(), Cancelled()
+    running = pool.submit(hung.wait, first, seconds=60)
+    waiting = pool.submit(pytest.fail, second)
+    second.set()
+    with pytest.raises(OperationCancelled):
+        waiting.result(timeout=1)
+    first.set()
+    with pytest.raises(OperationCancelled):
+        running.result(timeout=1)
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_ends_a_process_ends_one_call(error: BaseException) -> None:
+    def leave() -> None:
+        raise error
+
+    pool = Pool(1, "test")
+    with pytest.raises(InvalidRequest, match=f"{type(error).__name__} was raised"):
+        pool.submit(leave, Cancelled()).result(timeout=3)
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+
+
+def test_idle_threads_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    pool = Pool(2, "test")
+    assert [pool.submit(partial(int, at), Cancelled()).result(timeout=3) for at in range(5)] == [0, 1, 2, 3, 4]
+    assert wait(lambda: pool._threads == 0)
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+
+
+def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread for downloads and every thread for disks waits; texts and bytes in memory go on."""
+    read = module.read_medium
+
+    def slow_disk(medium: Any, *args: Any) -> Any:
+        if str(medium).startswith("/dead/"):
+            hung.wait()
+        return read(medium, *args)
+
+    monkeypatch.setattr(module, "read_medium", slow_disk)
+    policy = FetchPolicy(allow_private=True, seconds=30)
+    loaders = Loaders(prepared)
+    dead = [loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy)) for at in range(9)]
+    slow = [loaders.start(Question("?", images=(f"{site}/silent",), fetch=policy)) for _ in range(17)]
+    assert {loading.question.lane for loading in dead} == {Lane.DISK}
+    assert {loading.question.lane for loading in slow} == {Lane.NETWORK}
+    text = loaders.start(Question("?"))
+    assert text.question.lane is Lane.MEMORY
+    assert wait(text.done, 2)
+    for loading in dead[:8]:
+        loading.cancel()  # all places of disks are lost and replaced
+    good = loaders.start(Question("?", images=(str(PICTURE),), fetch=policy))
+    dead[8].cancel()
+    assert wait(good.done, 3)
+    assert good.result().image_sizes == ((PICTURE.stat().st_size, 1),)
+    assert not any(loading.done() for loading in slow)
+    started = time.monotonic()
+    loaders.close()
+    assert time.monotonic() - started < 2
+    assert all(loading.done() for loading in slow)
+
+
+def test_the_first_read_that_fails_ends_the_others(site: str) -> None:
+    policy = FetchPolicy(allow_private=True, seconds=30)
+    loaders = Loaders(prepared)
+    loading = loaders.start(Question("?", images=(f"{site}/silent", f"{site}/missing"), fetch=policy))
+    assert wait(loading.done, 5)
+    with pytest.raises(InvalidImage, match="HTTP 404"):
+        loading.result()
+    assert wait(lambda: not loaders._reads[Lane.NETWORK]._running)
+    loaders.close()
+
+
+def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site: str) -> None:
+    policy = FetchPolicy(allow_private=True)
+    loaders = Loaders(prepared)
+    images = (f"{site}/good", str(PICTURE), f"{site}/unsized")
+    loading = loaders.start(Question("?", images=images, fetch=policy))
+    assert wait(loading.done)
+    assert loading.result().image_sizes == ((10_000, 1), (PICTURE.stat().st_size, 1), (10_000, 1))
+    loaders.close()
+
+
+# Through a batcher
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_slow_urls_hold_up_no_other_request(site: str) -> None:
+    """As many as are read ahead, and their videos: texts, local pictures and bytes are answered meanwhile."""
+    policy = FetchPolicy(allow_private=True, seconds=60)
+    with VLMBatcher(assets.default_checkpoint(), look_ahead=4, fetch=policy) as batcher:
+        slow = [batcher.submit(f"{site}/silent", "describe the picture") for _ in range(20)]
+        slow += [batcher.submit(prompt="describe the video", videos=f"{site}/silent") for _ in range(4)]
+        others = [
+            batcher.submit(prompt="count to 5"),
+            batcher.submit(PICTURE, "describe the picture"),
+            batcher.submit(PICTURE.read_bytes(), "describe the picture"),
+        ]
+        assert [handle.result(timeout=30).ok for handle in others] == [True] * 3
+        assert not any(handle.done() for handle in slow)
+        started, seen = time.monotonic(), len(Site.seen)
+        for handle in slow:
+            handle.cancel()
+        assert {handle.result(timeout=10).finish_reason for handle in slow} == {"cancelled"}
+        assert batcher.submit(prompt="count to 5").result(timeout=30).ok
+        assert time.monotonic() - started < 10
+        assert len(Site.seen) <= seen + 8  # those that waited were never asked for
+
+
+def test_a_download_that_takes_too_long_fails_alone(site: str) -> None:
+    with VLMBatcher(assets.default_checkpoint(), fetch=FetchPolicy(allow_private=True, seconds=0.3)) as batcher:
+        late = batcher.submit(f"{site}/drip", "describe the picture").result(timeout=10)
+        assert late.error is not None
+        assert "longer than 0.3 s" in late.error
+        assert isinstance(late.exception, InvalidImage)
+
+
+@pytest.mark.parametrize("ending", ["", "batcher.close()", "raise KeyboardInterrupt"])
+def test_the_process_ends_while_downloads_hang(site: str, ending: str) -> None:
+    script = f"""
+        from vlm_batch import FetchPolicy, VLMBatcher, assets
+        batcher = VLMBatcher(assets.default_checkpoint(), fetch=FetchPolicy(allow_private=True))
+        handles = [batcher.submit("{site}/silent", "describe the picture") for _ in range(3)]
+        print(batcher.submit(prompt="count to 3").result(timeout=60).text, flush=True)
+        {ending}
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "1 2 3", done.stderr
+    assert done.returncode == (130 if "Interrupt" in ending else 0) or done.returncode == -2, done.stderr
+    assert time.monotonic() - started < 40

@@ -1,0 +1,79 @@
+"""One row's keys and values of full attention: mlx-vlm's ``KVCache``, saved, shared and batched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.cache import KVCache
+
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.slab import SlabCache
+from vlm_batch.caches.states import CopiedState, LayerState, SimpleState, filed
+
+
+@filed
+@dataclass(frozen=True)
+class FullState(SimpleState):
+    """Full attention: keys (1, H, L, D) and values (1, H, L, D_v)."""
+
+    keys: mx.array
+    values: mx.array
+    is_whole = True
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys.shape[2])
+
+    def restore(self, length: int) -> KVCache:
+        cache = KVCache()
+        cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+@upstream(KVCache)
+class FullKind(UpstreamKind):
+    """A ``KVCache``."""
+
+    cache: KVCache
+    is_whole = True
+
+    def saved(self, length: int) -> LayerState:
+        cache = self.cache
+        if cache.keys is None:  # a layer that has one and keeps nothing in it (GLM-5-Next)
+            return CopiedState.of(cache, length)
+        return FullState(*(own_array(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
+
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        return SlabCache(num_places) if placement is Placement.SLAB else RowsCache()
+
+    def full_parts(self) -> tuple[KVCache, ...]:
+        return (self.cache,)
+
+    def with_full(self, change: Callable[[KVCache], Any]) -> Any:
+        return change(self.cache)
+
+
+def can_share(caches: Sequence[Any]) -> bool:
+    """Whether fresh caches are plain keys and values, which hold several rows as well as one."""
+    return all(type(cache) is KVCache for cache in caches)
+
+
+def take_row(caches: Sequence[KVCache], row: int) -> list[KVCache]:
+    """One row's single-row caches of those that several prompts of one length were prefilled into, with copies of its
+    own keys and values: nothing keeps the other rows'."""
+    return [_take(cache, row) for cache in caches]
+
+
+def _take(cache: KVCache, row: int) -> KVCache:
+    taken = KVCache()
+    place = mx.array([row])
+    taken.keys, taken.values = mx.take(cache.keys, place, axis=0), mx.take(cache.values, place, axis=0)
+    taken.offset = cache.offset
+    return taken

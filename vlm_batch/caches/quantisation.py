@@ -1,0 +1,168 @@
+"""The choice of layers that hold keys and values in few bits, of the scheme, and of the token from which on.
+
+One rule for a row alone and in any batch: every layer of full attention, the last one included, holds quantised keys and
+values from token ``start`` on, and at that moment those of the tokens before it, too. All attention reads what is stored,
+also within a chunk, so that an answer does not depend on where chunks end. Sliding windows, recurrent states and
+cross-attention stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.cache import KVCache
+
+from vlm_batch.arrays import round_up
+from vlm_batch.caches.full import FullState
+from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
+from vlm_batch.caches.quantized import QuantizedCache
+from vlm_batch.caches.states import LayerState, SimpleState, filed
+from vlm_batch.caches.turbo import TurboCache
+
+#: What ``mx.quantize`` offers.
+UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
+UNIFORM_GROUPS = (32, 64, 128)
+#: What the codebooks of TurboQuant (arXiv:2504.19874) are made for here; halves give the values one bit more than the keys.
+TURBO_BITS = (2, 8)
+SCHEMES = ("uniform", "turboquant")
+#: How much longer a head may become by filling its last group.
+MAX_FILLED = 1.25
+
+
+@dataclass(frozen=True)
+class KVQuantisation:
+    """Settings for keys and values in few bits. Raises ValueError for what a scheme cannot do.
+
+    ``uniform`` is ``mx.quantize``: groups of ``group_size`` numbers share a scale and a bias. ``turboquant`` rotates
+    every key and value and codes it by a fixed codebook, through mlx-vlm's caches for one row.
+    """
+
+    bits: float
+    group_size: int = 64
+    scheme: str = "uniform"
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"kv_quant_scheme is {self.scheme!r}; it must be one of {', '.join(SCHEMES)}")
+        if self.start < 0:
+            raise ValueError(f"quantized_kv_start is {self.start}; it must be at least 0")
+        if self.scheme == "turboquant":
+            low, high = TURBO_BITS
+            if not low <= self.bits <= high or self.bits * 2 != int(self.bits * 2):
+                raise ValueError(f"kv_bits is {self.bits}; turboquant takes {low} to {high} bits, in steps of a half")
+            return
+        if self.bits not in UNIFORM_BITS:
+            halves = "; 3.5 and other halves need kv_quant_scheme='turboquant'" if self.bits != int(self.bits) else ""
+            raise ValueError(f"kv_bits is {self.bits}; uniform quantisation takes {UNIFORM_BITS}{halves}")
+        if self.group_size not in UNIFORM_GROUPS:
+            raise ValueError(f"kv_group_size is {self.group_size}; it must be one of {UNIFORM_GROUPS}")
+
+    def caches(self, fresh: Sequence[Any]) -> list[Any]:
+        """A row's caches with those of full attention replaced."""
+        return [kind_of(cache).with_full(lambda _: LateCache(self) if self.start else self.empty()) for cache in fresh]
+
+    def counts(self, fresh: Sequence[Any]) -> tuple[int, int]:
+        """(how many layers are quantised, how many there are)"""
+        return sum(bool(kind_of(cache).full_parts()) for cache in fresh), len(fresh)
+
+    def check_shapes(self, fresh: Sequence[Any]) -> None:
+        """Raise ValueError if groups do not fit the heads of caches that have seen tokens: too much would be filler."""
+        if self.scheme != "uniform":
+            return
+        for part in (part for cache in fresh for part in kind_of(cache).full_parts()):
+            for what, array in (("keys", part.keys), ("values", part.values)):
+                depth = 0 if array is None else int(array.shape[-1])
+                filled = round_up(depth, self.group_size)
+                if filled > MAX_FILLED * depth:
+                    raise ValueError(
+                        f"the model's {what} have {depth} numbers a head: with kv_group_size={self.group_size} "
+                        f"they would be stored as {filled}; take another of {UNIFORM_GROUPS} that fits, or "
+                        "kv_quant_scheme='turboquant'"
+                    )
+
+    def empty(self) -> QuantizedCache | TurboCache:
+        """A cache that quantises from its first token on."""
+        if self.scheme == "turboquant":
+            return TurboCache(bits=self.bits)
+        return QuantizedCache(self.group_size, int(self.bits))
+
+
+class LateCache(CacheKind):
+    """One row's keys and values: exact until ``start`` tokens are there, quantised, all of them, from the next one on.
+
+    Chunks end at ``start``, so that it is the tokens and not the chunks that decide.
+    """
+
+    is_whole = True
+
+    def __init__(self, how: KVQuantisation, inner: Any = None) -> None:
+        self.how = how
+        self.inner = KVCache() if inner is None else inner
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is quantised yet."""
+        return type(self.inner) is KVCache
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        if self.is_exact and self.inner.offset >= self.how.start:
+            exact, self.inner = self.inner, self.how.empty()
+            if exact.offset:
+                self.inner.update_and_fetch(*exact.state)
+        return self.inner.update_and_fetch(keys, values)
+
+    @property
+    def offset(self) -> int:
+        return int(self.inner.offset)
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        return self.inner.make_mask(length, window_size=window_size, return_array=return_array)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.inner.nbytes)
+
+    def saved(self, length: int) -> LateState:
+        how = self.how
+        return LateState(save_layer(self.inner, length), (how.bits, how.group_size, how.scheme, how.start))
+
+
+@filed
+@dataclass(frozen=True)
+class LateState(SimpleState):
+    """Full attention that is quantised from token ``start`` on: once it is, it cannot be cut back to before that."""
+
+    state: LayerState
+    how: tuple[float, int, str, int]
+    is_whole = True
+
+    @property
+    def floor(self) -> int:  # type: ignore[override]
+        return 0 if isinstance(self.state, FullState) else self.how[3]
+
+    def reaches(self, length: int) -> bool:
+        return self.state.reaches(length) and length >= self.floor
+
+    def restore(self, length: int) -> LateCache:
+        return LateCache(KVQuantisation(*self.how), self.state.restore(length))
+
+    def parts(self) -> tuple[LayerState, ...]:
+        return (self.state,)
+
+    def arrays(self) -> list[mx.array]:
+        return self.state.arrays()
+
+
+def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
+    """The settings that a saved row must share with the batcher that continues it, by the options' names."""
+    names = ("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start")
+    values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
+    return dict(zip(names, values, strict=True))

@@ -1,0 +1,60 @@
+"""One row's keys and values of sliding-window attention: mlx-vlm's ``RotatingKVCache``, saved and batched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_vlm.models.cache import RotatingKVCache
+
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.slab import RingSlabCache
+from vlm_batch.caches.states import SimpleState, filed
+
+
+@filed
+@dataclass(frozen=True)
+class WindowState(SimpleState):
+    """A sliding window: the last tokens in their order, of ``length`` seen. Once it has rolled it cannot be cut."""
+
+    keys: mx.array  # (1, H, min(length, window), D)
+    values: mx.array
+    length: int
+    window: int
+    keep: int
+    is_whole = False
+
+    def reaches(self, length: int) -> bool:
+        return length == self.length or (length <= self.length <= int(self.keys.shape[2]))
+
+    def restore(self, length: int) -> RotatingKVCache:
+        cache = RotatingKVCache(self.window, self.keep)
+        kept = int(self.keys.shape[2]) - (self.length - length)
+        cache.keys, cache.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        cache.offset, cache._idx = length, kept
+        return cache
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+@upstream(RotatingKVCache)
+class WindowKind(UpstreamKind):
+    """A ``RotatingKVCache``; its first ``keep`` tokens stay where they are."""
+
+    cache: RotatingKVCache
+
+    def saved(self, length: int) -> WindowState:
+        cache = self.cache
+        ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
+        if cache.keep == 0:  # a chunk leaves more behind than the next token can see
+            ordered = [part[:, :, -min(cache.offset, cache.max_size) :] for part in ordered]
+        keys, values = (own_array(part) for part in ordered)
+        return WindowState(keys, values, cache.offset, cache.max_size, cache.keep)
+
+    def batched(self, placement: Placement, num_places: int) -> LayerCache:
+        if placement is Placement.SLAB and self.cache.keep == 0:
+            return RingSlabCache(num_places, self.cache.max_size)
+        return RowsCache()
