@@ -272,6 +272,11 @@ def rows(server: Running) -> int:
     return stats.queued + stats.waiting + stats.prefilling + stats.decoding
 
 
+def decoding(server: Running) -> bool:
+    stats = server.server.service.stats()
+    return stats is not None and stats.decoding > 0
+
+
 def test_a_client_that_leaves_ends_its_request(server: Running) -> None:
     wait_until(lambda: rows(server) == 0, "the batch to be empty")
     stats = server.server.service.stats()
@@ -530,7 +535,7 @@ def test_a_full_queue_sends_others_away() -> None:
         try:
             for count in (1, 2, 3):
                 streams.append(begin_stream(busy))
-                wait_until(lambda count=count: rows(busy) == count, "the queue to fill", 5)  # type: ignore[misc]
+                wait_until(lambda count=count: rows(busy) == count and decoding(busy), "the queue to fill", 5)  # type: ignore[misc]
             reply = busy.chat("count to 3")
             assert reply.status == 429
             assert 1 <= int(reply.headers["retry-after"]) <= 60
@@ -552,7 +557,7 @@ def test_nobody_waits_while_memory_is_short() -> None:
         try:
             for count in (1, 2):
                 streams.append(begin_stream(busy))
-                wait_until(lambda count=count: rows(busy) == count, "a row", 5)  # type: ignore[misc]
+                wait_until(lambda count=count: rows(busy) == count and decoding(busy), "a row", 5)  # type: ignore[misc]
             reply = busy.chat("count to 3")
             assert reply.status == 429
             assert "bytes" in reply.error["message"]

@@ -63,14 +63,16 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
 
 
 def open_batcher(args: argparse.Namespace) -> Batcher:
-    """Load the model."""
+    """Load the model. The batcher itself reads no path and no URL: the server hands it bytes and data URIs."""
     from vlm_batch.batcher import VLMBatcher
+    from vlm_batch.inputs.fetch import FetchPolicy
 
     return VLMBatcher(
         str(args.model or default_checkpoint()),
         max_rows=args.max_num_seqs,
         max_prompt_tokens=args.max_prompt_tokens,
         max_image_pixels=args.max_image_pixels,
+        fetch=FetchPolicy(allow_http=False, allow_files=False),
         cache_dir=args.cache_dir,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,

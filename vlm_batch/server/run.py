@@ -73,8 +73,8 @@ def make_server(
 
 def serve(config: ServerConfig, open_batcher: Callable[[], Batcher]) -> bool:
     """Serve until the process is told to stop. False if the server could not begin."""
-    set_up_logs()
     server = make_server(config, open_batcher)
+    set_up_logs()
     if config.api_key is None and not config.is_loopback:
         logger.warning("NO KEY IS NEEDED: everyone who can reach %s:%d can use this server", config.host, config.port)
     logger.info("serving %s on http://%s:%d", config.name, config.host, config.port)
