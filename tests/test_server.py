@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import json
 import logging
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import openai
 import pytest
 
-from tests.serving import Running, data_uri, picture, serving, text, wait_until
-from vlm_batch import SamplingParams, VLMBatcher
+from tests.serving import IMAGES, Running, data_uri, picture, serving, text, wait_until
+from vlm_batch import Request, SamplingParams, Video, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli import serve
@@ -400,6 +408,34 @@ def test_unreadable_pictures_fail_alone_and_before_the_stream(server: Running) -
     assert server.chat("count to 3").status == 200
 
 
+def test_a_video_beside_a_picture(server: Running, tmp_path: Path) -> None:
+    """The answer is the library's own for the same file, and how frames are taken can be said."""
+    file = tmp_path / "clip.mp4"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"mp4v"), 4.0, (112, 112))  # type: ignore[attr-defined]
+    for shade in range(8):
+        frame = np.full((112, 112, 3), 255 - shade, dtype=np.uint8)
+        cv2.circle(frame, (56, 56), 40, (20, 20, 220), -1)
+        writer.write(frame)
+    writer.release()
+    clip = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
+    part = {"type": "video_url", "video_url": {"url": clip}, "num_frames": 4}
+    content = [part, picture("red_circle.png"), text("describe the picture")]
+    reply = server.chat(content, max_tokens=20).json
+    with VLMBatcher(default_checkpoint()) as batcher:
+        messages = [{"role": "user", "content": [{"type": "video"}, {"type": "image"}, text("describe the picture")]}]
+        request = Request(
+            messages=messages,
+            images=[IMAGES / "red_circle.png"],
+            videos=[Video(file, num_frames=4)],
+            params=SamplingParams(max_tokens=20),
+        )
+        alone = batcher.submit_request(request).result()
+    assert alone.error is None
+    assert reply["choices"][0]["message"]["content"] == alone.text
+    assert reply["usage"]["prompt_tokens"] == alone.usage.prompt_tokens
+    assert server.chat([{**part, "speed": 2}, text("x")]).status == 400
+
+
 def test_pictures_in_plain_base64(server: Running) -> None:
     part = {"type": "image_url", "image_url": data_uri("red_circle.png").partition(",")[2]}
     assert server.chat([part, text("describe the picture")]).json["choices"][0]["message"]["content"] == "a red circle"
@@ -601,6 +637,41 @@ def test_stopping_lets_answers_end_and_ends_the_rest_in_order() -> None:
     assert b"shutting down" in said
     assert said.rstrip().endswith(b"0")  # the last chunk: the stream was closed, not cut
     assert b"data: [DONE]" in said
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    """A process of its own: it says where it listens, answers, and ends in order at SIGTERM."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "1"]
+    with (tmp_path / "err").open("wb") as errors, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=errors)
+        running = Running(None, port)  # type: ignore[arg-type]
+        try:
+            wait_until(lambda: process.poll() is not None or _is_up(port), "the server to listen")
+            assert running.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+            connection = begin_stream(running)
+            assert connection.recv(100)
+            process.terminate()
+            connection.settimeout(20)
+            said = b""
+            while part := connection.recv(65536):
+                said += part
+            connection.close()
+            assert said.endswith(b"0\r\n\r\n")
+            assert process.wait(30) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()
+            process.wait()
+    assert f"http://127.0.0.1:{port}" in (tmp_path / "err").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [line["status"] for line in lines if line["path"] == "/v1/chat/completions"] == [200, 200]
+
+
+def _is_up(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 # Faults ------------------------------------------------------------------------------------------------------------
