@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("loading",),
     ("batcher",),
-    ("server", "jobs"),
+    ("server", "integrations", "jobs"),
     ("cli",),
     ("__main__",),
 )

@@ -21,7 +21,7 @@ from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import InvalidJob, map_table
 from vlm_batch.jobs.maps import WINDOW
-from vlm_batch.types import Request
+from vlm_batch.types import Event, Request
 
 ANSWERS = ["what bill?: a.png", "what menu?: b.png", None, "what bill?: c.png", "what menu?: d.png"]
 COLUMNS = {"image": ["a.png", "b.png", "bad.png", "c.png", "d.png"], "kind": ["bill", "menu", "bill", "bill", "menu"]}
@@ -153,7 +153,9 @@ def test_rows_that_end_out_of_order_come_back_in_order() -> None:
         def submit_request(self, request: Request) -> Handle:
             handle = Handle("some", lambda request_id: False)
             result = self.answer(replace(request, request_id="some"))
-            threading.Timer(0.05 if len(self.asked) % 7 == 1 else 0.0, handle.finish, [result]).start()
+            threading.Timer(
+                0.05 if len(self.asked) % 7 == 1 else 0.0, handle.push, [Event("some", result=result)]
+            ).start()
             return handle
 
     table = pa.table({"image": [f"{number}.png" for number in range(150)]})

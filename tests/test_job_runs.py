@@ -27,7 +27,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.rows import InvalidJob, Shard
-from vlm_batch.types import Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
+from vlm_batch.types import Event, Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 ROOT = Path(__file__).parent.parent
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -57,7 +57,7 @@ class Echo:
 
     def submit_request(self, request: Request) -> Handle:
         handle = Handle("some", lambda request_id: False)
-        handle.finish(self.answer(replace(request, request_id="some")))
+        handle.push(Event("some", result=self.answer(replace(request, request_id="some"))))
         return handle
 
     def answer(self, request: Request) -> Result:

@@ -22,6 +22,7 @@ from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list
 from vlm_batch.inputs.prepare import Limits
+from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 from vlm_batch.loading import EngineOptions, load_engine, make_engine
 from vlm_batch.progress import progress_bar
@@ -225,6 +226,16 @@ class VLMBatcher:
     def spec(self) -> ModelSpec:
         """The facts about the model's family."""
         return self._preparer.spec
+
+    @property
+    def processing(self) -> Processing:
+        """The model's processor, tokenizer and chat template, for reading."""
+        return self._preparer.processing
+
+    @property
+    def max_context(self) -> int | None:
+        """How many positions the model was made for; None if it does not say."""
+        return self._preparer.max_context
 
     def stats(self) -> Stats:
         """Live counters; a moment's view, taken without stopping the engine."""

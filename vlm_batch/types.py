@@ -348,6 +348,7 @@ class Stats:
     cache_hits: int = 0  # requests that took a beginning from earlier ones
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
+    steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
 
 
 @dataclass(frozen=True)

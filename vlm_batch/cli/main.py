@@ -11,9 +11,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from vlm_batch.runtime import blas
 
@@ -23,7 +23,9 @@ from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.assets import MissingAssets  # noqa: E402
 from vlm_batch.cli import run as answering  # noqa: E402
 from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
+from vlm_batch.cli.load import add_flags as add_load_flags  # noqa: E402
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, at_least, load_model  # noqa: E402
+from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
 from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
@@ -70,28 +72,68 @@ def _drop_output() -> None:
 
 def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch bench``: a chat load, and where its time goes."""
+    if args.url is not None:
+        return _bench_url(args)
     from vlm_batch.cli import bench as load_test
 
     load = load_test.Load(
-        requests=args.requests,
+        requests=args.requests or load_test.Load.requests,
         rate=args.rate,
-        picture_share=args.pictures,
+        picture_share=load_test.Load.picture_share if args.pictures is None else args.pictures,
         prompt_words=_limits("--prompt-words", args.prompt_words),
         answer_tokens=_limits("--answer-tokens", args.answer_tokens),
         seed=args.seed,
     )
-    if args.json not in (None, "-"):
-        check_writable(Path(args.json))
+    _check_figures_file(args.json)
     with open_batcher(args) as batcher:
         report = load_test.measure(cast("load_test.Batcher", batcher), load)
     load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
-    if args.json == "-":
-        print(encoded(report.figures()).decode(), end="")
-    elif args.json is not None:
-        record = LineFile(args.json)
-        record.append(report.figures())
-        record.close()
+    _write_figures(args.json, report.figures())
     return ANSWERED if all(result.ok for result in report.results) else FAILED
+
+
+def _bench_url(args: argparse.Namespace) -> int:
+    """``vlm-batch bench --url``: a load for a server."""
+    from vlm_batch.cli import load as load_test
+
+    try:
+        target = load_test.target_of(args)
+        load = load_test.load_of(args, requests=args.requests, rate=args.rate, pictures=args.pictures)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    _check_figures_file(args.json)
+    report = load_test.measure(target, load)
+    load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
+    if args.plot is not None:
+        load_test.plot(report, Path(args.plot))
+    _write_figures(args.json, report.figures())
+    return ANSWERED if report.figures()["failed"] == 0 else FAILED
+
+
+def _check_figures_file(name: str | None) -> None:
+    """Refuse before the load what could not be written after it."""
+    if name not in (None, "-"):
+        check_writable(Path(str(name)))
+
+
+def _write_figures(name: str | None, figures: Mapping[str, Any]) -> None:
+    """Add a load's figures to a file as a JSON line, or print them."""
+    if name == "-":
+        print(encoded(figures).decode(), end="")
+    elif name is not None:
+        record = LineFile(name)
+        record.append(figures)
+        record.close()
+
+
+def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch serve``: the HTTP server."""
+    from vlm_batch.cli import serve as serving
+
+    try:
+        return ANSWERED if serving.run(args) else USAGE
+    except (serving.MissingExtra, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -161,6 +203,14 @@ def parser() -> argparse.ArgumentParser:
         )
     )
 
+    server = commands.add_parser(
+        "serve",
+        help="answer over HTTP, as OpenAI's servers do",
+        description="Answer over HTTP, as OpenAI's servers do: chats with pictures and videos, and texts. A page is at /.",
+    )
+    add_serve_flags(server)
+    server.set_defaults(command=serve)
+
     listing = commands.add_parser(
         "families",
         help="list the model families",
@@ -174,7 +224,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--requests", type=at_least(1), default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--requests", type=at_least(1), default=None, metavar="N", help="default: 32; of a server, the preset's"
+    )
     parser.add_argument(
         "--batch", type=at_least(1), default=8, metavar="N", help="most rows in the batch (default: %(default)s)"
     )
@@ -185,7 +237,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="arrivals a second; 0 is all at once (default: twice what one request at a time could serve)",
     )
     parser.add_argument(
-        "--pictures", type=float, default=0.5, metavar="SHARE", help="share with a picture (default: %(default)s)"
+        "--pictures", type=float, metavar="SHARE", help="share with a picture (default: 0.5; of a server, the preset's)"
     )
     parser.add_argument(
         "--prompt-words", type=int, nargs=2, default=(24, 900), metavar=("MIN", "MAX"), help="default: 24 900"
@@ -195,4 +247,5 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=4, help="of the requests and arrivals (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="add the figures to a file as a JSON line; - is standard output")
+    add_load_flags(parser)
     parser.set_defaults(command=bench)

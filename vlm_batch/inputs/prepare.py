@@ -140,7 +140,7 @@ class Preparer:
         self.processing = processing
         self.spec = spec
         self.limits = limits or Limits()
-        self._max_context = max_context
+        self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._reserved = ReservedWords(processing, image_token_ids)
         self._processor_lock = Lock()  # processors and tokenizers are not made for two threads at once
@@ -180,7 +180,7 @@ class Preparer:
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
         """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
-        most = min((n for n in (self._max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
+        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
         if size > most * per_token:
             raise PromptTooLong(
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"

@@ -72,6 +72,11 @@ class Processing:
             raise InvalidPrompt(f"the chat template gave {type(rendered).__name__}, not text")
         return rendered
 
+    @property
+    def chat_template(self) -> Any:
+        """The checkpoint's template as transformers holds it: text, several of them by name, or None."""
+        return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count the pictures or videos ("image", "video") that a rendered prompt has room for.
 
@@ -93,8 +98,17 @@ class Processing:
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
 
-    def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
-        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
+    def inputs(
+        self,
+        rendered: str,
+        images: Sequence[Image.Image],
+        clips: Sequence[Clip] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
+
+        ``options`` are the processor's own, for this request alone (``min_pixels``, ``max_pixels``).
+        """
         try:
             found = prepare_inputs(
                 self.processor,
@@ -103,6 +117,7 @@ class Processing:
                 image_token_index=getattr(self.config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
                 **self._video_arguments(clips),
+                **(options or {}),
             )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
