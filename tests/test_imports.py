@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     ("models", "engine"),
     ("checkpoints",),
+    ("exactness",),
     ("loading",),
     ("batcher",),
     ("server", "jobs"),

@@ -70,6 +70,9 @@ class Adapter:
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
+    #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
+    goes_by_shapes: bool = False
+
     #: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
     caches_without_attention: ClassVar[frozenset[str]] = frozenset()
 
@@ -91,6 +94,14 @@ class Adapter:
         put_hooks(files_of(self.language), HOOKS, family=self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
+
+    def go_by_shapes(self) -> None:
+        """From now on choose kernels by the shapes of one call alone, not by what was called before, and encode each picture
+        in a call of its own, so that what is kept of one cannot change another."""
+        self.goes_by_shapes = True
+        for owner, name in self.towers():
+            if isinstance(owner[name], RememberingTower):
+                owner[name].goes_by_shapes = True
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
