@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("exactness",),
     ("loading",),
-    ("batcher",),
+    ("batcher", "verify"),
     ("server", "jobs"),
     ("cli",),
     ("__main__",),

@@ -27,6 +27,7 @@ from vlm_batch.assets import (  # noqa: E402
     default_checkpoint,
     sample_images,
 )
+from vlm_batch.cli import verify as verifying  # noqa: E402
 from vlm_batch.cli.console import Job, Report, print_families, print_family_details  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.types import Request, Result, SamplingParams, Video  # noqa: E402
@@ -127,6 +128,14 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         if record is not None and record is not sys.stdout:
             record.close()
     return ANSWERED if all(result.ok for result in report.results) else FAILED
+
+
+def verify(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch verify``: one answer in whatever company, shown on this machine."""
+    try:
+        return verifying.run(args)
+    except verifying.CannotVerify as error:
+        raise UsageError(str(error)) from error
 
 
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -357,6 +366,16 @@ def parser() -> argparse.ArgumentParser:
             description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
             "how fast this machine answers them, and where the time goes.",
         )
+    )
+
+    verifying.add_verify(
+        commands.add_parser(
+            "verify",
+            help="show that a model gives one answer here, alone and in company",
+            description="Ask a model the same requests alone by mlx-vlm, alone here and in company here, in the precision that "
+            "it is served in, and compare them bit for bit.",
+        ),
+        verify,
     )
 
     listing = commands.add_parser(
