@@ -91,6 +91,8 @@ def device_facts() -> dict[str, Any]:
     """The device and what chooses its kernels."""
     if mx.default_device().type == mx.DeviceType.gpu:
         info = mx.device_info()
-        named = {name: str(info[name]) for name in ("device_name", "architecture", "compute_capability") if name in info}
+        named = {
+            name: str(info[name]) for name in ("device_name", "architecture", "compute_capability") if name in info
+        }
         return {"device": "gpu", **named}
     return {"device": "cpu", "machine": platform.machine(), "system": platform.system(), **blas.facts()}

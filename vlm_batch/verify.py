@@ -286,9 +286,7 @@ def quantised(model: nn.Module, bits: int, group_size: int = 32) -> bool:
     return True
 
 
-def _asked(
-    adapter: Adapter, inputs: Sequence[Inputs], way: _Way, exact: Exact | None, max_tokens: int
-) -> list[Trace]:
+def _asked(adapter: Adapter, inputs: Sequence[Inputs], way: _Way, exact: Exact | None, max_tokens: int) -> list[Trace]:
     """The requests' answers in one way of asking."""
     if way.max_rows == 1:
         return [_play(_engine(adapter, way, exact), [one], way, max_tokens)[0] for one in inputs]
@@ -344,9 +342,7 @@ def _upstream(model: nn.Module, inputs: Inputs, max_tokens: int) -> Trace:
     arrays = as_mlx(dict(inputs))
     ids, pixels, mask = (arrays.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
     try:
-        steps: Iterator[Any] = generate_step(
-            ids, model, pixels, mask, max_tokens=max_tokens, temperature=0.0, **arrays
-        )
+        steps: Iterator[Any] = generate_step(ids, model, pixels, mask, max_tokens=max_tokens, temperature=0.0, **arrays)
         pairs = [(int(token), np.array(logprobs.astype(mx.float32))) for token, logprobs in steps]
     except Exception as error:  # whatever upstream's path raises, it is the finding
         return Trace(error=f"mlx-vlm: {type(error).__name__}: {' '.join(str(error).split())[:120]}")

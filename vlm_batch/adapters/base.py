@@ -186,6 +186,9 @@ class Adapter:
             is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
             features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
             embeds = features.pop("inputs_embeds")
+            dtype = self.token_dtype if self.goes_by_shapes and embeds.dtype == mx.float32 else None
+            if dtype is not None:
+                embeds = embeds.astype(dtype)  # rows of two types in one batch are computed in the wider one
             prefill, decode = self.split(features)
             return Encoded(
                 input_ids=ids,
@@ -223,6 +226,13 @@ class Adapter:
     def token_table(self) -> Any:
         """The embedding of the decoder's tokens, or None where it is made of several or named otherwise."""
         return getattr(getattr(self.language, "model", None), "embed_tokens", None)
+
+    @property
+    def token_dtype(self) -> mx.Dtype | None:
+        """The type of the decoder's token embeddings, or None where their table is not known."""
+        table = self.token_table
+        known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
+        return None if known is None else known.dtype
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""

@@ -84,7 +84,9 @@ def pictures(folder: str | None) -> list[Path]:
     where = Path(folder).expanduser()
     found = sorted(path for path in where.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES and path.is_file())
     if not found:
-        raise CannotVerify(f"--images {folder}: no picture there; looked for files that end in {' '.join(PICTURE_SUFFIXES)}")
+        raise CannotVerify(
+            f"--images {folder}: no picture there; looked for files that end in {' '.join(PICTURE_SUFFIXES)}"
+        )
     return found[:MOST_PICTURES]
 
 

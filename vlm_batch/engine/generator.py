@@ -99,7 +99,9 @@ class BatchGenerator:
             adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
         self.batch: DecodeBatch | DecodeGroups = (
-            DecodeBatch(placement, config.max_rows) if exact is None else DecodeGroups(placement, config.max_rows, exact)
+            DecodeBatch(placement, config.max_rows)
+            if exact is None
+            else DecodeGroups(placement, config.max_rows, exact)
         )
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
