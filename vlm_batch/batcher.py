@@ -58,7 +58,10 @@ class VLMBatcher:
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
     so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
-    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant".
+    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
+    and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``dtype`` is
+    what the weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or
+    "auto", which is the checkpoint's own type but float32 on a CPU.
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
     the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
@@ -87,6 +90,8 @@ class VLMBatcher:
         kv_group_size: int = 64,
         kv_quant_scheme: str = "uniform",
         quantized_kv_start: int = 0,
+        reproducible: bool = False,
+        dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
         _check_kinds(model, processor, fetch, trust_remote_code)
@@ -110,6 +115,7 @@ class VLMBatcher:
                 fetch=fetch or FetchPolicy(),
             ),
             kv=_kv_settings(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
+            reproducible=reproducible,
         )
         self.look_ahead = look_ahead
         self._lock = threading.Lock()
@@ -119,7 +125,7 @@ class VLMBatcher:
             made = make_engine(model, processor, options)
             engine, self._running = engine_loop.start(lambda: made)
         else:
-            load = partial(load_engine, model, options, trust_remote_code=trust_remote_code)
+            load = partial(load_engine, model, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer = engine.loop, engine.preparer
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too

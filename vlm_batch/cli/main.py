@@ -22,6 +22,7 @@ blas.preload_openblas()  # before anything imports mlx.core
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.assets import MissingAssets  # noqa: E402
 from vlm_batch.cli import run as answering  # noqa: E402
+from vlm_batch.cli import verify as verifying  # noqa: E402
 from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
 from vlm_batch.cli.load import add_flags as add_load_flags  # noqa: E402
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, at_least, load_model  # noqa: E402
@@ -136,6 +137,14 @@ def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         raise UsageError(str(error)) from error
 
 
+def verify(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch verify``: one answer in whatever company, shown on this machine."""
+    try:
+        return verifying.run(args)
+    except verifying.CannotVerify as error:
+        raise UsageError(str(error)) from error
+
+
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch families``: what is batched and verified, or all about some families."""
     from vlm_batch.cli import facts
@@ -210,6 +219,15 @@ def parser() -> argparse.ArgumentParser:
     )
     add_serve_flags(server)
     server.set_defaults(command=serve)
+    verifying.add_verify(
+        commands.add_parser(
+            "verify",
+            help="show that a model gives one answer here, alone and in company",
+            description="Ask a model the same requests alone by mlx-vlm, alone here and in company here, in the precision that "
+            "it is served in, and compare them bit for bit.",
+        ),
+        verify,
+    )
 
     listing = commands.add_parser(
         "families",

@@ -25,6 +25,8 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
+from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
@@ -65,6 +67,7 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it (``vlm_batch.engine.compiled`` says when that pays).
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
+    ``exact`` keeps every row's numbers, to the last bit, a function of its request; ``reuse`` must have the same.
     """
 
     def __init__(
@@ -78,20 +81,32 @@ class BatchGenerator:
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
         sampler: Sampler = sample,
+        exact: Exact | None = None,
     ) -> None:
         self.adapter = adapter
-        self.reuse = reuse or Reuse(adapter)
+        self.reuse = reuse or Reuse(adapter, exact=exact)
+        if exact != self.reuse.exact:
+            raise ValueError("what is reused is not what is computed here: reuse and generator need the same exact")
+        if exact is not None and compile_decode:
+            raise ValueError("compile_decode: graphs are made of steps that come back, and round otherwise; not exact")
         self.text = text or AnswerText()
         self.sampler = sampler
         self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
         placement = placement or Placement.for_device()
         config = for_placement(config or SchedulerConfig(), placement)
+        if exact is not None:
+            config = exact.config(config)
+            adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
-        self.batch = DecodeBatch(placement, config.max_rows)
+        self.batch: DecodeBatch | DecodeGroups = (
+            DecodeBatch(placement, config.max_rows)
+            if exact is None
+            else DecodeGroups(placement, config.max_rows, exact)
+        )
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         guard = _weakly(self._guard)
-        self.prefill = Prefill(adapter, self.reuse, config, kv, guard)
+        self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact)
         self.admission = Admission(
             self.scheduler,
             self.encoder,
@@ -237,14 +252,21 @@ class BatchGenerator:
             return ()
 
     def _decode(self, rows: Sequence[Row]) -> mx.array:
-        """The forward over every place of the batch; logits (R, V) of ``rows``, in their order."""
-        places = self.batch.places
+        """A forward over every place of each group of the batch; logits (R, V) of ``rows``, which are in that order."""
+        wanted = set(rows)
+        groups = [(group, [row for row in group.rows if row in wanted]) for group in self.batch.groups]
+        logits = [self._decode_group(group, live) for group, live in groups if live]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _decode_group(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
+        """The forward over every place of a batch; logits (R, V) of ``rows``, in their order."""
+        places = batch.places
         empty = mx.zeros((1,), dtype=mx.int32)
         tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
-        step = DecodeStep(tokens, positions, self.batch.layers, extras)
-        if self._compiled is not None and CompiledDecode.can_compile(self.batch.layers, extras):
+        step = DecodeStep(tokens, positions, batch.layers, extras)
+        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras):
             logits = self._compiled(step)  # (B, V)
         else:
             logits = self.adapter.decode(step)

@@ -39,6 +39,7 @@ class Prompt:
     encoded: Encoded | None = None
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
+    ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
 
 
 @dataclass(frozen=True)
