@@ -11,9 +11,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from vlm_batch.runtime import blas
 
@@ -80,17 +80,11 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         answer_tokens=_limits("--answer-tokens", args.answer_tokens),
         seed=args.seed,
     )
-    if args.json not in (None, "-"):
-        check_writable(Path(args.json))
+    check_figures(args.json)
     with open_batcher(args) as batcher:
         report = load_test.measure(cast("load_test.Batcher", batcher), load)
     load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
-    if args.json == "-":
-        print(encoded(report.figures()).decode(), end="")
-    elif args.json is not None:
-        record = LineFile(args.json)
-        record.append(report.figures())
-        record.close()
+    add_figures(args.json, report.figures())
     return ANSWERED if all(result.ok for result in report.results) else FAILED
 
 
@@ -116,6 +110,22 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     else:
         print_families(chosen, facts.refused(), facts.one_at_a_time(), sys.stdout)
     return ANSWERED
+
+
+def check_figures(target: str | None) -> None:
+    """Raise InvalidJob for a file of figures that cannot be written."""
+    if target not in (None, "-"):
+        check_writable(Path(str(target)))
+
+
+def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:
+    """Add figures to a file as a JSON line, or print them (``-``); None is nowhere."""
+    if target == "-":
+        print(encoded(figures).decode(), end="")
+    elif target is not None:
+        record = LineFile(target)
+        record.append(figures)
+        record.close()
 
 
 def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:
