@@ -21,6 +21,7 @@ from vlm_batch import families
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import console
 from vlm_batch.cli import main as cli
+from vlm_batch.inputs.images import load_image
 from vlm_batch.jobs.files import common_folder
 from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage, Video
 
@@ -321,9 +322,11 @@ def test_a_file_in_two_spellings_is_asked_once(folder: Path, batcher: ScriptedBa
 
 
 def test_linked_folders_and_what_is_skipped(
-    folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
+    folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Links are followed, none twice, and nothing is left out without a word."""
+    monkeypatch.setattr("vlm_batch.jobs.files.find_spec", lambda name: None)  # as if pillow-heif were not installed
+    monkeypatch.delitem(sys.modules, "pillow_heif", raising=False)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for name in ("scan.jfif", "photo.heic", "clip.mp4", "more.heic"):
@@ -334,9 +337,19 @@ def test_linked_folders_and_what_is_skipped(
     assert "pictures/linked/scan.jfif" in [request.request_id for request in batcher.requests]
     assert len(batcher.requests) == 4
     said = capsys.readouterr().err
-    assert "skipped: 2 .heic (Pillow does not read them" in said
+    assert "skipped: 2 .heic (pip install 'vlm-batch[heic]' reads them)" in said
     assert "1 .mp4 (--videos takes them)" in said
     assert "1 folders that links lead to again" in said
+
+
+def test_pictures_of_phones(folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'")
+    for name in ("ID", "OPEN", "EXTENSION", "MIME", "SAVE", "SAVE_ALL"):  # what Pillow is told here is forgotten after
+        monkeypatch.setattr(Image, name, vars(Image)[name].copy())
+    heif.from_pillow(Image.new("RGB", (64, 48), "red")).save(folder / "pictures" / "phone.HEIC")
+    assert cli.main(["run", "pictures"], open_batcher=batcher) == 0
+    assert "pictures/phone.HEIC" in [request.request_id for request in batcher.requests]
+    assert load_image(str(folder / "pictures" / "phone.HEIC")).size == (64, 48)
 
 
 def test_patterns_are_filled_in(folder: Path, batcher: ScriptedBatcher) -> None:

@@ -263,7 +263,7 @@ def precision_of(model: nn.Module) -> str:
     language: Any = model.language_model
     kinds: dict[str, int] = {}
     for _, module in language.named_modules():
-        bits = module.get("scales") is not None and getattr(module, "bits", None)
+        bits = vars(module).get("bits") if module.get("scales") is not None else None
         weight = module.get("weight")
         if isinstance(weight, mx.array):
             dtype = module["scales"].dtype if bits else weight.dtype

@@ -85,11 +85,11 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         answer_tokens=_limits("--answer-tokens", args.answer_tokens),
         seed=args.seed,
     )
-    _check_figures_file(args.json)
+    check_figures(args.json)
     with open_batcher(args) as batcher:
         report = load_test.measure(cast("load_test.Batcher", batcher), load)
     load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
-    _write_figures(args.json, report.figures())
+    add_figures(args.json, report.figures())
     return ANSWERED if all(result.ok for result in report.results) else FAILED
 
 
@@ -102,29 +102,13 @@ def _bench_url(args: argparse.Namespace) -> int:
         load = load_test.load_of(args, requests=args.requests, rate=args.rate, pictures=args.pictures)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    _check_figures_file(args.json)
+    check_figures(args.json)
     report = load_test.measure(target, load)
     load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
     if args.plot is not None:
         load_test.plot(report, Path(args.plot))
-    _write_figures(args.json, report.figures())
+    add_figures(args.json, report.figures())
     return ANSWERED if report.figures()["failed"] == 0 else FAILED
-
-
-def _check_figures_file(name: str | None) -> None:
-    """Refuse before the load what could not be written after it."""
-    if name not in (None, "-"):
-        check_writable(Path(str(name)))
-
-
-def _write_figures(name: str | None, figures: Mapping[str, Any]) -> None:
-    """Add a load's figures to a file as a JSON line, or print them."""
-    if name == "-":
-        print(encoded(figures).decode(), end="")
-    elif name is not None:
-        record = LineFile(name)
-        record.append(figures)
-        record.close()
 
 
 def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -167,6 +151,22 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     else:
         print_families(chosen, facts.refused(), facts.one_at_a_time(), sys.stdout)
     return ANSWERED
+
+
+def check_figures(target: str | None) -> None:
+    """Raise InvalidJob for a file of figures that cannot be written."""
+    if target not in (None, "-"):
+        check_writable(Path(str(target)))
+
+
+def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:
+    """Add figures to a file as a JSON line, or print them (``-``); None is nowhere."""
+    if target == "-":
+        print(encoded(figures).decode(), end="")
+    elif target is not None:
+        record = LineFile(target)
+        record.append(figures)
+        record.close()
 
 
 def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:

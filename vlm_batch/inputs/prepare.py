@@ -323,7 +323,8 @@ def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    holds_truths = isinstance(given, Sequence) and any(isinstance(token, bool) for token in given)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or holds_truths:
         raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array (L,) of integers is expected")
     ids = tuple(map(int, array.tolist()))
     for token in ids:

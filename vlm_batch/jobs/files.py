@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+
+HEIC_SUFFIXES = (".heic", ".heif")
 
 
 @dataclass
@@ -51,8 +56,8 @@ def _hint(suffix: str) -> str:
         return " (--pdf takes them)"
     if suffix in (".parquet", ".jsonl", ".tar"):
         return f" (a pattern takes them: '*{suffix}')"
-    if suffix in (".heic", ".heif"):
-        return " (Pillow does not read them; convert them to JPEG)"
+    if suffix in HEIC_SUFFIXES:
+        return " (pip install 'vlm-batch[heic]' reads them)"
     return ""
 
 
@@ -89,6 +94,20 @@ def expanded(argument: str) -> list[str]:
     if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     return sorted(glob.glob(argument, recursive=True)) or [argument]
+
+
+def picture_suffixes() -> tuple[str, ...]:
+    """The suffixes of pictures that can be read here: with pillow-heif, those of HEIC, too."""
+    return PICTURE_SUFFIXES + (HEIC_SUFFIXES if "pillow_heif" in sys.modules or find_spec("pillow_heif") else ())
+
+
+def prepare_for(path: str) -> None:
+    """Have Pillow read HEIC pictures, where there are any and pillow-heif is installed."""
+    if path.lower().endswith(HEIC_SUFFIXES):
+        with contextlib.suppress(ImportError):
+            import pillow_heif
+
+            pillow_heif.register_heif_opener()
 
 
 def is_url(path: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
-from vlm_batch.jobs.files import Found, expanded, find_files, is_url, is_video
+from vlm_batch.jobs.files import Found, expanded, find_files, is_url, is_video, picture_suffixes, prepare_for
 from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
 from vlm_batch.jobs.tables import (
     Columns,
@@ -64,7 +64,7 @@ class Reading:
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The suffixes that folders are searched for."""
-        return PICTURE_SUFFIXES + (VIDEO_SUFFIXES if self.videos else ()) + (PDF if self.pdfs else ())
+        return picture_suffixes() + (VIDEO_SUFFIXES if self.videos else ()) + (PDF if self.pdfs else ())
 
 
 def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tuple[list[Source], Found]:
@@ -248,6 +248,7 @@ class Pdf:
 
 def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
     """A picture or video as a row: its path is its id."""
+    prepare_for(path)
     columns = file_columns(path)
     if is_video(path):
         return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 from PIL import Image
 
-from vlm_batch.jobs.files import is_url, is_video
+from vlm_batch.jobs.files import is_url, is_video, prepare_for
 from vlm_batch.jobs.openai import row_of_body
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import ImageInput, Video
@@ -97,6 +97,7 @@ def pictures_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
     if isinstance(value, float) and math.isnan(value):  # how pandas holds an empty cell
         return ()
     if isinstance(value, str):
+        prepare_for(value)
         return (located(value, folder),)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return (bytes(value),)
