@@ -18,7 +18,9 @@ from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
 from vlm_batch.inputs import fetch
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server import edge
+from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import without_paths
+from vlm_batch.server.media import policy_of
 
 #: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.
 PUBLIC = "127.0.0.2"
@@ -164,6 +166,16 @@ def test_a_public_picture_is_fetched(server: Running, hostile: int) -> None:
 @pytest.mark.usefixtures("public")
 def test_private_hosts_are_never_asked(server: Running, hostile: int, host: str) -> None:
     refused(describe(server, f"http://{host}:{hostile}/secret"))
+    assert Hostile.seen == []
+
+
+def test_urls_are_public_ones_only_where_they_are_allowed(hostile: int) -> None:
+    """The configuration's own policy, as ``--allow-urls`` makes it."""
+    policy = policy_of(ServerConfig(model="m", allow_urls=True, max_file=5, fetch_seconds=2.0))
+    assert policy == FetchPolicy(allow_http=True, allow_private=False, allow_files=False, max_bytes=5, seconds=2.0)
+    Hostile.seen.clear()
+    with serving(allow_urls=True, fetch_seconds=5.0, warm_up=False) as server:
+        refused(describe(server, f"http://127.0.0.1:{hostile}/secret"))
     assert Hostile.seen == []
 
 

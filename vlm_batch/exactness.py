@@ -91,7 +91,7 @@ def device_facts() -> dict[str, Any]:
     """The device and what chooses its kernels."""
     if mx.default_device().type == mx.DeviceType.gpu:
         info = mx.device_info()
-        named = {
+        named: dict[str, Any] = {
             name: str(info[name]) for name in ("device_name", "architecture", "compute_capability") if name in info
         }
         return {"device": "gpu", **named}

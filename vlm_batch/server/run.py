@@ -51,7 +51,7 @@ def make_server(
     """
     if later := sorted(config.defaults.keys() & unknown_to_the_library()):
         raise InvalidConfig(f"{', '.join(later)}: not supported yet; leave it out")
-    service = Service(config, open_batcher, memory=mx.get_active_memory)
+    service = Service(config, open_batcher, memory=mx.get_active_memory, release=mx.clear_cache)
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,

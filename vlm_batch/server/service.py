@@ -84,12 +84,18 @@ class Visit:
 class Service:
     """One model and its state: "loading", "ready", "idle" (let go of until it is asked for), "failed" or "stopping".
 
-    ``open_batcher`` loads the model; it blocks, and is called on a thread. ``memory`` says how many bytes MLX holds.
+    ``open_batcher`` loads the model; it blocks, and is called on a thread. ``memory`` says how many bytes MLX holds,
+    and ``release`` has it give back those that no array needs.
     All methods belong to the event loop's thread.
     """
 
     def __init__(
-        self, config: ServerConfig, open_batcher: Callable[[], Batcher], *, memory: Callable[[], int] | None = None
+        self,
+        config: ServerConfig,
+        open_batcher: Callable[[], Batcher],
+        *,
+        memory: Callable[[], int] = lambda: 0,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.created = int(time.time())
@@ -97,6 +103,7 @@ class Service:
         self.error: str | None = None
         self._open = open_batcher
         self._memory = memory
+        self._release = release
         self._loading: asyncio.Task[Loaded] | None = None
         self._loaded: Loaded | None = None
         self._stopping = False
@@ -240,7 +247,7 @@ class Service:
         if waiting >= self.config.max_queue:
             raise self._busy(f"{waiting} requests wait already", waiting)
         limit = self.config.max_memory
-        if limit is not None and self._memory is not None and waiting and (held := self._memory()) > limit:
+        if limit is not None and waiting and (held := self._memory()) > limit:
             raise self._busy(f"arrays hold {held} bytes of {limit}, and {waiting} requests wait", waiting)
 
     def _busy(self, why: str, ahead: int) -> ApiError:
@@ -291,6 +298,7 @@ class Service:
             del loaded
             gc.unfreeze()
             gc.collect()
+            self._release()
 
     async def _watch(self) -> None:
         while True:

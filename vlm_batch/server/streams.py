@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vlm_batch.server.edge import ENTRY
 from vlm_batch.server.errors import ApiError
 
 Answer = TypeVar("Answer")
@@ -50,6 +51,8 @@ class EventStream(Response):
             await asyncio.wait((sending, leaving), timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
+            else:
+                scope[ENTRY].said["left"] = True
         finally:
             for task in (sending, leaving):
                 task.cancel()
