@@ -140,6 +140,13 @@ class VLMBatcher:
         token_ids: Sequence[int] | None = None,
         inputs: Mapping[str, Any] | None = None,
         rendered: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
@@ -150,11 +157,11 @@ class VLMBatcher:
 
         ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None; ``videos`` a
         video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list of
-        them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked (see
-        ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for the conversation's state in the result,
-        which a request that goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now,
-        BatcherClosed after ``close``; what turns out later (an unreadable picture, a prompt too long) ends that
-        request alone, with an error in its result.
+        them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked, and
+        ``tools`` to ``continue_final_message`` what the chat template is told (see ``Request``). Higher ``priority``
+        goes first. ``return_cache`` asks for the conversation's state in the result, which a request that goes on with
+        it takes as ``cache``. Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``; what
+        turns out later (an unreadable picture, a prompt too long) ends that request alone, with an error in its result.
         """
         pictures = () if images is None else tuple(images) if is_image_list(images) else (images,)
         clips = () if videos is None else tuple(videos) if is_image_list(videos) else (videos,)
@@ -167,6 +174,13 @@ class VLMBatcher:
                 images=pictures,
                 videos=clips,
                 rendered=rendered,
+                tools=tools,
+                documents=documents,
+                enable_thinking=enable_thinking,
+                reasoning_effort=reasoning_effort,
+                template_args={} if template_args is None else template_args,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 params=params_of(params),
                 request_id=request_id,
                 priority=priority,

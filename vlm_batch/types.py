@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ Message: TypeAlias = Mapping[str, Any]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+#: The parameters that hold an answer to a form.
+FORMS = ("json_schema", "regex", "grammar", "choice")
 #: The largest number that MLX's 32-bit integers hold.
 _MOST = 2**31 - 1
 _WHOLE_PARAMETERS = (
@@ -42,13 +45,20 @@ _WHOLE_PARAMETERS = (
     ("repetition_context_size", 1, _MOST),
     ("seed", 0, 2**64 - 1),
     ("logprobs", 0, 100),
+    ("prompt_logprobs", 0, 100),
+    ("min_tokens", 0, 2**63 - 1),
+    ("n", 1, 128),
+    ("thinking_budget", 0, 2**63 - 1),
 )
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget")
 #: Logits are divided by the temperature, and by or with the penalty, in float32 or less: what overflows there is refused.
 _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
     ("top_p", lambda x: 1e-30 <= x <= 1, "a number above 0 (1e-30) and at most 1 (1 is off)"),
     ("min_p", lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"),
     ("repetition_penalty", lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"),
+    ("presence_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
+    ("frequency_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
 )
 
 
@@ -64,6 +74,17 @@ class SamplingParams:
     most likely tokens' log-probabilities, taken after the processors and before the temperature.
     ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
     shape (T,)) and logits of shape (1, V). Numbers of numpy are taken as Python's.
+
+    ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty`` as often as it has
+    them (OpenAI's definitions). ``logit_bias`` adds numbers in -100..100 to tokens' logits. ``allowed_token_ids`` lets
+    no others through. ``bad_words`` do not come in the answer, spelled as the tokenizer spells them, with or without a
+    space before. ``min_tokens`` is how many tokens come before any end: end tokens do not, and stop strings do not count.
+    ``n`` answers are sampled from one prompt, with seeds ``seed``, ``seed + 1``, ... ``thinking_budget`` ends the
+    model's thinking after so many tokens. ``prompt_logprobs`` is ``logprobs`` for the prompt's tokens.
+
+    At most one of ``json_schema`` (a schema, or JSON text), ``regex``, ``grammar`` (Lark, as llguidance reads it) and
+    ``choice`` (texts) holds the answer to a form; after thinking, if the model thinks. The answer then has that form,
+    or ends with "length".
 
     Raises InvalidParameters for a value out of range.
     """
@@ -81,15 +102,30 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    n: int = 1
+    thinking_budget: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
+        self._take_rules(put)
+        self._take_form(put)
         put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
         for name, least, most in _WHOLE_PARAMETERS:
             value = getattr(self, name)
-            if value is None and name in ("seed", "logprobs"):
+            if value is None and name in _MAY_BE_NONE:
                 continue
             if not (_is_whole(value) and least <= value <= most):
                 raise InvalidParameters(f"{name} is {_shown(value)}; it must be an integer in {least}..{most}")
@@ -110,6 +146,53 @@ class SamplingParams:
             raise InvalidParameters("logits_processors must be callables (tokens, logits) -> logits")
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise InvalidParameters(f"ignore_eos is {_shown(self.ignore_eos)}; it must be True or False")
+
+        if self.min_tokens > self.max_tokens:
+            raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
+
+    def _take_rules(self, put: Callable[[str, Any], None]) -> None:
+        """Check and copy what concerns single tokens."""
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_whole(token) and 0 <= token <= _MOST and _is_real(value) and -100 <= value <= 100
+            for token, value in bias.items()
+        ):
+            raise InvalidParameters(
+                f"logit_bias is {_shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
+            )
+        put("logit_bias", {int(token): float(value) for token, value in bias.items()})
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
+            if not allowed or not all(_is_whole(token) and 0 <= token <= _MOST for token in allowed):
+                raise InvalidParameters(
+                    f"allowed_token_ids is {_shown(allowed)}; it must be token ids, or None for all"
+                )
+            put("allowed_token_ids", tuple(map(int, allowed)))
+        put("bad_words", _texts("bad_words", self.bad_words))
+
+    def _take_form(self, put: Callable[[str, Any], None]) -> None:
+        """Check and copy the form that the answer is held to."""
+        if self.choice is not None:
+            put("choice", _texts("choice", self.choice))
+            if not self.choice:
+                raise InvalidParameters("choice is empty; it must be texts to choose from, or None")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InvalidParameters(f"{name} is {_shown(value)}; it must be non-empty text, or None")
+        if self.json_schema is not None:
+            put("json_schema", _schema(self.json_schema))
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidParameters(f"{' and '.join(given)} exclude each other: an answer has one form")
+        ends = [name for name in ("stop", "stop_token_ids", "ignore_eos") if getattr(self, name)]
+        if given and ends:
+            raise InvalidParameters(f"{ends[0]} would end the answer elsewhere than {given[0]} does; leave it out")
+
+    @property
+    def form(self) -> str | None:
+        """The name of the parameter that holds the answer to a form; None if nothing does."""
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @property
     def is_greedy(self) -> bool:
@@ -196,6 +279,11 @@ class Request:
     final; their pictures and videos must already have their placeholder tokens. ``inputs`` is what
     ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
 
+    What the chat template reads besides: ``tools`` (OpenAI's form), ``documents``, ``enable_thinking``,
+    ``reasoning_effort``, and any other argument in ``template_args``. One that this checkpoint's template does not read
+    is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
+    the chat's last turn open, so that the answer goes on with it.
+
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.
     """
@@ -207,6 +295,13 @@ class Request:
     images: ImageInput | Sequence[ImageInput] = ()
     videos: VideoInput | Sequence[VideoInput] = ()
     rendered: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
     request_id: str | None = None
     priority: int = 0
@@ -224,7 +319,7 @@ class Request:
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
             raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be text, not empty, or None")
-        for name in ("rendered", "return_cache"):
+        for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
 
@@ -273,8 +368,9 @@ class Result:
 
     ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
-    height) as the processor was given them. ``stop_reason`` is the matched stop string or token id. ``cache`` holds
-    the conversation's state, where the request asked for it (``return_cache``).
+    height) as the processor was given them. ``parsed`` is the value of an answer that was held to a form: what its JSON
+    says, or its text; None if it ended before it had the form. ``stop_reason`` is the matched stop string or token id.
+    ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
     """
 
     request_id: str
@@ -288,6 +384,7 @@ class Result:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    parsed: Any = None
     error: str | None = None
     if TYPE_CHECKING:
         exception: BaseException | None = None
@@ -432,6 +529,19 @@ class DecodeStep:
     extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
 
 
+@dataclass(frozen=True)
+class Thinking:
+    """How a model marks its thinking, as token ids, and where a prompt leaves it.
+
+    ``is_open``: the prompt ends within thinking. ``may_begin``: the answer's first token may begin it.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False
+    may_begin: bool = False
+
+
 class Status(Enum):
     """The stages of a row's life, in order."""
 
@@ -453,6 +563,13 @@ class Chunk:
 def fresh_seed() -> int:
     """A seed of 64 bits from the operating system, for a request that named none."""
     return int.from_bytes(os.urandom(8), "little")
+
+
+def _together(given: Any) -> tuple[Any, ...]:
+    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
+    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
+        return tuple(given)
+    return () if given is None else (given,)
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -486,6 +603,25 @@ def seconds_option(name: str, value: Any) -> float:
     return float(value)
 
 
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Texts, or one by itself."""
+    texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise InvalidParameters(f"{name} is {_shown(value)}; it must be non-empty texts")
+    return texts
+
+
+def _schema(given: Any) -> Any:
+    """A JSON schema of one's own: a mapping, from a mapping or from JSON text."""
+    try:
+        schema = json.loads(given if isinstance(given, str) else json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameters(f"json_schema is no JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidParameters(f"json_schema is {_shown(given)}; it must be a mapping, or JSON text of one")
+    return schema
+
+
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     try:
         return () if value is None else tuple(value)
@@ -500,13 +636,6 @@ def _shown(value: Any) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _together(given: Any) -> tuple[Any, ...]:
-    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
-    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
-        return tuple(given)
-    return () if given is None else (given,)
 
 
 def _is_whole(value: Any) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches import Placement
@@ -23,16 +24,18 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.pace import Pace
+from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, new_row
-from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
+from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import DecodeStep, Event, FinishReason, SamplingParams, Status, TokenLogprobs
@@ -53,6 +56,7 @@ class _Launched:
     """What a step launched, in the order in which the device does it; the next step reads it."""
 
     decode: Sequence[_Flight] = ()
+    guided: Sequence[_Flight] = ()  # of the same forward: rows whose choice waited for their last token
     chunks: dict[Row, list[mx.array]] = field(default_factory=dict)  # what to wait for: what a row's last chunk left
     joined: Sequence[_Flight] = ()  # first tokens of the rows whose prompts ended
 
@@ -117,6 +121,7 @@ class BatchGenerator:
         )
         self._rows: dict[str, Row] = {}
         self._launched = _Launched()
+        self._held: tuple[tuple[Row, mx.array], ...] = ()  # guided rows, with their logits (1, V) of this step
         self._events: list[Event] = []
 
     # Rows in and out
@@ -152,6 +157,8 @@ class BatchGenerator:
         if row.request_id in self._rows:
             raise ValueError(f"request id {row.request_id!r} is already in use")
         self._rows[row.request_id] = row
+        eos = () if row.params.ignore_eos else self.text.eos_token_ids
+        row.answer.rules = RowRules(end_ids=(*eos, *row.params.stop_token_ids))
         self.admission.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
@@ -206,6 +213,7 @@ class BatchGenerator:
         if rows:
             self._launched.decode = self._launch(rows)
         self._await(before)
+        self._launched.guided = self._sample_held()
         encoding = self.admission.admit(len(self.batch), is_decoding=bool(rows))
         prefilling = self.prefill.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
@@ -227,7 +235,7 @@ class BatchGenerator:
     def _await(self, launched: _Launched) -> None:
         """Wait for a step's work, in its order on the device, and hand out its tokens."""
         self.reuse.settle_ended()
-        for flight in launched.decode:
+        for flight in (*launched.decode, *launched.guided):
             self._read(flight)
         for row, arrays in launched.chunks.items():
             if row.status is not Status.FINISHED:
@@ -245,11 +253,26 @@ class BatchGenerator:
 
     def _launch(self, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Decode one token for every live row and sample it, without waiting for the result."""
+        self._held = ()
         try:
-            return self._sample(self._decode(rows), rows)
+            logits = self._decode(rows)
+            free = [index for index, row in enumerate(rows) if row.answer.guide is None]
+            if len(free) == len(rows):
+                return self._sample(logits, rows)
+            mx.async_eval(logits)
+            self._held = tuple(
+                (row, logits[index : index + 1]) for index, row in enumerate(rows) if row.answer.guide is not None
+            )
+            return self._sample(logits[mx.array(free)], [rows[index] for index in free]) if free else ()
         except Exception as error:
             self._fail_batch(error)
             return ()
+
+    def _sample_held(self) -> Sequence[_Flight]:
+        """Choose the tokens of rows that had to be read first; their forward is on its way, and the others' choice too."""
+        held = [(row, logits) for row, logits in self._held if row.status is not Status.FINISHED]
+        self._held = ()
+        return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
 
     def _decode(self, rows: Sequence[Row]) -> mx.array:
         """A forward over every place of each group of the batch; logits (R, V) of ``rows``, which are in that order."""
@@ -274,12 +297,25 @@ class BatchGenerator:
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Processors, then sampling of (R, V). A row whose processor or parameters raise ends alone; the others go on."""
-        if any(needs_history(row.params) for row in rows):
-            picked = [self._guard(row, process, logits[i : i + 1], _sampling_row(row)) for i, row in enumerate(rows)]
+        if any(needs_processing(row.params) for row in rows):
+            single = [logits[index : index + 1] for index in range(len(rows))]
+            picked = [
+                self._guard(row, process, one, _sampling_row(row)) if needs_processing(row.params) else one
+                for row, one in zip(rows, single, strict=True)
+            ]
             rows = [row for row, one in zip(rows, picked, strict=True) if one is not None]
             if not rows:
                 return ()
             logits = stack_logits([one for one in picked if one is not None])
+        guided = [row for row in rows if row.answer.guide is not None]
+        if guided:
+            masks = {row: self._guard(row, _mask, row, logits.shape[-1]) for row in guided}
+            alive = [index for index, row in enumerate(rows) if row.status is not Status.FINISHED]
+            if not alive:
+                return ()
+            if len(alive) < len(rows):
+                rows, logits = [rows[index] for index in alive], logits[mx.array(alive)]
+            logits = apply_masks(logits, [masks.get(row) for row in rows])
         try:
             flights = [_Flight(tuple(rows), self.sampler(logits, [_sampling_row(row) for row in rows]))]
         except Exception:  # each alone then, so that only the culprit ends
@@ -321,7 +357,9 @@ class BatchGenerator:
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         is_stop = token in params.stop_token_ids or (token in self.text.eos_token_ids and not params.ignore_eos)
-        is_full = len(answer.token_ids) >= answer.max_tokens
+        if answer.guide is not None and self._guard(row, self._guide, row, token) is None:
+            return
+        is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens
         added = self._guard(row, answer.add_text, token, is_stop, is_stop or is_full)
         if added is None:  # its text could not be decoded
             return
@@ -329,12 +367,24 @@ class BatchGenerator:
         if not (is_stop or is_full or matched is not None):
             self._events.append(Event(row.request_id, token, text, logprobs))
             return
-        is_stop = is_stop or matched is not None
-        stop_reason = matched if matched is not None else token if is_stop else None
+        is_stop = is_stop or matched is not None or answer.is_whole
+        stop_reason = matched if matched is not None else token if is_stop and not answer.is_whole else None
         cache = self._save(row)
         result = row.result("stop" if is_stop else "length", stop_reason, cache=cache)
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
+
+    def _guide(self, row: Row, token: int) -> bool:
+        """Tell a row's guide its token, and note what the answer has come to."""
+        answer, guide = row.answer, row.answer.guide
+        assert guide is not None
+        guide.feed(token)
+        answer.is_whole = guide.is_whole
+        if guide.is_whole or token in answer.rules.end_ids:
+            answer.parsed = guide.parsed(self.text.decode)
+        if guide.is_over:
+            answer.guide = None
+        return True
 
     # Ends
 
@@ -400,6 +450,11 @@ def _weakly(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def _mask(row: Row, size: int) -> np.ndarray | None:
+    assert row.answer.guide is not None
+    return row.answer.guide.allowed(size)
+
+
 def _last(row: Row) -> mx.array:
     assert row.answer.next_token is not None
     return row.answer.next_token
@@ -407,4 +462,4 @@ def _last(row: Row) -> mx.array:
 
 def _sampling_row(row: Row) -> SamplingRow:
     answer = row.answer
-    return SamplingRow(row.params, row.seed, answer.num_sampled, answer.history, row.facts.vocabulary)
+    return SamplingRow(row.params, row.seed, answer.num_sampled, answer.history, row.facts.vocabulary, answer.rules)

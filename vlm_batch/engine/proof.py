@@ -82,7 +82,7 @@ def product_classes(products: Sequence[tuple[int, Callable[[mx.array], mx.array]
         rows = mx.random.normal((max(counts), width), key=mx.random.key(width))
         for count in counts:
             first = product(rows[:count])
-            turned = product(mx.roll(rows[:count], 1, axis=0))
+            turned = product(mx.roll(rows[:count], 1, 0))
             found[count].append(array_bytes(first[0]).tobytes())
             if count > 1 and not np.array_equal(array_bytes(first[0]), array_bytes(turned[1])):
                 found[count].append(b"its place matters")

@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches.states import LayerState
+from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.penalties import NO_RULES, RowRules
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
@@ -78,6 +80,11 @@ class Answer:
     next_token: mx.array | None = None
     num_sampled: int = 0  # the last of them perhaps not read yet
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
+    rules: RowRules = NO_RULES
+    guide: Guide | None = None  # for rows whose last token decides what may be the next
+    is_whole: bool = False  # it has the form that it is held to, and can only end
+    parsed: Any = None
+    min_tokens: int = 0  # before which stop strings do not count
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -94,7 +101,10 @@ class Answer:
         piece = "" if is_stop else self.detokenizer.add(token)
         if is_end:
             piece += self.detokenizer.finish()
-        text, matched = self.stop_strings.feed(piece)
+        if len(self.token_ids) < self.min_tokens:
+            text, matched = piece, None
+        else:
+            text, matched = self.stop_strings.feed(piece)
         if is_end and matched is None:
             text += self.stop_strings.finish()
         self.text += text
@@ -193,6 +203,7 @@ class Row:
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.video_sizes,
             logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
+            parsed=answer.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
@@ -207,7 +218,7 @@ class Row:
 
 def new_answer(params: SamplingParams, decode: Callable[[Sequence[int]], str] = lambda ids: "") -> Answer:
     """An empty answer to a request with ``params``."""
-    return Answer(Detokenizer(decode), StopStrings(params.stop), params.max_tokens)
+    return Answer(Detokenizer(decode), StopStrings(params.stop), params.max_tokens, min_tokens=params.min_tokens)
 
 
 def new_row(

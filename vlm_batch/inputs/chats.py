@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,7 +73,33 @@ def _turn(message: Any, pictures: Media, clips: Media) -> Message:
         content = [_strip(part, pictures, clips) for part in content]
     elif not isinstance(content, str):
         raise InvalidPrompt(f"a message has the content {shortened(content)}; text or a list of parts is expected")
-    return {**message, "content": content}
+    turn = {**message, "content": content}
+    if role == "assistant" and message.get("tool_calls") is not None:
+        turn["tool_calls"] = [_tool_call(call) for call in _listed(message["tool_calls"])]
+    return turn
+
+
+def _listed(calls: Any) -> Sequence[Any]:
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidPrompt(f"a message has the tool_calls {shortened(calls)}; a list of mappings is expected")
+    return calls
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """An earlier tool call, its arguments as a mapping: OpenAI sends them as JSON, templates write them themselves."""
+    if not isinstance(call, Mapping):
+        raise InvalidPrompt(f"a tool call is {shortened(call)}; a mapping is expected")
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidPrompt(f"a tool call is {shortened(call)}; it needs a function with a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InvalidPrompt(f"the arguments of a tool call are no JSON: {shortened(arguments)}: {error}") from error
+    named = {**function, "arguments": arguments}
+    return {**call, "function": named} if "function" in call else named
 
 
 def _strip(part: Any, pictures: Media, clips: Media) -> Any:

@@ -15,12 +15,22 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import as_numpy
-from vlm_batch.errors import InvalidCache, InvalidImage, InvalidPrompt, InvalidRequest, InvalidVideo, PromptTooLong
+from vlm_batch.errors import (
+    InvalidCache,
+    InvalidImage,
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidVideo,
+    PromptTooLong,
+)
 from vlm_batch.inputs.chats import shortened, split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
+from vlm_batch.inputs.grammar import Form, Forms
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
+from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
     Clip,
@@ -33,7 +43,7 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, Video, VideoInput
+from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Thinking, Video, VideoInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,8 @@ class Question:
     images: tuple[ImageInput, ...] = ()
     videos: tuple[Video, ...] = ()
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    thinking: Thinking | None = None
 
     @property
     def media(self) -> tuple[ImageInput | Video, ...]:
@@ -109,11 +121,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
+    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height).
+
+    ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
+    """
 
     inputs: Mapping[str, Any]
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    form: Form | None = None
+    thinking: Thinking | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +161,7 @@ class Preparer:
         self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._reserved = ReservedWords(processing, image_token_ids)
+        self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._processor_lock = Lock()  # processors and tokenizers are not made for two threads at once
         self._long_lock = Lock()
         self._long_processing: Processing | None = None
@@ -155,7 +174,33 @@ class Preparer:
 
         Raises InvalidRequest.
         """
+        self._forms.check(request.params)
+        question = replace(self._checked(request), params=request.params)
+        return replace(question, thinking=self._thinking(question, request))
+
+    def _thinking(self, question: Question, request: Request) -> Thinking | None:
+        """Where the prompt leaves thinking; None if nobody asks."""
+        params, marks = request.params, self.processing.template.thinking
+        if params.form is None and params.thinking_budget is None:
+            return None
+        if marks is None:
+            if params.thinking_budget is not None:
+                raise InvalidParameters("thinking_budget: this model's chat template does not mark thinking")
+            return None
+        start, end = (self.processing.ids_of(word) for word in (marks.start, marks.end))
+        if question.prompt is None:
+            given = question.token_ids if question.inputs is None else question.inputs["input_ids"][0].tolist()
+            return Thinking(start, end, is_open=rfind(given, start) > rfind(given, end))
+        is_open = marks.is_open(question.prompt)
+        is_asked = params.form is None or request.enable_thinking is True
+        may_begin = is_asked and not is_open and not marks.is_over(question.prompt) and len(start) == 1
+        return Thinking(start, end, is_open=is_open, may_begin=may_begin)
+
+    def _checked(self, request: Request) -> Question:
         _check_types(request)
+        options = TemplateOptions.of(request)
+        if request.inputs is not None or request.token_ids is not None or request.rendered:
+            options.refuse("the prompt is final already; a chat template's arguments go with prompt or messages")
         images, videos = tuple(request.images), tuple(request.videos)
         turns: list[Message] = []
         if request.messages is not None:
@@ -170,12 +215,13 @@ class Preparer:
             return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
         if request.prompt is not None:
             self._check_length(len(request.prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
-            prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips))
+            prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips), options)
         else:
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
             self._reserved.check_chat(turns)
-            prompt = self.processing.render(turns, len(images), len(clips))
+            self._reserved.check_arguments(options.arguments)
+            prompt = self.processing.render(turns, len(images), len(clips), options)
         return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
@@ -199,10 +245,11 @@ class Preparer:
             raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
         return tuple(own_video(as_video(video)) for video in videos)
 
-    def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int) -> str:
+    def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int, options: TemplateOptions) -> str:
         if not is_final:
             self._reserved.check_prompt(prompt)
-            return self.processing.render(prompt, num_images, num_videos)
+            self._reserved.check_arguments(options.arguments)
+            return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
         for kind, noun, given in (("image", "picture", num_images), ("video", "video", num_videos)):
@@ -221,7 +268,7 @@ class Preparer:
         set.
         """
         if question.inputs is not None:
-            return Prepared(question.inputs)
+            return Prepared(question.inputs, **self._answer_facts(question))
         cancelled, limits = cancelled or Cancelled(), self.limits
         images = []
         for source in question.images:
@@ -234,7 +281,15 @@ class Preparer:
             clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, limits.fetch, cancelled))
         cancelled.check()
         found = self._processed(question, images, clips)
-        return Prepared(found, tuple(image.size for image in images), tuple(clip.size for clip in clips))
+        sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)
+        return Prepared(found, *sizes, **self._answer_facts(question))
+
+    def _answer_facts(self, question: Question) -> dict[str, Any]:
+        """What the engine is told of the answer besides its parameters."""
+        words = [spelled for word in question.params.bad_words for spelled in (word, f" {word.lstrip()}")]
+        bad_words = tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words))))
+        form = self._forms.compiled(question.params)
+        return {"bad_words": bad_words, "form": form, "thinking": question.thinking}
 
     def _processed(
         self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]
@@ -281,6 +336,12 @@ def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidReques
     return (InvalidVideo if is_video else InvalidImage)(
         f"{name} was not read within {policy.seconds:g} s (FetchPolicy.seconds): its drive or server does not answer"
     )
+
+
+def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Where ``wanted`` comes last in ``ids``; -1 if it does not."""
+    size = len(wanted)
+    return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
 
 
 def _nbytes(value: Any) -> int:

@@ -69,8 +69,13 @@ class ReservedWords:
         """Refuse a chat that holds one; an assistant's turn may repeat what the model itself writes."""
         for message in messages:
             words = self.placeholders if message.get("role") == "assistant" else self.placeholders | self.turns
-            for text in texts_of(message):
+            for text in (*texts_of(message), _in_one(message.get("content"))):
                 self._check(text, words, "render the chat yourself and give it as prompt with rendered=True")
+
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse what a template is told besides, such as tools and documents, if it holds one."""
+        for text in texts_of(arguments):
+            self._check(text, self.placeholders | self.turns, "leave that argument out")
 
     def _check(self, text: str, words: Iterable[str], way_out: str) -> None:
         found = sorted(word for word in words if word in text)
@@ -101,14 +106,25 @@ def _is_mark(word: str) -> bool:
     return not word.isalnum()
 
 
-def texts_of(value: Any, key: str = "") -> Iterator[str]:
-    """Every text in a message; of what a template writes in its place."""
+def texts_of(value: Any) -> Iterator[str]:
+    """Every text in a message or an argument that a template may write: values and names."""
     if isinstance(value, str):
-        if key not in ("role", "type"):
-            yield value
+        yield value
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            yield from texts_of(part, str(name))
+            yield str(name)
+            yield from texts_of(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from texts_of(part)
+
+
+def _in_one(content: Any) -> str:
+    """The texts of a content's parts as templates write them, one after the other."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return "".join(text for part in parts if (text := _piece(part)) is not None)
+
+
+def _piece(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None
