@@ -119,10 +119,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
         self._take_rules(put)
-        self._take_form(put)
         put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
+        self._take_form(put)
         for name, least, most in _WHOLE_PARAMETERS:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
