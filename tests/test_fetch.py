@@ -388,3 +388,17 @@ def test_a_playlist_is_no_video(tmp_path: Path) -> None:
     path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n/etc/passwd\n#EXT-X-ENDLIST\n")
     with pytest.raises(InvalidVideo, match="playlists are not followed"):
         load_video(path)
+
+
+def test_temporary_files_go_with_what_needed_them(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    held = fetch_to_file(f"{site}/good", HERE)
+    assert held.path is not None
+    assert held.path.read_bytes() == BODY
+    assert len(list(tmp_path.iterdir())) == 1
+    del held
+    with pytest.raises(Unreadable):
+        fetch_to_file(f"{site}/short", HERE)
+    with pytest.raises(InvalidVideo):
+        load_video(BODY)
+    assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.test_fetch import Site
@@ -153,6 +154,14 @@ def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site
     assert wait(loading.done)
     assert loading.result().image_sizes == ((10_000, 1), (PICTURE.stat().st_size, 1), (10_000, 1))
     loaders.close()
+
+
+def test_prepared_requests_know_their_bytes() -> None:
+    """Admission counts them."""
+    pixels = np.zeros((10, 3), np.float32)
+    assert (
+        Prepared({"pixel_values": [pixels, pixels], "input_ids": np.zeros((1, 4), np.int32), "name": "x"}).nbytes == 256
+    )
 
 
 # Through a batcher

@@ -6,7 +6,7 @@
     ├── InvalidRequest (ValueError)     what was asked cannot be done; raised at submit where it can be known there
     │   ├── InvalidParameters           a sampling parameter out of range
     │   ├── InvalidPrompt               empty, not renderable, or not matching its pictures
-    │   ├── InvalidImage                missing, unreadable, not a picture, or too large
+    │   ├── InvalidImage                missing, unreadable, not a picture, too large, or for a family that takes none or one
     │   ├── InvalidVideo                missing, unreadable, damaged, empty, too large, or for a family that takes none
     │   ├── PromptTooLong               longer than the model's context or the batcher's limit
     │   └── InvalidCache                a prompt cache of another model or other settings, continued already, or damaged

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from enum import Enum
 from functools import partial
+from io import IOBase
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
-#: A path, URL, data URI, ``bytes``, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
+#: A path, URL, data URI, ``bytes``, open file, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
 ImageInput: TypeAlias = Any
 
 #: A ``Video``, or what its ``source`` can be.
@@ -201,10 +202,10 @@ class Request:
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
-    token_ids: Sequence[int] | None = None
+    token_ids: Sequence[int] | np.ndarray | None = None
     inputs: Mapping[str, Any] | None = None
-    images: Sequence[ImageInput] = ()
-    videos: Sequence[VideoInput] = ()
+    images: ImageInput | Sequence[ImageInput] = ()
+    videos: VideoInput | Sequence[VideoInput] = ()
     rendered: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
     request_id: str | None = None
@@ -213,6 +214,8 @@ class Request:
     return_cache: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("images", "videos"):
+            object.__setattr__(self, name, _together(getattr(self, name)))
         object.__setattr__(self, "params", params_of(self.params))
         if not (_is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
             raise InvalidRequest(
@@ -220,7 +223,7 @@ class Request:
             )
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
-            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be a non-empty string, or None")
+            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be text, not empty, or None")
         for name in ("rendered", "return_cache"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
@@ -286,8 +289,16 @@ class Result:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
-    exception: BaseException | None = field(default=None, compare=False, repr=False)
-    cache: PromptCache | None = field(default=None, compare=False, repr=False)
+    if TYPE_CHECKING:
+        exception: BaseException | None = None
+        cache: PromptCache | None = None
+    else:  # objects, not data: set like the others, and left out by dataclasses.asdict, which goes to JSON
+        exception: InitVar[BaseException | None] = None
+        cache: InitVar[PromptCache | None] = None
+
+        def __post_init__(self, exception: BaseException | None, cache: PromptCache | None) -> None:
+            object.__setattr__(self, "exception", exception)
+            object.__setattr__(self, "cache", cache)
 
     @property
     def ok(self) -> bool:
@@ -489,6 +500,13 @@ def _shown(value: Any) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _together(given: Any) -> tuple[Any, ...]:
+    """Pictures or videos of a request: several in a list, tuple or iterator, or one by itself, or None."""
+    if isinstance(given, (list, tuple)) or (isinstance(given, Iterator) and not isinstance(given, IOBase)):
+        return tuple(given)
+    return () if given is None else (given,)
 
 
 def _is_whole(value: Any) -> bool:

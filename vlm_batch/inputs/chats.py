@@ -11,6 +11,8 @@ from vlm_batch.types import ImageInput, Message, Video, VideoInput
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _VIDEO_PARTS = ("video", "video_url", "input_video")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 #: What a video part may say beside its video, and the field of ``Video`` that it is.
 _VIDEO_OPTIONS = {
     "fps": "fps",
@@ -48,32 +50,58 @@ def split_messages(
     take from ``images`` and ``videos`` in order; what is left of these belongs to the last user turn. Raises
     InvalidPrompt.
     """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise InvalidPrompt(f"messages is of type {type(messages).__name__}; a list of messages is expected")
     if not messages:
         raise InvalidPrompt("the chat has no messages")
     pictures, clips = Media("picture", iter(images)), Media("video", iter(videos))
-    turns: list[Message] = []
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise InvalidPrompt('every message must be a mapping with "role" and "content"')
-        content = message.get("content", "")
-        if isinstance(content, list):
-            content = [_strip(part, pictures, clips) for part in content]
-        turns.append({**message, "content": content})
+    turns = [_turn(message, pictures, clips) for message in messages]
     return turns, pictures.ordered + list(pictures.spare), clips.ordered + list(clips.spare)
 
 
+def _turn(message: Any, pictures: Media, clips: Media) -> Message:
+    """A message whose content is text or a list of text parts and markers. Raises InvalidPrompt for anything else."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise InvalidPrompt('every message must be a mapping with "role" and "content"')
+    role, content = message["role"], message.get("content", "")
+    if role not in ROLES:
+        raise InvalidPrompt(f"a message has the role {shortened(role)}; the roles are {', '.join(ROLES)}")
+    if content is None and role == "assistant":  # it called tools and said nothing
+        content = ""
+    if isinstance(content, (list, tuple)):
+        content = [_strip(part, pictures, clips) for part in content]
+    elif not isinstance(content, str):
+        raise InvalidPrompt(f"a message has the content {shortened(content)}; text or a list of parts is expected")
+    return {**message, "content": content}
+
+
 def _strip(part: Any, pictures: Media, clips: Media) -> Any:
-    if not isinstance(part, Mapping):
+    if isinstance(part, str):
         return part
-    if part.get("type") in _IMAGE_PARTS:
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise InvalidPrompt('every content part must be a mapping with "type"')
+    kind = part["type"]
+    if kind in _IMAGE_PARTS:
         pictures.take(_payload(part, ("image", "image_url", "url", "path")))
         return {"type": "image"}
-    if part.get("type") in _VIDEO_PARTS:
+    if kind in _VIDEO_PARTS:
         keys = ("video", "video_url", "url", "path")
         options = {key: value for key, value in part.items() if key not in ("type", *keys)}
         clips.take(_with_options(_payload(part, keys), options))
         return {"type": "video"}
+    if kind not in _TEXT_PARTS:
+        known = ", ".join((*_TEXT_PARTS, *_IMAGE_PARTS, *_VIDEO_PARTS))
+        raise InvalidPrompt(f"a content part has the type {shortened(kind)}; the types are {known}")
+    text = part.get("text", part.get("content"))
+    if not isinstance(text, str):
+        raise InvalidPrompt(f"a content part of type {kind!r} has the text {shortened(text)}; a string is expected")
     return part
+
+
+def shortened(value: Any) -> str:
+    """A value for a message, at a bearable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def _payload(part: Mapping[str, Any], keys: Sequence[str]) -> Any:

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -140,21 +141,27 @@ def fetch_to_file(source: str | Path, policy: FetchPolicy, cancelled: Cancelled 
         with _opened(path, shown(source)) as file:
             file.read(1)
         return Fetched(shown(source), path=path)
-    temporary = tempfile.NamedTemporaryFile(prefix="vlm-batch-")  # noqa: SIM115
-    _read_into(source, policy, cancelled, temporary.write)
-    return _flushed(shown(source), temporary)
+    temporary = _TemporaryFile()
+    with open(temporary.path, "wb") as opened:
+        _read_into(source, policy, cancelled, opened.write)
+    return Fetched(shown(source), path=temporary.path, owner=temporary)
 
 
 def file_of_bytes(data: bytes, name: str) -> Fetched:
     """Bytes as a temporary file."""
-    file = tempfile.NamedTemporaryFile(prefix="vlm-batch-")  # noqa: SIM115
-    file.write(data)
-    return _flushed(name, file)
+    temporary = _TemporaryFile()
+    temporary.path.write_bytes(data)
+    return Fetched(name, path=temporary.path, owner=temporary)
 
 
-def _flushed(name: str, file: Any) -> Fetched:
-    file.flush()
-    return Fetched(name, path=Path(file.name), owner=file)
+class _TemporaryFile:
+    """An empty file, which goes with this object."""
+
+    def __init__(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="vlm-batch-")
+        os.close(handle)
+        self.path = Path(name)
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
 
 
 def _read_into(source: str | Path, policy: FetchPolicy, cancelled: Cancelled, write: Callable[[bytes], Any]) -> None:
@@ -283,7 +290,7 @@ class _Download:
         raise self._refused(f"it redirects more than {self._policy.max_redirects} times (FetchPolicy.max_redirects)")
 
     def _ask(self, url: httpx.URL, write: Callable[[bytes], Any]) -> str | None:
-        """Where a redirect leads to; None if the body was read."""
+        """Read the body and return None, or return the address that a redirect leads to."""
         seconds = self._deadline - time.monotonic()
         headers: dict[bytes | str, bytes | str] = {
             "Host": url.netloc.decode("ascii"),

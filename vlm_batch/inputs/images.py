@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -35,8 +34,8 @@ _LIMIT_LOCK = threading.Lock()
 
 
 def is_image_list(images: Any) -> bool:
-    """Whether ``images`` is a sequence of pictures rather than one."""
-    return isinstance(images, Iterable) and isinstance(images, (list, tuple))
+    """Whether several pictures are given rather than one."""
+    return isinstance(images, (list, tuple))
 
 
 def load_image(

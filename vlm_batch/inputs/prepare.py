@@ -12,15 +12,18 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from vlm_batch.arrays import as_numpy
-from vlm_batch.errors import InvalidImage, InvalidPrompt, InvalidRequest, InvalidVideo
-from vlm_batch.inputs.chats import split_messages
+from vlm_batch.errors import InvalidCache, InvalidImage, InvalidPrompt, InvalidRequest, InvalidVideo, PromptTooLong
+from vlm_batch.inputs.chats import shortened, split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
+    Clip,
     as_video,
     describe_video,
     fetch_video,
@@ -29,6 +32,7 @@ from vlm_batch.inputs.videos import (
     own_video,
 )
 from vlm_batch.registry import ModelSpec
+from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, Video, VideoInput
 
 
@@ -47,12 +51,16 @@ class Limits:
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
 
 
+#: Characters that a token stands for at most on average in a prompt that is tokenized: words of English have four to five.
+CHARACTERS_PER_TOKEN = 16
+#: Tokens of a prompt at most where neither the model nor the batcher says how many.
+MAX_TOKENS = 1 << 20
 #: Characters from which on a prompt counts as long: a tokenizer takes tenths of a second for as many.
 LONG_PROMPT = 200_000
 
 
 class Lane(Enum):
-    """What a question's loading waits for. Those of one lane wait for each other, and for no other lane's."""
+    """The slowest thing that a question's loading waits for: those of one lane wait for each other, and for no other lane's."""
 
     MEMORY = "memory"  # everything is here
     DISK = "disk"
@@ -134,47 +142,57 @@ class Preparer:
         self.limits = limits or Limits()
         self.max_context = max_context
         self._image_token_ids = image_token_ids
+        self._reserved = ReservedWords(processing, image_token_ids)
         self._processor_lock = Lock()  # processors and tokenizers are not made for two threads at once
+        self._long_lock = Lock()
+        self._long_processing: Processing | None = None
 
     # In the submitter's thread
     # -----------------------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> Question:
-        """Refuse what can be known to be wrong now, and render the prompt. Raises InvalidRequest."""
-        ways = {
-            "prompt": request.prompt,
-            "messages": request.messages,
-            "token_ids": request.token_ids,
-            "inputs": request.inputs,
-        }
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            said = ", ".join(given) or "none"
-            raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}")
+        """Refuse what can be known to be wrong now, render the prompt, and take what the submitter could still change.
+
+        Raises InvalidRequest.
+        """
+        _check_types(request)
         images, videos = tuple(request.images), tuple(request.videos)
         turns: list[Message] = []
         if request.messages is not None:
             turns, *media = split_messages(request.messages, images, videos)
             images, videos = map(tuple, media)
-        self._check_pictures(len(images))
-        images, clips = tuple(map(own_image, images)), self._checked_videos(videos)
+        images, clips = self._checked_images(images), self._checked_videos(videos)
         if request.inputs is not None:
             return Question(inputs=_checked_inputs(request.inputs, images or videos))
         if request.token_ids is not None:
-            ids = _checked_ids(request.token_ids)
+            ids = _checked_ids(request.token_ids, self._image_token_ids)
+            self._check_length(len(ids), 1, "token_ids has {} ids")
             return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
         if request.prompt is not None:
+            self._check_length(len(request.prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
             prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips))
         else:
+            size = sum(map(len, texts_of(turns)))
+            self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
+            self._reserved.check_chat(turns)
             prompt = self.processing.render(turns, len(images), len(clips))
         return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
 
-    def _check_pictures(self, count: int) -> None:
-        """Raise InvalidImage for more pictures than the family takes."""
-        if count and not self.spec.images:
-            raise InvalidImage(f"{self.spec.family} takes no pictures: it answers texts only")
-        if count > 1 and not self.spec.multi_image:
-            raise InvalidImage(f"{self.spec.family} takes one picture a request; given: {count}")
+    def _check_length(self, size: int, per_token: int, said: str) -> None:
+        """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
+        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
+        if size > most * per_token:
+            raise PromptTooLong(
+                f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
+            )
+
+    def _checked_images(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
+        spec = self.spec
+        if images and not spec.images:
+            raise InvalidImage(f"{spec.family} takes no pictures: it is a language model")
+        if len(images) > 1 and not spec.multi_image:
+            raise InvalidImage(f"{spec.family} takes one picture a request; given: {len(images)}")
+        return tuple(map(own_image, images))
 
     def _checked_videos(self, videos: Sequence[VideoInput]) -> tuple[Video, ...]:
         if videos and not self.spec.video:
@@ -183,6 +201,7 @@ class Preparer:
 
     def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int) -> str:
         if not is_final:
+            self._reserved.check_prompt(prompt)
             return self.processing.render(prompt, num_images, num_videos)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
@@ -213,17 +232,30 @@ class Preparer:
             cancelled.check()
             sampling = self.processing.sampling
             clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, limits.fetch, cancelled))
+        cancelled.check()
+        found = self._processed(question, images, clips)
+        return Prepared(found, tuple(image.size for image in images), tuple(clip.size for clip in clips))
+
+    def _processed(
+        self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]
+    ) -> dict[str, np.ndarray]:
+        """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
+        if question.is_long:
+            with self._long_lock:
+                if self._long_processing is None:
+                    with self._processor_lock:
+                        self._long_processing = self.processing.copy()
+                assert question.prompt is not None
+                return as_numpy(self._long_processing.inputs(question.prompt, images, clips))
         with self._processor_lock:
-            cancelled.check()
             if question.prompt is not None:
-                found = self.processing.inputs(question.prompt, images, clips)
-            else:
-                found = self.processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
-            return Prepared(as_numpy(found), tuple(image.size for image in images), tuple(clip.size for clip in clips))
+                return as_numpy(self.processing.inputs(question.prompt, images, clips))
+            found = self.processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
+            return as_numpy(found)
 
 
 def lane_of(medium: ImageInput | Video) -> Lane | None:
-    """What reading a picture or video waits for; None if it is in memory."""
+    """The lane that a picture or video is read in; None if it is in memory."""
     if isinstance(medium, Video):
         if not is_to_be_fetched(medium):
             return None
@@ -258,14 +290,46 @@ def _nbytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, np.ndarray) else 0
 
 
-def _checked_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Token ids that are some: an array of embeddings is read at what is asked of it, outside of it, too."""
-    if not len(token_ids):
+def _check_types(request: Request) -> None:
+    """Refuse a request whose fields are of another type. Raises InvalidRequest."""
+    ways = {
+        "prompt": request.prompt,
+        "messages": request.messages,
+        "token_ids": request.token_ids,
+        "inputs": request.inputs,
+    }
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) != 1:
+        said = ", ".join(given) or "none"
+        raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}")
+    rules: tuple[tuple[str, Any, type, str, type[InvalidRequest]], ...] = (
+        ("prompt", request.prompt, str, "text (str)", InvalidPrompt),
+        ("inputs", request.inputs, Mapping, "a mapping of names to arrays", InvalidPrompt),
+        ("request_id", request.request_id, str, "text (str)", InvalidRequest),
+        ("cache", request.cache, PromptCache, "a PromptCache: Result.cache, or PromptCache.load(path)", InvalidCache),
+    )
+    for name, value, kind, right, error in rules:
+        if value is not None and not isinstance(value, kind):
+            raise error(f"{name} is {shortened(value)}; it must be {right}")
+
+
+def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Final token ids of a list or an array (L,) or (1, L). Raises InvalidPrompt."""
+    try:
+        array = np.asarray(given)
+    except Exception as error:
+        raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array of integers is expected") from error
+    if array.size == 0:
         raise InvalidPrompt("token_ids is empty")
-    for token in token_ids:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < 2**31:
-            raise InvalidPrompt(f"token_ids holds {token!r}; token ids are integers in 0..2**31-1")
-    return tuple(int(token) for token in token_ids)
+    if array.ndim == 2 and len(array) == 1:
+        array = array[0]
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array (L,) of integers is expected")
+    ids = tuple(map(int, array.tolist()))
+    for token in ids:
+        if not 0 <= token < 2**31 and token not in image_token_ids:
+            raise InvalidPrompt(f"token_ids holds {token}; token ids are integers of at least 0")
+    return ids
 
 
 def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[str, Any]:
@@ -277,4 +341,6 @@ def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[s
     shape = arrays["input_ids"].shape
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
         raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
+    if arrays["input_ids"].dtype.kind not in "iu":
+        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {arrays['input_ids'].dtype}")
     return arrays

@@ -40,6 +40,10 @@ class Processing:
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy.deepcopy(self.tokenizer)
 
+    def copy(self) -> Processing:
+        """The same with a processor of its own, for another thread."""
+        return Processing(copy.deepcopy(self.processor), self.config, self.sampling)
+
     # Text
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +77,7 @@ class Processing:
         return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
-        """How many pictures or videos ("image", "video") a rendered prompt has room for.
+        """Count the pictures or videos ("image", "video") that a rendered prompt has room for.
 
         None if the processor does not name its placeholder.
         """
@@ -100,7 +104,7 @@ class Processing:
         clips: Sequence[Clip] = (),
         options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
+        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
 
         ``options`` are the processor's own, for this request alone (``min_pixels``, ``max_pixels``).
         """

@@ -27,7 +27,7 @@ MAX_MISSING_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which frames of a file a family looks at: ``fps`` a second within bounds, or ``num_frames`` of every file.
+    """A family's choice among the frames of a file: ``fps`` a second within bounds, or ``num_frames`` of every file.
 
     The number is rounded down to a multiple of ``frame_factor``, the frames that the model takes as one. They are
     spread from the first frame to the last, or, ``to_the_end`` being false, one at the beginning of each equal part.
