@@ -607,7 +607,7 @@ def test_live_counters_and_times_say_where_a_request_was() -> None:
     assert first.timings.encode > 0
 
 
-@pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**40, True, 1.0, "1", None])
+@pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**40, 1.5, "1", None])
 def test_token_ids_that_are_none_are_refused_at_submit(batcher: VLMBatcher, token: Any) -> None:
     """Below zero or beyond 32 bits, an id would be looked up outside of the embeddings."""
     with pytest.raises(InvalidPrompt, match=r"token_ids (is|holds) "):

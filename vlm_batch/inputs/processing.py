@@ -142,7 +142,7 @@ class Processing:
         clips: Sequence[Clip] = (),
         options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What the model takes: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
+        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
 
         ``options`` are the processor's own, for this request alone (``min_pixels``, ``max_pixels``).
         """
