@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-
 from mlx_vlm.models.switch_layers import SwitchLinear
 
 from tests.zoo import family as tiny_family
