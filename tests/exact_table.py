@@ -30,17 +30,19 @@ DATA = Path(vlm_batch.__file__).parent / "data" / "exact.json"
 SAME = "same"
 
 
-def cells(name: str, precisions: Sequence[str], until: float) -> Iterator[dict[str, Any]]:
-    """What each scenario of a family gives; a precision is begun only before ``until`` (``time.time``)."""
+def cells(
+    names: Sequence[str], precisions: Sequence[str], scenarios: Sequence[str], until: float
+) -> Iterator[dict[str, Any]]:
+    """What each scenario gives, one precision after another; a cell is begun only before ``until`` (``time.time``)."""
     layout = Placement.for_device()
-    for precision in precisions:
+    for precision, name in ((precision, name) for precision in precisions for name in names):
         if time.time() > until:
             return
         began, found = time.perf_counter(), dict[str, str]()
         counts: tuple[int, ...] = ()
         try:
             counts = exact_of(name, precision, layout).counts
-            for scenario in SCENARIOS:
+            for scenario in scenarios:
                 found[scenario] = "; ".join(differences(name, precision, scenario, layout)) or SAME
         except NotServed as error:
             found = {"not served": " ".join(str(error).split())[:160]}
@@ -59,8 +61,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="tiny models' names (default: all)")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--processes", type=int, default=1, help="processes beside each other")
-    parser.add_argument("--seconds", type=float, default=36000.0, help="begin no cell after this")
+    parser.add_argument(
+        "--seconds", type=float, default=36000.0, help="begin no cell after this, and wait for none half as long again"
+    )
     parser.add_argument("--shard", help="I/N: the part of this process; it prints its cells and writes nothing")
     parser.add_argument("--out", type=Path, default=DATA, help="where the record goes")
     args = parser.parse_args()
@@ -69,14 +74,13 @@ def main() -> int:
     blas.limit_threads(1)
     if args.shard:
         part, parts = map(int, args.shard.split("/"))
-        for name in names[part::parts]:
-            for cell in cells(name, args.precisions, until):
-                print(json.dumps(cell), flush=True)
+        for cell in cells(names[part::parts], args.precisions, args.scenarios, until):
+            print(json.dumps(cell), flush=True)
         return 0
     found = _all(args, names, until)
     record = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     here = record.setdefault(str(device_facts()["device"]), {"cells": {}})
-    here |= {"device": device_facts(), "versions": versions(), "scenarios": list(SCENARIOS)}
+    here |= {"device": device_facts(), "versions": versions(), "scenarios": args.scenarios}
     bad = 0
     for cell in found:
         kept = here["cells"].setdefault(cell["family"], {})
@@ -104,10 +108,14 @@ def _all(args: argparse.Namespace, names: Sequence[str], until: float) -> list[d
         running = []
         for part, file in enumerate(files):
             command = [sys.executable, "-m", "tests.exact_table", *names, "--shard", f"{part}/{args.processes}"]
-            command += ["--precisions", *args.precisions, "--seconds", str(until - time.time())]
+            command += ["--precisions", *args.precisions, "--scenarios", *args.scenarios]
+            command += ["--seconds", str(until - time.time())]
             running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=subprocess.DEVNULL, env=os.environ))
         for process in running:
-            process.wait()
+            try:
+                process.wait(timeout=max(1.0, until + args.seconds / 2 - time.time()))
+            except subprocess.TimeoutExpired:
+                process.kill()
         return [
             json.loads(line)
             for file in files

@@ -17,7 +17,7 @@ from vlm_batch.types import PromptKey
 
 #: Prompt positions between two cuts. Multiples of 256, so that single-row caches, which grow in steps of that, have the
 #: same room whether a prompt was run from its beginning or from one of the cuts.
-GRID = {Placement.ROWS: 256, Placement.SLAB: 512}
+GRID = {Placement.ROWS: 256, Placement.SLAB: 1024}
 
 
 @dataclass(frozen=True)
