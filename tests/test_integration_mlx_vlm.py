@@ -134,7 +134,9 @@ def test_responses_and_messages(server: Running, client: openai.OpenAI) -> None:
 
 
 def test_a_streaming_client_that_leaves_ends_its_request(server: Running) -> None:
-    server.ask("POST", "/v1/responses", {"model": MODEL, "input": "count to 2"})  # the model is there from the first one on
+    server.ask(
+        "POST", "/v1/responses", {"model": MODEL, "input": "count to 2"}
+    )  # the model is there from the first one on
     module = importlib.import_module("mlx_vlm.server.runtime")
     batcher = module.runtime.response_generator.batcher
     before = batcher.stats().cancelled

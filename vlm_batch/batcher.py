@@ -52,8 +52,10 @@ class VLMBatcher:
     seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
     ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
     is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``fetch`` says which paths and URLs are read, how much of them and for how long. ``look_ahead`` requests
-    are read ahead of the engine, of those with URLs as many besides, and ``generate`` keeps that many in flight.
+    lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
+    seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
+    them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides, and
+    ``generate`` keeps that many in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -81,6 +83,8 @@ class VLMBatcher:
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         max_video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
         fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -111,6 +115,8 @@ class VLMBatcher:
             limits=Limits(
                 image_pixels=pixels["max_image_pixels"],
                 video_pixels=pixels["max_video_pixels"],
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
                 prompt_tokens=max_prompt_tokens,
                 fetch=fetch or FetchPolicy(),
             ),
@@ -147,6 +153,8 @@ class VLMBatcher:
         template_args: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
         params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
@@ -158,10 +166,11 @@ class VLMBatcher:
         ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None; ``videos`` a
         video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list of
         them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked, and
-        ``tools`` to ``continue_final_message`` what the chat template is told (see ``Request``). Higher ``priority``
-        goes first. ``return_cache`` asks for the conversation's state in the result, which a request that goes on with
-        it takes as ``cache``. Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``; what
-        turns out later (an unreadable picture, a prompt too long) ends that request alone, with an error in its result.
+        ``tools`` to ``continue_final_message`` what the chat template is told; ``min_pixels`` and ``max_pixels`` bound
+        what the model sees of each picture (see ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for
+        the conversation's state in the result, which a request that goes on with it takes as ``cache``. Raises
+        InvalidRequest for what is wrong already now, BatcherClosed after ``close``; what turns out later (an unreadable
+        picture, a prompt too long) ends that request alone, with an error in its result.
         """
         pictures = () if images is None else tuple(images) if is_image_list(images) else (images,)
         clips = () if videos is None else tuple(videos) if is_image_list(videos) else (videos,)
@@ -181,6 +190,8 @@ class VLMBatcher:
                 template_args={} if template_args is None else template_args,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
                 params=params_of(params),
                 request_id=request_id,
                 priority=priority,

@@ -14,6 +14,8 @@ from vlm_batch.types import Event, Result
 class Handle:
     """Iterate it for pieces of text (``for`` or ``async for``), ``await`` it or call ``result`` for the end.
 
+    Of several answers to one prompt (``n``), the pieces are the first one's; ``events`` has all of them.
+
     ``events`` has all that is known of each step. Every iteration gives everything from the beginning. A failed request's
     stream just ends; its ``result().error`` says why.
 
@@ -59,12 +61,12 @@ class Handle:
 
     def __iter__(self) -> Iterator[str]:
         for event in self.events():
-            if event.text:
+            if event.text and not event.index:
                 yield event.text
 
     async def __aiter__(self) -> AsyncIterator[str]:
         async for event in self.events():
-            if event.text:
+            if event.text and not event.index:
                 yield event.text
 
     def __await__(self) -> Generator[object, None, Result]:

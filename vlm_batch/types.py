@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from vlm_batch.errors import InvalidParameters, InvalidRequest, RequestFailed, describe
+from vlm_batch.errors import InvalidImage, InvalidParameters, InvalidRequest, RequestFailed, describe
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -118,11 +118,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        self._take_rules(put)
         put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
-        self._take_form(put)
         for name, least, most in _WHOLE_PARAMETERS:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
@@ -147,6 +145,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise InvalidParameters(f"ignore_eos is {_shown(self.ignore_eos)}; it must be True or False")
 
+        self._take_rules(put)
+        self._take_form(put)
         if self.min_tokens > self.max_tokens:
             raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
 
@@ -284,6 +284,9 @@ class Request:
     is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
     the chat's last turn open, so that the answer goes on with it.
 
+    ``min_pixels`` and ``max_pixels`` bound what the model sees of each picture, where the family's processor has such
+    bounds; it scales pictures to lie between them. What came of it is in ``Result.model_image_sizes``.
+
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.
     """
@@ -302,6 +305,8 @@ class Request:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
     request_id: str | None = None
     priority: int = 0
@@ -319,6 +324,7 @@ class Request:
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
             raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be text, not empty, or None")
+        put_pixels(self, self.min_pixels, self.max_pixels)
         for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
@@ -370,6 +376,7 @@ class Result:
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
     height) as the processor was given them. ``parsed`` is the value of an answer that was held to a form: what its JSON
     says, or its text; None if it ended before it had the form. ``stop_reason`` is the matched stop string or token id.
+    ``others`` are the further answers of a request that asked for several (``n``), each with its own end and usage.
     ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
     """
 
@@ -385,6 +392,7 @@ class Result:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     parsed: Any = None
+    others: tuple[Result, ...] = ()
     error: str | None = None
     if TYPE_CHECKING:
         exception: BaseException | None = None
@@ -418,7 +426,8 @@ def failed_result(request_id: str, error: BaseException) -> Result:
 class Event:
     """One step of one request as the engine saw it: a token with the text that it completed, or an end, or both.
 
-    ``result`` is there if and only if the request ended with this event.
+    ``result`` is there if and only if the request ended with this event. Of a request with several answers, ``index``
+    says which of them it is about, and ``answer`` how that one ended.
     """
 
     request_id: str
@@ -426,6 +435,8 @@ class Event:
     text: str = ""
     logprobs: TokenLogprobs | None = None
     result: Result | None = None
+    index: int = 0
+    answer: Result | None = None
 
 
 @dataclass(frozen=True)
@@ -585,6 +596,16 @@ def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParam
     if unknown:
         raise InvalidParameters(f"params has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     return SamplingParams(**given)
+
+
+def put_pixels(holder: Any, least: Any, most: Any) -> None:
+    """Check bounds of pictures' pixels, and set them as Python's integers. Raises InvalidImage."""
+    for name, value in (("min_pixels", least), ("max_pixels", most)):
+        if value is not None and not (_is_whole(value) and 1 <= value <= _MOST):
+            raise InvalidImage(f"{name} is {_shown(value)}; it must be an integer of at least 1, or None")
+        object.__setattr__(holder, name, None if value is None else int(value))
+    if least is not None and most is not None and least > most:
+        raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
 
 
 def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) -> Any:

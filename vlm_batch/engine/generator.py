@@ -34,7 +34,7 @@ from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.row import Prompt, Row, fork, new_row
 from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.store.prompt import PromptCache
@@ -122,6 +122,7 @@ class BatchGenerator:
         self._rows: dict[str, Row] = {}
         self._launched = _Launched()
         self._held: tuple[tuple[Row, mx.array], ...] = ()  # guided rows, with their logits (1, V) of this step
+        self._forks: list[tuple[Row, mx.array]] = []  # further answers to prefilled prompts, with those prompts' logits
         self._events: list[Event] = []
 
     # Rows in and out
@@ -189,6 +190,7 @@ class BatchGenerator:
     def reset(self) -> None:
         """Forget every row, without events."""
         self._launched = _Launched()
+        self._held, self._forks = (), []
         for row in list(self._rows.values()):
             self._forget(row)
         self._events = []
@@ -214,13 +216,14 @@ class BatchGenerator:
             self._launched.decode = self._launch(rows)
         self._await(before)
         self._launched.guided = self._sample_held()
+        joined = self._join_forks()
         encoding = self.admission.admit(len(self.batch), is_decoding=bool(rows))
         prefilling = self.prefill.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
         budget = self._pace.budget(is_decoding=bool(rows), pending=self.prefill.num_pending, waited=longest)
         plan = self.scheduler.plan(prefilling, budget)
         done, self._launched.chunks = self.prefill.run(plan)
-        joined = [(row, logits) for row, logits in done if self._guard(row, self._join, row)]
+        joined += [(row, logits) for row, logits in done if self._guard(row, self._join, row, logits)]
         if joined:
             self._launched.joined = self._sample(
                 stack_logits([logits for _, logits in joined]), [row for row, _ in joined]
@@ -243,8 +246,18 @@ class BatchGenerator:
         for flight in launched.joined:
             self._read(flight)
 
-    def _join(self, row: Row) -> bool:
+    def _join_forks(self) -> list[tuple[Row, mx.array]]:
+        """Give places to further answers of prompts that are prefilled, with their logits (1, V): they go before all others."""
+        free = self.scheduler.num_free(len(self.prefill) + len(self.batch))
+        self._forks = [(row, logits) for row, logits in self._forks if row.status is not Status.FINISHED]
+        taken, self._forks = self._forks[:free], self._forks[free:]
+        return [(row, logits) for row, logits in taken if self._guard(row, self._join, row, logits)]
+
+    def _join(self, row: Row, logits: mx.array) -> bool:
         """Give a row whose prompt is done its place among those that decode; embeddings and features are let go of here."""
+        for sibling in fork(row) if row.siblings else ():
+            self._rows[sibling.request_id] = sibling
+            self._forks.append((sibling, logits))
         prompt, row.prompt = row.prompt, None
         assert prompt is not None and prompt.cache is not None
         self.prefill.remove(row)
@@ -391,6 +404,9 @@ class BatchGenerator:
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
         cache = self._save(row) if reason == "cancelled" and row.status is Status.DECODE else None
         self._events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
+        for sibling in row.siblings:  # their prompt is this one's
+            self._events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
+            sibling.clear()
         self._forget(row)
 
     def _leave(self, row: Row) -> None:

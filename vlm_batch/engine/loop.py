@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import Loaders, Loading, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
@@ -45,6 +46,7 @@ class Rate:
 @dataclass(frozen=True)
 class _Add:
     row: Row
+    several: Several | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class EngineLoop:
         self._loaders = loaders
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
+        self._several: dict[str, Several] = {}  # by the names of their rows
         self._is_busy = False
         self._process = os.getpid()
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
@@ -100,7 +103,7 @@ class EngineLoop:
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
         self._alive[row.request_id] = handle
-        self._inbox.put(_Add(row))
+        self._inbox.put(_Add(row, Several(row.request_id, request.params.n) if request.params.n > 1 else None))
         if self._gone is not None:  # it went while the request came in
             self.abandon()
 
@@ -184,7 +187,7 @@ class EngineLoop:
         """End what is alive as cancelled, and write what is to outlive the process."""
         try:
             for request_id in tuple(self._alive):
-                self.generator.cancel(request_id)
+                self._cancel(request_id)
             while self.generator.has_work:
                 self._turn()
         except BaseException as error:
@@ -209,11 +212,19 @@ class EngineLoop:
 
     def _follow(self, message: _Add | _Cancel | _Loaded) -> None:
         if isinstance(message, _Add):
+            if message.several is not None:
+                self._several.update(dict.fromkeys(message.several.row_ids, message.several))
             self.generator.add(message.row)
         elif isinstance(message, _Cancel):
-            self.generator.cancel(message.request_id)
+            self._cancel(message.request_id)
         else:
             self.generator.take_in(message.row, message.loading)
+
+    def _cancel(self, request_id: str) -> None:
+        """End a request, with all of its answers."""
+        several = self._several.get(request_id)
+        for row_id in (request_id,) if several is None else several.row_ids:
+            self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
         """One round: have more prepared, step, hand out events. False if there was nothing to do."""
@@ -235,8 +246,10 @@ class EngineLoop:
             lost = [message.row.request_id] if isinstance(message, _Add) else []  # it may not have got in
         except BaseException:  # not even that can be done with what there is
             self.generator.reset()
+            self._several.clear()
             lost = list(self._alive)
         for request_id in lost:
+            self._forget_several(request_id)
             self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
@@ -250,6 +263,9 @@ class EngineLoop:
         loading.when_done(partial(self._inbox.put, _Loaded(row, loading)))  # a loader's thread holds no engine
 
     def _hand_out(self, event: Event) -> None:
+        several = self._several.get(event.request_id)
+        if several is not None:
+            event = several.take(event)
         handle = self._alive.get(event.request_id)
         if handle is None:
             return
@@ -258,8 +274,14 @@ class EngineLoop:
             self._rate.count(time.perf_counter())
         if event.result is not None:
             del self._alive[event.request_id]
+            self._forget_several(event.request_id)
             self._count(event.result)
         handle.push(event)
+
+    def _forget_several(self, request_id: str) -> None:
+        several = self._several.get(request_id)
+        for row_id in () if several is None else several.row_ids:
+            del self._several[row_id]
 
     def _count(self, result: Result) -> None:
         kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")

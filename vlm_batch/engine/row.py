@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -169,6 +170,7 @@ class Row:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse | None = None
+    siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
 
     @property
     def position(self) -> int:
@@ -213,6 +215,7 @@ class Row:
         """Let go of everything but its name: it has ended, and a launched step may still hold it."""
         self.status = Status.FINISHED
         self.prompt = self.reuse = None
+        self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
 
 
@@ -236,4 +239,30 @@ def new_row(
     row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
+    row.siblings = tuple(
+        Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, decode))
+        for index in range(1, params.n)
+    )
     return row
+
+
+def sibling_id(request_id: str, index: int) -> str:
+    """The name inside the engine of a request's further answer."""
+    return f"{request_id}[{index}]"
+
+
+def fork(row: Row) -> list[Row]:
+    """A prefilled row's siblings, each with the prompt's state as its own; the row has none from now on.
+
+    Arrays are shared until one of them writes: a copied cache costs nothing yet.
+    """
+    assert row.prompt is not None
+    for sibling in row.siblings:
+        sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
+        sibling.facts, sibling.clock, sibling.priority = row.facts, replace(row.clock), row.priority
+        sibling.image_sizes, sibling.video_sizes = row.image_sizes, row.video_sizes
+        answer, given = sibling.answer, row.answer
+        answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules
+        answer.guide = None if given.guide is None else given.guide.copy()
+    siblings, row.siblings = row.siblings, ()
+    return list(siblings)

@@ -28,7 +28,7 @@ from vlm_batch.inputs.chats import shortened, split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
 from vlm_batch.inputs.grammar import Form, Forms
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
-from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.inputs.videos import (
@@ -43,7 +43,17 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Thinking, Video, VideoInput
+from vlm_batch.types import (
+    FetchPolicy,
+    ImageInput,
+    Message,
+    Request,
+    SamplingParams,
+    Thinking,
+    Video,
+    VideoInput,
+    put_pixels,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +62,19 @@ class Limits:
 
     ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
     of a video, before these are. ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context
-    bounds them as well. ``fetch`` says which paths and URLs are read, and how much of them.
+    bounds them as well. ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the
+    second. ``fetch`` says which paths and URLs are read, and how much of them.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     prompt_tokens: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
+
+    def __post_init__(self) -> None:
+        put_pixels(self, self.min_pixels, self.max_pixels)
 
 
 #: Characters that a token stands for at most on average in a prompt that is tokenized: words of English have four to five.
@@ -93,6 +109,7 @@ class Question:
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
     params: SamplingParams = field(default_factory=SamplingParams)
     thinking: Thinking | None = None
+    pixels: PixelBounds | None = None
 
     @property
     def media(self) -> tuple[ImageInput | Video, ...]:
@@ -175,8 +192,23 @@ class Preparer:
         Raises InvalidRequest.
         """
         self._forms.check(request.params)
-        question = replace(self._checked(request), params=request.params)
+        question = replace(self._checked(request), params=request.params, pixels=self._pixels(request))
         return replace(question, thinking=self._thinking(question, request))
+
+    def _pixels(self, request: Request) -> PixelBounds | None:
+        """How large the model is to see pictures; None as the checkpoint says. Raises InvalidImage."""
+        limits, own = self.limits, self.processing.pixels
+        if request.min_pixels is None and request.max_pixels is None and limits.min_pixels is limits.max_pixels is None:
+            return None
+        if own is None:
+            raise InvalidImage(f"min_pixels and max_pixels: the processor of {self.spec.family} has no such bounds")
+        most = next(value for value in (request.max_pixels, limits.max_pixels, own.most) if value is not None)
+        if limits.max_pixels is not None and most > limits.max_pixels:
+            raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}")
+        least = next(value for value in (request.min_pixels, limits.min_pixels, own.least) if value is not None)
+        if request.min_pixels is not None and least > most:
+            raise InvalidImage(f"min_pixels is {least:,}, above max_pixels, which is {most:,}")
+        return PixelBounds(min(least, most), most)
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
         """Where the prompt leaves thinking; None if nobody asks."""
@@ -301,8 +333,9 @@ class Preparer:
                     with self._processor_lock:
                         self._long_processing = self.processing.copy()
                 assert question.prompt is not None
-                return as_numpy(self._long_processing.inputs(question.prompt, images, clips))
-        with self._processor_lock:
+                with self._long_processing.seeing(question.pixels):
+                    return as_numpy(self._long_processing.inputs(question.prompt, images, clips))
+        with self._processor_lock, self.processing.seeing(question.pixels):
             if question.prompt is not None:
                 return as_numpy(self.processing.inputs(question.prompt, images, clips))
             found = self.processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)

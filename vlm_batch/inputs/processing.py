@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -26,6 +27,14 @@ from vlm_batch.inputs.processors import copy_for_thread, without_text_options
 from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
+
+
+@dataclass(frozen=True)
+class PixelBounds:
+    """Between how many pixels a processor scales a picture."""
+
+    least: int
+    most: int
 
 
 class Processing:
@@ -70,6 +79,7 @@ class Processing:
         self.template.check(options)
         rendered: Any
         try:
+            rendered: Any
             messages = self._messages(prompt, num_images, num_videos)
             if isinstance(messages, Mapping):
                 options.refuse("this family's processor takes the last message alone")
@@ -135,17 +145,28 @@ class Processing:
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
 
-    def inputs(
-        self,
-        rendered: str,
-        images: Sequence[Image.Image],
-        clips: Sequence[Clip] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos.
+    @property
+    def pixels(self) -> PixelBounds | None:
+        """Between how many pixels the checkpoint has pictures scaled; None for a processor without such bounds."""
+        part = getattr(self.processor, "image_processor", None)
+        least, most = getattr(part, "min_pixels", None), getattr(part, "max_pixels", None)
+        return PixelBounds(least, most) if isinstance(least, int) and isinstance(most, int) else None
 
-        ``options`` are the processor's own, for this request alone (``min_pixels``, ``max_pixels``).
-        """
+    @contextmanager
+    def seeing(self, bounds: PixelBounds | None) -> Iterator[None]:
+        """Have pictures scaled to ``bounds``, in the processor calls within; one thread at a time."""
+        own, part = self.pixels, getattr(self.processor, "image_processor", None)
+        if bounds is None or own is None or part is None:
+            yield
+            return
+        try:
+            part.min_pixels, part.max_pixels = bounds.least, bounds.most
+            yield
+        finally:
+            part.min_pixels, part.max_pixels = own.least, own.most
+
+    def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
+        """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
         try:
             found = prepare_inputs(
                 self.processor,
@@ -154,7 +175,6 @@ class Processing:
                 image_token_index=getattr(self.config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
                 **self._video_arguments(clips),
-                **(options or {}),
             )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
