@@ -607,6 +607,13 @@ def test_live_counters_and_times_say_where_a_request_was() -> None:
     assert first.timings.encode > 0
 
 
+@pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**40, 1.5, "1", None])
+def test_token_ids_that_are_none_are_refused_at_submit(batcher: VLMBatcher, token: Any) -> None:
+    """Below zero or beyond 32 bits, an id would be looked up outside of the embeddings."""
+    with pytest.raises(InvalidPrompt, match=r"token_ids (is|holds) "):
+        batcher.submit(token_ids=[5, token])
+
+
 def test_a_buffer_may_be_used_again_after_submit(batcher: VLMBatcher) -> None:
     """Pictures, clips and processed inputs are taken as they are when they are submitted, and a file may be closed."""
     with Image.open(CIRCLE) as opened:
@@ -665,7 +672,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "prompt_bytes": ({"prompt": b"x"}, InvalidPrompt, r"prompt is b'x'; it must be text \(str\)"),
     "cache_text": ({"prompt": "x", "cache": "x"}, InvalidCache, "cache is 'x'; it must be a PromptCache"),
-    "id_list": ({"prompt": "x", "request_id": []}, InvalidRequest, r"request_id is \[\]; it must be a non-empty"),
+    "id_list": (
+        {"prompt": "x", "request_id": []},
+        InvalidRequest,
+        r"request_id is \[\]; it must be text",
+    ),
     "inputs_list": ({"inputs": [1]}, InvalidPrompt, r"inputs is \[1\]; it must be a mapping"),
     "fractional_inputs": ({"inputs": {"input_ids": np.ones((1, 3))}}, InvalidPrompt, "of integers; given: float64"),
     "long_prompt": ({"prompt": "a " * 5_000_000}, PromptTooLong, "the prompt has 10,000,000 characters; 2,048 tokens"),

@@ -23,6 +23,7 @@ FILES = (
     "several_pictures",
     "vision",
     "configured",
+    "checkpoints",
     "mllama",
     "other_models",
 )

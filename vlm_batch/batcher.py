@@ -22,6 +22,7 @@ from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list
 from vlm_batch.inputs.prepare import Limits
+from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 from vlm_batch.loading import EngineOptions, load_engine, make_engine
 from vlm_batch.progress import progress_bar
@@ -59,7 +60,10 @@ class VLMBatcher:
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
     so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
-    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant".
+    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
+    and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``dtype`` is
+    what the weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or
+    "auto", which is the checkpoint's own type but float32 on a CPU.
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
     the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
@@ -90,16 +94,11 @@ class VLMBatcher:
         kv_group_size: int = 64,
         kv_quant_scheme: str = "uniform",
         quantized_kv_start: int = 0,
+        reproducible: bool = False,
+        dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        if not isinstance(model, (str, Path, nn.Module)):
-            raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
-        if isinstance(model, nn.Module) and processor is None:
-            raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
-        if fetch is not None and not isinstance(fetch, FetchPolicy):
-            raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
-        if not isinstance(trust_remote_code, bool):
-            raise ValueError(f"trust_remote_code is {trust_remote_code!r}; it must be True or False")
+        _check_kinds(model, processor, fetch, trust_remote_code)
         pixels = {
             name: whole_option(name, value, least=1, or_none=True)
             for name, value in (("max_image_pixels", max_image_pixels), ("max_video_pixels", max_video_pixels))
@@ -122,6 +121,7 @@ class VLMBatcher:
                 fetch=fetch or FetchPolicy(),
             ),
             kv=_kv_settings(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
+            reproducible=reproducible,
         )
         self.look_ahead = look_ahead
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class VLMBatcher:
             made = make_engine(model, processor, options)
             engine, self._running = engine_loop.start(lambda: made)
         else:
-            load = partial(load_engine, model, options, trust_remote_code=trust_remote_code)
+            load = partial(load_engine, model, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer = engine.loop, engine.preparer
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
@@ -258,6 +258,16 @@ class VLMBatcher:
         """The facts about the model's family."""
         return self._preparer.spec
 
+    @property
+    def processing(self) -> Processing:
+        """The model's processor, tokenizer and chat template, for reading."""
+        return self._preparer.processing
+
+    @property
+    def max_context(self) -> int | None:
+        """How many positions the model was made for; None if it does not say."""
+        return self._preparer.max_context
+
     def stats(self) -> Stats:
         """Live counters; a moment's view, taken without stopping the engine."""
         return self._loop.stats()
@@ -277,6 +287,18 @@ class VLMBatcher:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_kinds(model: Any, processor: Any, fetch: Any, trust_remote_code: Any) -> None:
+    """Raise ValueError for arguments that are not what they should be."""
+    if not isinstance(model, (str, Path, nn.Module)):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
+    if isinstance(model, nn.Module) and processor is None:
+        raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+    if fetch is not None and not isinstance(fetch, FetchPolicy):
+        raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
+    if not isinstance(trust_remote_code, bool):
+        raise ValueError(f"trust_remote_code is {trust_remote_code!r}; it must be True or False")
 
 
 def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:

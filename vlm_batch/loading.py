@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.utils import get_model_path, get_model_type, load, load_config
+from mlx_vlm.utils import get_model_path, get_model_type
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
@@ -18,12 +18,15 @@ from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
+from vlm_batch.checkpoints import read_config, read_model, read_processor
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import CacheSettings, Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
+from vlm_batch.exactness import exact_for
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
@@ -36,12 +39,16 @@ from vlm_batch.store.files import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are."""
+    """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are.
+
+    ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md).
+    """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     caches: CacheSettings = field(default_factory=CacheSettings)
     limits: Limits = field(default_factory=Limits)
     kv: KVQuantisation | None = None
+    reproducible: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     adapter = adapt(model)
     if options.kv is not None:
         check_quantisation(adapter, options.kv)
+    exact = exact_for(adapter, options.kv) if options.reproducible else None
     config = options.scheduler
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
@@ -66,8 +74,9 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
         config=config,
-        reuse=_reuse(adapter, options),
+        reuse=_reuse(adapter, options, exact),
         kv=options.kv,
+        exact=exact,
     )
     preparer = Preparer(
         processing,
@@ -79,45 +88,71 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer)
 
 
-def load_engine(path_or_id: str | Path, options: EngineOptions, *, trust_remote_code: bool = False) -> Engine:
+def load_engine(
+    path_or_id: str | Path, options: EngineOptions, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> Engine:
     """An engine for a checkpoint; raises what ``load_model`` and ``make_engine`` raise."""
-    model, processor = load_model(path_or_id, trust_remote_code=trust_remote_code)
+    model, processor = load_model(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
     return make_engine(model, processor, options)
 
 
-def _reuse(adapter: Adapter, options: EngineOptions) -> Reuse:
-    identity = Identity(adapter.fingerprint, settings_of(options.kv))
+def _reuse(adapter: Adapter, options: EngineOptions, exact: Exact | None) -> Reuse:
+    identity = Identity(adapter.fingerprint, settings_of(options.kv) | ({} if exact is None else exact.settings))
     if not options.caches.max_bytes:
-        return Reuse(adapter, None, identity)
+        if exact is not None:  # a prompt's pictures are encoded as they are where features are kept
+            adapter.remember_features(FeatureStore(ByteBudget(0)))
+        return Reuse(adapter, None, identity, exact=exact)
     budget = ByteBudget(options.caches.max_bytes)
     adapter.remember_features(FeatureStore(budget))
     prefix = options.caches.prefix_cache(budget, identity) if adapter.no_prefix_reuse is None else None
-    return Reuse(adapter, prefix, identity, budget)
+    return Reuse(adapter, prefix, identity, budget, exact)
 
 
-def load_model(path_or_id: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
+#: Types that weights can be loaded in: ``auto`` is the checkpoint's own, but float32 on a CPU.
+DTYPES: dict[str, mx.Dtype | None] = {
+    "auto": None,
+    "checkpoint": None,
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+}
+
+
+def load_model(
+    path_or_id: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[nn.Module, Any]:
     """A checkpoint's model and processor, through mlx-vlm's loader; a hub id is fetched first.
 
-    The model type is checked before any weight is read, and an incomplete config is refused. On a CPU half-precision
-    weights become float32: MLX has no fast path for them there. Raises UnsupportedModel, FileNotFoundError, and what the
-    loader raises for a damaged checkpoint.
+    The model type is checked before any weight is read, and an incomplete config is refused. ``dtype`` is one of
+    ``DTYPES``; by default half-precision weights become float32 on a CPU: MLX has no fast path for them there. Raises
+    UnsupportedModel, FileNotFoundError, ValueError for another ``dtype``, and what the loader raises for a damaged
+    checkpoint.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    wanted = mx.float32 if dtype == "auto" and on_cpu else DTYPES[dtype]
     path = find_checkpoint(path_or_id)
-    model_type = get_model_type(load_config(path))
+    model_type = get_model_type(read_config(path))
     check_model_type(model_type)
     provide_package(model_type)
     try:
-        model, processor = load(str(path), trust_remote_code=trust_remote_code)
+        model = read_model(path, in_float32=on_cpu and wanted == mx.float32, trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
         raise UnsupportedModel(
             f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
         ) from error
+    try:
+        processor = read_processor(path, model, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a tokenizer's or a processor's class raises, or a package that it asks for
+        said = " ".join(str(error).split())[:300]
+        raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         leave_on_disk(model, spec.adapter.on_disk())
-    if mx.default_device().type == mx.DeviceType.cpu:
-        model.set_dtype(mx.float32)
+    if wanted is not None:
+        model.set_dtype(wanted)
         mx.eval(model.parameters())
     return model, processor
 
@@ -151,6 +186,8 @@ def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     Raises UnsupportedModel if it cannot be run that way either.
     """
     model_type = model_type or str(model.config.model_type)
+    if spec_for(model_type) is None:  # a checkpoint's own name for it, which mlx-vlm maps to another
+        model_type = str(get_model_type({"model_type": model_type}))
     check_refused(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:

@@ -323,7 +323,7 @@ class Request:
             )
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
-            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be a non-empty string, or None")
+            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be text, not empty, or None")
         put_pixels(self, self.min_pixels, self.max_pixels)
         for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
@@ -456,6 +456,7 @@ class Stats:
     cache_hits: int = 0  # requests that took a beginning from earlier ones
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
+    steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ class Adapter:
     #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
+    #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
+    goes_by_shapes: bool = False
+
     #: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
     caches_without_attention: ClassVar[frozenset[str]] = frozenset()
 
@@ -91,6 +94,14 @@ class Adapter:
         put_hooks(files_of(self.language), HOOKS, family=self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
+
+    def go_by_shapes(self) -> None:
+        """From now on choose kernels by the shapes of one call alone, not by what was called before, and encode each picture
+        in a call of its own, so that what is kept of one cannot change another."""
+        self.goes_by_shapes = True
+        for owner, name in self.towers():
+            if isinstance(owner[name], RememberingTower):
+                owner[name].goes_by_shapes = True
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -175,6 +186,9 @@ class Adapter:
             is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
             features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
             embeds = features.pop("inputs_embeds")
+            dtype = self.token_dtype if self.goes_by_shapes and embeds.dtype == mx.float32 else None
+            if dtype is not None:
+                embeds = embeds.astype(dtype)  # rows of two types in one batch are computed in the wider one
             prefill, decode = self.split(features)
             return Encoded(
                 input_ids=ids,
@@ -212,6 +226,13 @@ class Adapter:
     def token_table(self) -> Any:
         """The embedding of the decoder's tokens, or None where it is made of several or named otherwise."""
         return getattr(getattr(self.language, "model", None), "embed_tokens", None)
+
+    @property
+    def token_dtype(self) -> mx.Dtype | None:
+        """The type of the decoder's token embeddings, or None where their table is not known."""
+        table = self.token_table
+        known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
+        return None if known is None else known.dtype
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""

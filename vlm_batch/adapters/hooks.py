@@ -32,6 +32,7 @@ Answer = TypeVar("Answer")
 
 class _Thread(threading.local):
     runs_adapter = False
+    goes_by_shapes = False
 
 
 _thread = _Thread()
@@ -40,16 +41,22 @@ _thread = _Thread()
 _put: WeakSet[Callable[..., Any]] = WeakSet()
 
 
+def goes_by_shapes() -> bool:
+    """Whether the adapter that runs its model on this thread chooses kernels by the shapes of one call alone."""
+    return _thread.goes_by_shapes
+
+
 def runs_model(call: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """A call of an adapter in which hooks take our functions."""
+    """A call of an adapter, its first argument, in which hooks take our functions."""
 
     @wraps(call)
     def marked(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-        before, _thread.runs_adapter = _thread.runs_adapter, True
+        before = _thread.runs_adapter, _thread.goes_by_shapes
+        _thread.runs_adapter, _thread.goes_by_shapes = True, bool(getattr(args[0], "goes_by_shapes", False))
         try:
             return call(*args, **kwargs)
         finally:
-            _thread.runs_adapter = before
+            _thread.runs_adapter, _thread.goes_by_shapes = before
 
     return marked
 

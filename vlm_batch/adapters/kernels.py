@@ -8,7 +8,8 @@ multiplies head by head. float32 only, as everything that is fast there.
 On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
 lengths, so a shape gets a plan here only when it keeps coming back; until then its attention is spelled out. So which of
-the two a prompt meets depends on what the process has seen, and its last bits in half precision with it. And a single
+the two a prompt meets depends on what the process has seen, and its last bits in half precision with it, unless an adapter
+goes by shapes alone: then what is small is always spelled out. And a single
 query with an array as mask has no kernel there; the queries of one group of heads, taken as several queries, have.
 """
 
@@ -23,6 +24,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models import activations
+
+from vlm_batch.adapters.hooks import goes_by_shapes
 
 #: Calls of a shape before it is given a plan: about 30 forwards of 36 layers, whose price is that of one plan.
 USES_BEFORE_PLAN = 1024
@@ -65,7 +68,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     if takes_plans(queries):
         if is_groupable(queries, keys, mask):
             return attend_groups(queries, keys, values, scale, mask)
-        if queries.shape[2] > 1 and is_rare(queries, keys):
+        if spells_out(queries, keys, mask) if goes_by_shapes() else queries.shape[2] > 1 and is_rare(queries, keys):
             return attend_spelled_out(queries, keys, values, scale, mask)
     elif (mask is None or isinstance(mask, str)) and takes_powers(queries) and is_long(queries, keys):
         return attend_in_blocks(queries, keys, values, scale, is_causal=mask is not None)
@@ -78,10 +81,22 @@ def is_long(queries: mx.array, keys: mx.array) -> bool:
     return length > 1 or heads > keys.shape[1] or keys.shape[2] >= MANY_KEYS
 
 
+def is_small(queries: mx.array, keys: mx.array) -> bool:
+    """True if attention can do without a plan."""
+    batch, heads, length, _ = queries.shape
+    return batch * heads * length * keys.shape[2] <= MAX_SCORES
+
+
+def spells_out(queries: mx.array, keys: mx.array, mask: Any) -> bool:
+    """The choice by shapes alone: what is small, and a lone query without an array as mask, for which MLX goes by how its
+    keys lie in memory (``use_cudnn_for_decoding``)."""
+    is_lone = queries.shape[2] == 1 and not isinstance(mask, mx.array)
+    return is_lone or is_small(queries, keys)
+
+
 def is_rare(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape. True if it has come too seldom for a plan, and is small enough to do without."""
-    batch, heads, length, _ = queries.shape
-    if batch * heads * length * keys.shape[2] > MAX_SCORES:
+    if not is_small(queries, keys):
         return False
     shape = (queries.shape, keys.shape)
     if len(_uses) > MAX_SHAPES:

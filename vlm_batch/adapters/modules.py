@@ -70,7 +70,7 @@ class RememberingTower(nn.Module):
     def __init__(self, tower: nn.Module, store: FeatureStore, keep: Callable[[Any, Mapping[str, Any]], Any]) -> None:
         super().__init__()
         self.tower = tower
-        self.__dict__.update(_store=store, _keep=keep)
+        self.__dict__.update(_store=store, _keep=keep, goes_by_shapes=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's answer, remembered or new."""
@@ -101,7 +101,8 @@ class RememberingTower(nn.Module):
 class RememberingGridTower(RememberingTower):
     """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
-    Every picture is remembered by itself; those that are new go through the tower together, each of them once.
+    Every picture is remembered by itself; those that are new go through the tower together, each of them once, or where the
+    adapter goes by shapes each in a call of its own.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +114,11 @@ class RememberingGridTower(RememberingTower):
         if pictures is None:
             return super().__call__(*args, **kwargs)
         parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
+        if self.goes_by_shapes:
+            alone = [self.remembered(part, kwargs) for part in parts]
+            if all(array.ndim == 2 for array in arrays_of(alone)):
+                return join_rows(alone)
+            return super().__call__(*args, **kwargs)  # an answer that is not one row for so many patches
         keys = [digest([list(part), dict(kwargs)]) for part in parts]
         found = [self._store.get(key) for key in keys]
         new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -68,6 +68,31 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
     filled = mx.array(embeds)
     filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
     return filled
+
+
+def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:
+    """Each picture's tiles (T, 3, S, S) with its (high, wide) in pixels, from ``pixel_values`` and ``image_sizes``.
+
+    Raises InvalidPrompt if there are not as many of one as of the other.
+    """
+    pictures, sizes = list(extra["pixel_values"]), np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
+    if len(pictures) != len(sizes):
+        raise InvalidPrompt(f"pixel_values holds {len(pictures)} pictures, and image_sizes the sizes of {len(sizes)}")
+    return list(zip(pictures, sizes, strict=True))
+
+
+def tiles_of(tiles: mx.array, size: Sequence[int], grid: tuple[int, int]) -> mx.array:
+    """The whole picture and its grid of tiles, without the tiles that a processor pads with.
+
+    Raises InvalidPrompt if a picture of (high, wide) pixels has fewer tiles than its grid.
+    """
+    needed = grid[0] * grid[1] + 1
+    if len(tiles) < needed:
+        raise InvalidPrompt(
+            f"a picture of {size[0]}x{size[1]} pixels takes {needed} tiles (the whole, and {grid[0]} rows of {grid[1]}); "
+            f"pixel_values holds {len(tiles)}: its processor cuts by other grids than the model"
+        )
+    return tiles[:needed]
 
 
 def bidirectional_mask(

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache
 
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, make_layer_cache, save_layer, upstream
+from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 
 
@@ -45,6 +46,13 @@ class ListedCache(CacheList):
     def arrays(self) -> list[mx.array]:
         """Every array that is held, to be evaluated."""
         return [array for part in self.caches for array in part.arrays()]
+
+
+def always_mask(layer: LayerCache) -> None:
+    """Have a batch's layer mask its columns at every step, also where each row sees all: no row's step goes by another's."""
+    for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
+        if isinstance(part, SlabCache):
+            part.always_masked = True
 
 
 @filed

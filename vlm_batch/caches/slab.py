@@ -33,6 +33,7 @@ class SlabCache:
         self.num_places = num_places  # allocated at once: a join never makes room by copying neighbours
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
+        self.always_masked = False
         self._lengths = [0] * num_places
         self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
         self._kept = self._lengths
@@ -153,7 +154,7 @@ class SlabCache:
 
     def _is_uniform(self, window_size: int | None) -> bool:
         """Whether every place sees every column, so that no mask is needed; a graph cannot know."""
-        if self._traced is not None:
+        if self._traced is not None or self.always_masked:
             return False
         width = self._width(self._idx + 1)
         return window_size is None and all(length + 1 == width for length in self.lengths)
@@ -257,7 +258,8 @@ class RingSlabCache(SlabCache):
         return self.offset % self.window
 
     def _is_uniform(self, window_size: int | None) -> bool:
-        return self._traced is None and all(length + 1 >= self.window for length in self.lengths)
+        is_known = self._traced is None and not self.always_masked
+        return is_known and all(length + 1 >= self.window for length in self.lengths)
 
     def _capacity(self, tokens: int, current: int) -> int:
         return min(self.window, super()._capacity(tokens, current))

@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, make_layer_cache
+from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, make_layer_cache
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row
 from vlm_batch.types import Status
 
@@ -16,11 +17,13 @@ class DecodeBatch:
     """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
 
     With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it.
+    With ``exact`` there are as many places as it has a count for; those without a row run and are thrown away.
     """
 
-    def __init__(self, placement: Placement, max_rows: int) -> None:
+    def __init__(self, placement: Placement, max_rows: int, exact: Exact | None = None) -> None:
         self.placement = placement
         self.max_rows = max_rows
+        self._exact = exact
         self.places: list[Row | None] = []
         self.layers: list[LayerCache] = []
 
@@ -28,13 +31,21 @@ class DecodeBatch:
     def rows(self) -> list[Row]:
         return [row for row in self.places if row is not None]
 
+    @property
+    def groups(self) -> tuple[DecodeBatch, ...]:
+        """The batches that decode one after another: itself."""
+        return (self,)
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def join(self, row: Row, caches: Sequence[Any]) -> None:
         """Give a prefilled row a place. Only its own KV is touched; its single-row caches belong to the batch from now on."""
         if not self.layers:
-            self.layers = [make_layer_cache(single, self.placement, self.max_rows) for single in caches]
+            layout = self.placement if self._exact is None else self._exact.layout
+            self.layers = [make_layer_cache(single, layout, self.max_rows) for single in caches]
+            for layer in self.layers if self._exact is not None else ():
+                always_mask(layer)
         if None not in self.places:
             self._resize(len(self.places) + 1)
         place = self.places.index(None)
@@ -60,6 +71,8 @@ class DecodeBatch:
             for layer in self.layers:
                 assert isinstance(layer, DenseCache)
                 layer.remove(place)
+            if self._exact is not None:
+                self._resize(len(self))
         else:
             self.places[place] = None
             for layer in self.layers:
@@ -70,8 +83,10 @@ class DecodeBatch:
 
     def _resize(self, wanted: int) -> None:
         """Have ``wanted`` places. In slabs their number is a power of two (or all there are), so that the shapes of a step
-        change rarely; places past the last row are given up, so that they cost nothing."""
-        if self.placement is Placement.SLAB and wanted:
+        change rarely; places past the last row are given up, so that they cost nothing. ``exact`` says it otherwise."""
+        if self._exact is not None:
+            wanted = self._exact.places(wanted)
+        elif self.placement is Placement.SLAB and wanted:
             wanted = min(1 << (wanted - 1).bit_length(), self.max_rows)
         self.places = (self.places + [None] * wanted)[:wanted]
         for layer in self.layers:

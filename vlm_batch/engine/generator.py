@@ -27,6 +27,8 @@ from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
+from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
@@ -69,6 +71,7 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it (``vlm_batch.engine.compiled`` says when that pays).
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
+    ``exact`` keeps every row's numbers, to the last bit, a function of its request; ``reuse`` must have the same.
     """
 
     def __init__(
@@ -82,20 +85,32 @@ class BatchGenerator:
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
         sampler: Sampler = sample,
+        exact: Exact | None = None,
     ) -> None:
         self.adapter = adapter
-        self.reuse = reuse or Reuse(adapter)
+        self.reuse = reuse or Reuse(adapter, exact=exact)
+        if exact != self.reuse.exact:
+            raise ValueError("what is reused is not what is computed here: reuse and generator need the same exact")
+        if exact is not None and compile_decode:
+            raise ValueError("compile_decode: graphs are made of steps that come back, and round otherwise; not exact")
         self.text = text or AnswerText()
         self.sampler = sampler
         self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
         placement = placement or Placement.for_device()
         config = for_placement(config or SchedulerConfig(), placement)
+        if exact is not None:
+            config = exact.config(config)
+            adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
-        self.batch = DecodeBatch(placement, config.max_rows)
+        self.batch: DecodeBatch | DecodeGroups = (
+            DecodeBatch(placement, config.max_rows)
+            if exact is None
+            else DecodeGroups(placement, config.max_rows, exact)
+        )
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         guard = _weakly(self._guard)
-        self.prefill = Prefill(adapter, self.reuse, config, kv, guard)
+        self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact)
         self.admission = Admission(
             self.scheduler,
             self.encoder,
@@ -186,14 +201,6 @@ class BatchGenerator:
         return bool(self._events) or self._is_active
 
     @property
-    def num_waiting(self) -> int:
-        return self.admission.num_prepared
-
-    @property
-    def num_prefilling(self) -> int:
-        return len(self.prefill)
-
-    @property
     def _is_active(self) -> bool:
         """Whether any row is past being prepared."""
         return len(self._rows) > self.admission.num_unprepared
@@ -281,14 +288,21 @@ class BatchGenerator:
         return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
 
     def _decode(self, rows: Sequence[Row]) -> mx.array:
-        """The forward over every place of the batch; logits (R, V) of ``rows``, in their order."""
-        places = self.batch.places
+        """A forward over every place of each group of the batch; logits (R, V) of ``rows``, which are in that order."""
+        wanted = set(rows)
+        groups = [(group, [row for row in group.rows if row in wanted]) for group in self.batch.groups]
+        logits = [self._decode_group(group, live) for group, live in groups if live]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _decode_group(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
+        """The forward over every place of a batch; logits (R, V) of ``rows``, in their order."""
+        places = batch.places
         empty = mx.zeros((1,), dtype=mx.int32)
         tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
-        step = DecodeStep(tokens, positions, self.batch.layers, extras)
-        if self._compiled is not None and CompiledDecode.can_compile(self.batch.layers, extras):
+        step = DecodeStep(tokens, positions, batch.layers, extras)
+        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras):
             logits = self._compiled(step)  # (B, V)
         else:
             logits = self.adapter.decode(step)
@@ -325,19 +339,11 @@ class BatchGenerator:
             flights = [_Flight((row,), sampled) for row, sampled in one_by_one if sampled is not None]
         for flight in flights:
             for index, row in enumerate(flight.rows):
-                self._advance(row, flight.sampled.tokens[index : index + 1].astype(mx.int32))
+                row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
+                if row.is_last:
+                    self._leave(row)  # its last token needs no further step
             mx.async_eval(flight.sampled.arrays())
         return flights
-
-    def _advance(self, row: Row, token: mx.array) -> None:
-        """Note a row's next token (1,), perhaps not computed yet."""
-        answer = row.answer
-        answer.next_token = token
-        answer.num_sampled += 1
-        if answer.history is not None:
-            answer.history = mx.concatenate([answer.history, token])
-        if row.is_last:
-            self._leave(row)  # its last token needs no further step
 
     def _read(self, flight: _Flight) -> None:
         """Wait for a launched step and hand out its tokens."""

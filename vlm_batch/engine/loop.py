@@ -84,7 +84,7 @@ class EngineLoop:
         self._is_busy = False
         self._process = os.getpid()
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0, "hits": 0}
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
 
     # From any thread
@@ -154,7 +154,7 @@ class EngineLoop:
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
         generator, counts = self.generator, self._counts
-        waiting, prefilling, decoding = generator.num_waiting, generator.num_prefilling, len(generator.batch)
+        waiting, prefilling, decoding = generator.admission.num_prepared, len(generator.prefill), len(generator.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,
@@ -169,6 +169,7 @@ class EngineLoop:
             cache_hits=counts["hits"],
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
+            steps=counts["steps"],
         )
 
     # On its own thread
@@ -231,7 +232,9 @@ class EngineLoop:
             self._prepare(row)
         if not self.generator.has_work:
             return False
-        for event in self.generator.step():
+        events = self.generator.step()
+        self._counts["steps"] += 1
+        for event in events:
             self._hand_out(event)
         return True
 

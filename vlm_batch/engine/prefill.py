@@ -11,6 +11,7 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import can_share, take_row
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.defaults import MAX_TOGETHER
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row
@@ -22,12 +23,19 @@ Guard = Callable[..., Any]
 
 
 class Prefill:
-    """Runs a plan's chunks. ``guard`` answers for what one row's work raises."""
+    """Runs a plan's chunks. ``guard`` answers for what one row's work raises. ``exact`` says where chunks have to end."""
 
     def __init__(
-        self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None, guard: Guard
+        self,
+        adapter: ModelAdapter,
+        reuse: Reuse,
+        config: SchedulerConfig,
+        kv: KVQuantisation | None,
+        guard: Guard,
+        exact: Exact | None = None,
     ) -> None:
         self.adapter = adapter
+        self._exact = exact
         self.rows: dict[str, Row] = {}
         self._reuse = reuse
         self._guard = guard
@@ -47,6 +55,9 @@ class Prefill:
     def add(self, row: Row) -> None:
         """Take in an encoded row, which has a place from now on."""
         row.status = Status.PREFILL
+        if self._exact is not None:
+            prompt = _prompt(row)
+            prompt.ends = self._exact.ends(row.facts.length, _encoded(prompt).atomic)
         self.rows[row.request_id] = row
 
     def remove(self, row: Row) -> None:
@@ -72,7 +83,9 @@ class Prefill:
         stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
         waited = max(0.0, now - row.clock.submitted)
         atomic = _encoded(prompt).atomic
-        return PrefillRow(row.request_id, row.facts.length, prompt.prefilled, atomic, stops, row.priority, waited)
+        return PrefillRow(
+            row.request_id, row.facts.length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends
+        )
 
     def _groups(self, plan: Sequence[Chunk]) -> list[list[Chunk]]:
         """The plan in groups that run as one array."""

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.layers import is_whole_kind
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.errors import InvalidCache
@@ -64,7 +65,10 @@ class CacheSettings:
 
 
 class Reuse:
-    """``identity`` is of the model and the settings that rows are made with here; ``budget`` of all that is kept."""
+    """``identity`` is of the model and the settings that rows are made with here; ``budget`` of all that is kept.
+
+    With ``exact`` a row goes on only from where its own cold run would have come to the same bits.
+    """
 
     def __init__(
         self,
@@ -72,9 +76,11 @@ class Reuse:
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
+        exact: Exact | None = None,
     ) -> None:
         self.adapter = adapter
         self.prefix = prefix
+        self.exact = exact
         self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, and not waited for yet
@@ -152,7 +158,7 @@ class Reuse:
                 raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
             return 0
         found = self._continued(book) if book.continues is not None else self._found(book.key)
-        if any(not is_whole_kind(cache) for cache in fresh):
+        if self.exact is None and any(not is_whole_kind(cache) for cache in fresh):
             common = 0 if found is None else found.common
             book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
         if found is None or not found.length:
@@ -216,7 +222,8 @@ class Reuse:
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
         book = row.reuse
-        return book is not None and book.key is not None and (book.is_returned or self.prefix is not None)
+        keeps = self.prefix is not None and self.exact is None  # what a decode step computed is no prompt's beginning
+        return book is not None and book.key is not None and (book.is_returned or keeps)
 
     def forget(self, row: Row) -> None:
         """The row has ended: a cache that it did not get to take may be continued by another request."""
@@ -263,7 +270,8 @@ class Reuse:
             row.reuse = RowReuse()
         inputs = None if row.prompt is None else row.prompt.inputs
         if row.reuse.key is None and self.adapter.no_prefix_reuse is None and inputs is not None:
-            row.reuse.key = self.adapter.prompt_key(inputs)
+            key = self.adapter.prompt_key(inputs)
+            row.reuse.key = key if self.exact is None else self.exact.key(key)
         return row.reuse
 
     def _found(self, key: PromptKey) -> Match | None:
@@ -280,7 +288,7 @@ class Reuse:
                 f"the cache is longer than the prompt: it holds {saved.length} tokens, the prompt has {book.key.length}"
             )
         found = match(saved, book.key)
-        if not found.length:
+        if not found.length and not (self.exact and common_length(saved.keys[:, :1], book.key.positions[:, :1])):
             raise InvalidCache(
                 f"the prompt does not continue the cache: they differ from position {found.common} on, and the cache "
                 f"of {saved.length} tokens cannot be cut back to that"

@@ -42,6 +42,7 @@ class Prompt:
     encoded: Encoded | None = None
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
+    ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,13 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def advance(self, token: mx.array) -> None:
+        """Note the next token (1,), perhaps not computed yet."""
+        self.next_token = token
+        self.num_sampled += 1
+        if self.history is not None:
+            self.history = mx.concatenate([self.history, token])
 
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
         """(text that a token adds, the stop string that matched). A stop token has no text of its own."""

@@ -120,22 +120,44 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]  # (B,)
     if not wanting:
         return Sampled(tokens, chosen)
-    most = min(max(rows[i].params.logprobs or 0 for i in wanting), logits.shape[-1])
-    return replace(_with_logprobs(logits, tokens, wanting, most), logits=chosen)
+    counts = [rows[i].params.logprobs or 0 for i in wanting]
+    return replace(_with_logprobs(logits, tokens, wanting, counts), logits=chosen)
 
 
-def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...], k: int) -> Sampled:
+def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...], counts: Sequence[int]) -> Sampled:
     index = mx.array(wanting)
     picked = logits[index].astype(mx.float32)  # (R, V)
     logprobs = picked - mx.logsumexp(picked, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
-    if k == 0:
+    if max(counts) == 0:
         empty = mx.zeros((len(wanting), 0))
         return Sampled(tokens, None, wanting, chosen, empty.astype(mx.int32), empty)
+    ids, top = _likeliest(logprobs, counts)
+    return Sampled(tokens, None, wanting, chosen, ids, top)
+
+
+def _likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """Each row's ``counts[r]`` most likely tokens of (R, V), in order, and their values; -inf fills up the shorter ones.
+
+    Rows that want as many are looked at together and no others: which of equal values come last depends on how many are wanted.
+    """
+    if len(set(counts)) > 1:
+        widest = max(counts)
+        found = [_likeliest(logprobs[row : row + 1], [count]) if count else None for row, count in enumerate(counts)]
+        blank = mx.zeros((1, widest), dtype=mx.uint32), mx.full((1, widest), -mx.inf)
+        rows = [blank if one is None else _widened(*one, widest) for one in found]
+        return mx.concatenate([ids for ids, _ in rows]), mx.concatenate([top for _, top in rows])
+    k = counts[0]
     ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[:, :k]
     order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
     ids = mx.take_along_axis(ids, order, axis=-1)
-    return Sampled(tokens, None, wanting, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
+    return ids, mx.take_along_axis(logprobs, ids, axis=-1)
+
+
+def _widened(ids: mx.array, top: mx.array, width: int) -> tuple[mx.array, mx.array]:
+    """(1, k) of each, filled up to a width."""
+    missing = [(0, 0), (0, width - ids.shape[1])]
+    return mx.pad(ids, missing), mx.pad(top, missing, constant_values=-mx.inf)
 
 
 def _needs_order(params: SamplingParams) -> bool:

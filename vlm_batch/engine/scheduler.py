@@ -72,8 +72,8 @@ class SchedulerConfig:
 class PrefillRow:
     """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
 
-    Chunks hold ``atomic`` spans whole, and end at each of ``stops`` (or before the span that it lies in). ``waited`` is
-    in seconds since the request came.
+    Chunks hold ``atomic`` spans whole, and end at each of ``stops`` (or before the span that it lies in), or at ``ends`` and
+    nowhere else, whatever the budget, where these are given. ``waited`` is in seconds since the request came.
     """
 
     request_id: str
@@ -83,6 +83,7 @@ class PrefillRow:
     stops: tuple[int, ...] = ()
     priority: int = 0
     waited: float = 0.0
+    ends: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -131,6 +132,8 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
 
     If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
     """
+    if row.ends:
+        return next((end for end in row.ends if end > row.done), row.length)
     end = min([row.length, row.done + budget, *(stop for stop in row.stops if stop > row.done)])
     for start, stop in row.atomic:
         if start < end < stop:

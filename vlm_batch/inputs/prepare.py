@@ -175,7 +175,7 @@ class Preparer:
         self.processing = processing
         self.spec = spec
         self.limits = limits or Limits()
-        self._max_context = max_context
+        self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
@@ -258,7 +258,7 @@ class Preparer:
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
         """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
-        most = min((n for n in (self._max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
+        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
         if size > most * per_token:
             raise PromptTooLong(
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
@@ -417,7 +417,8 @@ def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    holds_truths = isinstance(given, Sequence) and any(isinstance(token, bool) for token in given)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or holds_truths:
         raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array (L,) of integers is expected")
     ids = tuple(map(int, array.tolist()))
     for token in ids:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from PIL import Image
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
+from vlm_batch.inputs.processors import copy_for_thread, without_text_options
 from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
@@ -44,20 +44,20 @@ class Processing:
     """
 
     def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
-        self.processor = processor
+        self.processor = processor = without_text_options(processor)
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.template = ChatTemplate(processor)
         self._thinks = config.model_type == "qwen3_omni_moe"  # unless it is told otherwise, as in mlx-vlm
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
-        self._decoder = copy.deepcopy(self.tokenizer)
+        self._decoder = copy_for_thread(self.tokenizer)
         self._encoder: Any = None  # for words by themselves, from any thread
         self._encoder_lock = Lock()
 
     def copy(self) -> Processing:
         """The same with a processor of its own, for another thread."""
-        return Processing(copy.deepcopy(self.processor), self.config, self.sampling)
+        return Processing(copy_for_thread(self.processor), self.config, self.sampling)
 
     # Text
     # ---------------------------------------------------------------------------------------------------------------
@@ -77,6 +77,7 @@ class Processing:
             raise InvalidPrompt("the prompt is empty")
         options = options or TemplateOptions()
         self.template.check(options)
+        rendered: Any
         try:
             rendered: Any
             messages = self._messages(prompt, num_images, num_videos)
@@ -97,6 +98,11 @@ class Processing:
         if not isinstance(rendered, str):
             raise InvalidPrompt(f"the chat template gave {type(rendered).__name__}, not text")
         return rendered
+
+    @property
+    def chat_template(self) -> Any:
+        """The checkpoint's template as transformers holds it: text, several of them by name, or None."""
+        return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
     def _messages(self, prompt: str | Sequence[Message], num_images: int, num_videos: int) -> Any:
         """The turns as mlx-vlm gives them to the family's template; the last one alone where there is none."""
@@ -128,7 +134,7 @@ class Processing:
         """The tokens of a text by itself."""
         with self._encoder_lock:
             if self._encoder is None:
-                self._encoder = copy.deepcopy(self.tokenizer)
+                self._encoder = copy_for_thread(self.tokenizer)
             return tuple(self._encoder.encode(text, add_special_tokens=False))
 
     @property

@@ -22,7 +22,7 @@ class RowGate(MoEGate):
             ranks = mx.topk(grouped, 2, axis=-1).sum(axis=-1, keepdims=True)
             dropped = mx.argpartition(ranks, self.n_group - self.topk_group - 1, axis=-2)
             dropped = dropped[..., : self.n_group - self.topk_group, :]
-            choice = mx.put_along_axis(grouped, dropped, mx.array(0.0), axis=-2).flatten(-2)
+            choice = mx.put_along_axis(grouped, dropped, mx.array(-mx.inf), axis=-2).flatten(-2)
         experts = mx.argpartition(-choice, self.top_k - 1, axis=-1)[..., : self.top_k]
         return experts, mx.take_along_axis(scores, experts, axis=-1) * self.routed_scaling_factor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,16 @@ class Gemma3(PlacingAdapter):
     """A picture is one chunk's; without one in it, a chunk takes upstream's own masks."""
 
     ignored_inputs = frozenset({"num_crops"})
+
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        """The same, but naming the token that it expands for a picture: mlx-vlm's expands ``boi_token`` and names another
+        (gemma3/processing_gemma3.py:148), of which a prompt that is rendered already has none."""
+        if getattr(processor, "boi_token", None) is None:
+            return processor
+        processor = copy.copy(processor)
+        processor.image_token = processor.boi_token
+        return processor
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

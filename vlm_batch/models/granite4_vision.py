@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import put_features
+from vlm_batch.adapters.prompts import put_features, sized_pictures, tiles_of
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.adapters.vision import best_grid, pack_tiles
 from vlm_batch.errors import InvalidPrompt
@@ -61,8 +60,7 @@ class Granite4Vision(Adapter):
             return {"inputs_embeds": embeds}
         if "image_sizes" not in extra:
             raise InvalidPrompt("granite4_vision takes its pictures with their image_sizes (pictures, 2)")
-        sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
-        packed = [self._encode(*picture) for picture in zip(extra["pixel_values"], sizes, strict=True)]
+        packed = [self._encode(*picture) for picture in sized_pictures(extra)]
         empty, markers = mx.zeros_like(embeds), self.image_token_ids()
         sets = [put_features(empty, ids, markers, mx.concatenate(list(one))) for one in zip(*packed, strict=True)]
         is_picture = ids == self.config.image_token_index
@@ -76,7 +74,7 @@ class Granite4Vision(Adapter):
         """One picture (tiles, 3, S, S) of (high, wide) pixels -> its features (tokens, D) for each language layer."""
         tile = int(self.config.vision_config.image_size)
         grid = best_grid(size, tile, [(high // tile, wide // tile) for high, wide in self.config.image_grid_pinpoints])
-        tiles = tiles[: grid[0] * grid[1] + 1].transpose(0, 2, 3, 1)
+        tiles = tiles_of(tiles, size, grid).transpose(0, 2, 3, 1)
         *_, states = self.model.vision_tower(tiles, output_hidden_states=True)
         skipped = int(self.config.vision_feature_select_strategy == "default")
         return [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.registry import ModelSpec, register
 
@@ -20,6 +23,11 @@ from vlm_batch.registry import ModelSpec, register
         notes=(
             "blocks and the attention temperature are counted from each row's own position; mlx-vlm takes the farthest "
             "row's for all (llama4/language.py:86 and :254)",
+            "a picture's tiles are as published, in up to 16 tiles, undistorted, with the whole picture behind them; "
+            "mlx-vlm's processor leaves that out, and the prompt then has more placeholders than there are features "
+            "(llama4/processing_llama4.py:67)",
+            "a prompt whose placeholders are not as many as its pictures' features is refused; mlx-vlm answers it with "
+            "features left out or repeated (llama4/llama4.py:99)",
             "the vision tower's GELU is the exact one, as in transformers (modeling_llama4.py, Llama4VisionMLP); mlx-vlm "
             "takes a sigmoid (llama4/vision.py:155)",
         ),
@@ -40,10 +48,37 @@ class Llama4(Adapter):
             layer.self_attn.norm_eps = self.config.text_config.rms_norm_eps
 
     @classmethod
+    def processor(cls, processor: Any) -> Any:
+        """The same with the published tiles, where its pictures' part is mlx-vlm's."""
+        from mlx_vlm.models.llama4.processing_llama4 import Llama4ImageProcessor
+
+        from vlm_batch.models._llama4_pictures import TileProcessor
+
+        theirs = getattr(processor, "image_processor", None)
+        if not isinstance(theirs, Llama4ImageProcessor) or isinstance(theirs, TileProcessor):
+            return processor
+        processor = copy.copy(processor)
+        processor.image_processor = TileProcessor(
+            theirs.size, theirs.max_patches, tuple(theirs.image_mean), tuple(theirs.image_std)
+        )
+        return processor
+
+    @classmethod
     def patches(cls) -> Mapping[type, type]:
         from vlm_batch.models._llama4 import PATCHES
 
         return PATCHES
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings with the pictures' features; upstream answers with too few or too many placeholders (llama4.py:83)."""
+        embeds = self.language.model.embed_tokens(ids)
+        if "pixel_values" not in extra:
+            return {"inputs_embeds": embeds}
+        seen = self.model.get_image_features(
+            pixel_values=extra["pixel_values"], vision_feature_layer=-1, vision_feature_select_strategy="default"
+        )
+        features = self.model.multi_modal_projector(seen.flatten(0, -2))
+        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
 
     def make_cache(self) -> list[Any]:
         made = super().make_cache()

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from vlm_batch.adapters.placeholders import PlacingAdapter
+from vlm_batch.adapters.prompts import sized_pictures, tiles_of
 from vlm_batch.adapters.vision import best_grid, pack_tiles
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.llava import Llava
@@ -38,11 +38,10 @@ class LlavaNext(PlacingAdapter, Llava):
         """Each picture's packed features, of (tiles, 3, S, S) and its (high, wide) in pixels."""
         if "image_sizes" not in extra:
             raise InvalidPrompt(f"{self.spec.family} takes its pictures with their image_sizes (pictures, 2)")
-        sizes = np.array(extra["image_sizes"]).reshape(-1, 2).tolist()
         packed = []
-        for tiles, size in zip(extra["pixel_values"], sizes, strict=True):
+        for tiles, size in sized_pictures(extra):
             grid = self.grid(size)
-            features = self.model.multi_modal_projector(self.states(tiles[: grid[0] * grid[1] + 1]))
+            features = self.model.multi_modal_projector(self.states(tiles_of(tiles, size, grid)))
             packed.append(pack_tiles(features, size, grid, self.model.image_newline))
         return packed
 

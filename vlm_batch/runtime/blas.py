@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -96,3 +97,12 @@ def _load(path: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (OSError, AttributeError):
         return None
+
+
+def facts() -> dict[str, str]:
+    """What chooses the kernels of float32 products here: the library, its processor type and its threads; "" if unknown."""
+    if _loaded is None or _path is None:
+        return {"blas": "", "core": platform.processor(), "threads": ""}
+    _loaded.openblas_get_corename.restype = ctypes.c_char_p
+    core = (_loaded.openblas_get_corename() or b"").decode(errors="replace")
+    return {"blas": _path.name, "core": core, "threads": str(_loaded.openblas_get_num_threads())}

@@ -1,0 +1,122 @@
+"""Checkpoints as transformers saves them, written without it: the zoo's weights in the recorded layouts.
+
+``tests/references/layouts.py`` records with torch what ``save_pretrained`` writes for a family: the configuration, and for each
+tensor where in the zoo's weights its numbers come from. Here they are put there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from tests.zoo import family
+from tests.zoo._build import weights_of
+
+LAYOUTS = Path(__file__).parent / "references" / "layouts"
+#: Of Falcon-H1, for a reference of its own: all others are 1 in the zoo, as mlx-vlm folds them into the weights.
+MULTIPLIERS = {
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.6,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.9,
+    "mlp_multipliers": [1.5, 0.6],
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.3],
+}
+
+#: Families with a reference and no layout -> why.
+_ONLY_WORDS = "transformers has its language model alone, whose folders are of another type"
+_LIKE_IT = "transformers has no such type; the recipe's class is another one with the same parts"
+NO_LAYOUT = {
+    **dict.fromkeys(
+        (
+            *("deepseek_vl_v2", "dots_ocr", "fastvlm", "llmjpvl", "locateanything", "mage_vl", "mimo_v2", "minicpmo"),
+            *("phi3_v", "youtu_vl"),
+        ),
+        _ONLY_WORDS,
+    ),
+    **dict.fromkeys(["internvl_chat", "kimi_vl", "llava_bunny", "mistral_large3", "phi4_siglip"], _LIKE_IT),
+    "deepseek_v4_text": "transformers' names for it are not the published ones, and mlx-vlm knows those alone: refused",
+    "deepseekocr": "transformers saves it as another type (unlimited_ocr) without its projector's settings: refused",
+    "deepseekocr_2": "transformers saves it as deepseek_ocr2, which mlx-vlm does not know: refused",
+    "ernie4_5_moe_vl": "transformers saves it as ernie4_5_vl_moe, which mlx-vlm does not know: refused",
+    "gemma3n": "its tower is left out of the reference, and so of the folder",
+    "got": "transformers saves it as got_ocr2, which mlx-vlm does not know: refused",
+    "inkling": "transformers multiplies experts by their scales when it saves them: no places, but products",
+    "multi_modality": "transformers saves it as deepseek_vl, which mlx-vlm does not know: refused",
+    "paddleocr_vl": "mlx-vlm's projector has its width of 1,024 written in (paddleocr_vl/vision.py:334): no tiny one fits",
+    "qwen3_omni_moe": "the reference is of the half that writes text, whose folders are of another type: refused",
+    "unlimited_ocr": "transformers saves it without its projector's settings: refused",
+}
+
+
+@cache
+def layout(name: str) -> Mapping[str, Any]:
+    """What was recorded of a family: "files" by name, and "tensors"."""
+    found: Mapping[str, Any] = json.loads(gzip.decompress((LAYOUTS / f"{name}.json.gz").read_bytes()))
+    return found
+
+
+def names() -> list[str]:
+    """The families that have a layout."""
+    return sorted(path.name.removesuffix(".json.gz") for path in LAYOUTS.glob("*.json.gz"))
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    """The zoo's weights of a family as they lie in a file of transformers'."""
+    flat = flat_weights(family(name).build())
+    return {key: tensor_of(facts, flat) for key, facts in layout(name)["tensors"].items()}
+
+
+def flat_weights(zoo: nn.Module) -> np.ndarray:
+    """All numbers of a model's weights from end to end."""
+    return np.concatenate([value.ravel() for _, value in sorted(weights_of(zoo).items())])
+
+
+def tensor_of(facts: Mapping[str, Any], flat: np.ndarray) -> np.ndarray:
+    """A tensor of a file, from what was recorded of it and all numbers of the weights."""
+    shape, dtype = facts["shape"], np.dtype(facts["dtype"])
+    if "values" in facts:
+        values = np.array(facts["values"], dtype=dtype)
+        return np.full(shape, values) if values.ndim == 0 else values.reshape(shape)
+    tensor = np.empty(shape, dtype=dtype)
+    for corner, size, (place, *strides) in facts["pieces"]:
+        steps = [stride * flat.itemsize for stride in strides]
+        part = np.lib.stride_tricks.as_strided(flat[place:], size, steps)
+        tensor[tuple(slice(begin, begin + count) for begin, count in zip(corner, size, strict=True))] = part
+    return tensor - np.float32(1) if facts["less_one"] else tensor
+
+
+def write_checkpoint(
+    folder: Path,
+    name: str,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    rounded: mx.Dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """A family's folder. ``rounded`` rounds weights to a type without keeping them in it; ``config`` changes config.json."""
+
+    def as_asked(value: np.ndarray) -> mx.array:
+        array = mx.array(value)
+        if array.dtype != mx.float32:
+            return array
+        return (array if rounded is None else array.astype(rounded)).astype(dtype)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, settings in layout(name)["files"].items():
+        changed = settings | dict(config or {}) if file == "config.json" else settings
+        (folder / file).write_text(json.dumps(changed), encoding="utf-8")
+    tensors = {key: as_asked(value) for key, value in tensors_of(name).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,239 @@
+"""Requests in served precision through a reproducible engine, bit for bit: alone, in company, in any order, cached.
+
+The measure of a request is its own answer alone: one row, an engine of its own, nothing kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_vlm.models.switch_layers import SwitchLinear
+
+from tests.zoo import family as tiny_family
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.arrays import as_mlx
+from vlm_batch.caches import Placement
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.sampling import SamplingRow, sample
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.exactness import prove
+from vlm_batch.models import adapter_for
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.digest import array_bytes
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.types import SamplingParams
+
+#: The types that weights are served in. The bits are of the language model's linear layers, in groups of 32, over bfloat16.
+PRECISIONS = ("float32", "bfloat16", "float16", "8 bits", "4 bits")
+NUM_TOKENS = 6
+GROUP = 32
+#: Positions between two cuts, so that tiny prompts have several chunks.
+GRID = 8
+#: Two texts with one beginning, pictures of three sizes, one of them twice.
+KEYS = ("image:1:0", "text:5:40", "image:2:1", "text:5:26", "image:3:2", "text:4:9")
+
+
+class NotServed(Exception):
+    """A model cannot be run in a precision on this device, alone and by nobody; the reason."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request got: its tokens, and the bits of the logits that each was chosen from."""
+
+    tokens: tuple[int, ...]
+    bits: tuple[bytes, ...]
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a scenario, and the step before which it comes."""
+
+    key: str
+    at: int = 0
+    tokens: int = NUM_TOKENS
+
+
+@dataclass(frozen=True)
+class Way:
+    """Circumstances that may not matter."""
+
+    max_rows: int = 4
+    budget: int | None = None
+    placement: Placement = Placement.ROWS
+    keeps: bool = False
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@cache
+def adapter_of(name: str, precision: str) -> Adapter:
+    """A family's tiny model in a precision. Raises NotServed."""
+    tiny = tiny_family(name)
+    model = tiny.build()
+    if precision != "float32":
+        model.set_dtype(mx.float16 if precision == "float16" else mx.bfloat16)
+    if precision.endswith("bits"):
+        if not any(_fits(path, module) for path, module in model.language_model.named_modules()):
+            raise NotServed(f"no layer divides into groups of {GROUP}")
+        nn.quantize(model.language_model, group_size=GROUP, bits=int(precision[0]), class_predicate=_fits)
+    mx.eval(model.parameters())
+    return adapter_for(tiny.registered)(model)
+
+
+def _fits(path: str, module: Any) -> bool:
+    return isinstance(module, (nn.Linear, SwitchLinear)) and module.weight.shape[-1] % GROUP == 0
+
+
+def exact_of(name: str, precision: str, layout: Placement = Placement.ROWS, kv: KVQuantisation | None = None) -> Exact:
+    """What was proven of the model, with cuts close enough for tiny prompts. Raises NotServed."""
+    adapter = adapter_of(name, precision)
+    proof = prove(adapter, kv, layout)
+    stops = (kv.start,) if kv is not None and kv.start else ()
+    return Exact(proof.best(layout), layout, GRID, stops)
+
+
+def engine_of(adapter: Adapter, exact: Exact, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:
+    """A fresh reproducible engine."""
+    config = SchedulerConfig(max_rows=way.max_rows, prefill_budget=way.budget, idle_budget=way.budget)
+    budget = ByteBudget(2**28 if way.keeps else 0)
+    adapter.remember_features(FeatureStore(budget))
+    prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
+    reuse = Reuse(adapter, prefix, exact=exact)
+    return BatchGenerator(adapter, placement=way.placement, config=config, reuse=reuse, exact=exact, kv=kv)
+
+
+def play(
+    name: str, engine: BatchGenerator, arrivals: Sequence[Arrival], params: SamplingParams | None = None
+) -> list[Answer]:
+    """Run a scenario to its end. Raises NotServed for what the model raises for a request."""
+    recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(arrivals))}
+    results: dict[int, Any] = {}
+
+    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
+        for place, row in enumerate(rows):
+            recorded[row.seed].append(logits[place])
+        return sample(logits, rows)
+
+    engine.sampler = recording
+    step = 0
+    while engine.has_work or step <= max(arrival.at for arrival in arrivals):
+        for index, arrival in enumerate(arrivals):
+            if arrival.at == step:
+                given = replace(params or SamplingParams(), max_tokens=arrival.tokens, seed=index)
+                engine.insert(str(index), as_mlx(inputs_of(name, arrival.key)), given)
+        for event in engine.step():
+            if event.result is not None:
+                results[int(event.request_id)] = event.result
+        step += 1
+        assert step < 1000, "the scenario does not end"
+    for result in results.values():
+        if result.error is not None:
+            raise NotServed(result.error) from result.exception
+    return [
+        Answer(
+            results[index].token_ids,
+            tuple(array_bytes(row).tobytes() for row in recorded[index]),
+            results[index].usage.cached_tokens,
+        )
+        for index in range(len(arrivals))
+    ]
+
+
+def inputs_of(name: str, key: str) -> dict[str, Any]:
+    """The processor's output for ``image:SEED:SIZE``, ``text:SEED:LENGTH`` or ``two:SEED``."""
+    tiny = tiny_family(name)
+    kind, *numbers = key.split(":")
+    values = [int(number) for number in numbers]
+    if kind == "two":
+        return tiny.image(values[0], 1) if tiny.two_images is None else tiny.two_images(*values)
+    return tiny.image(*values) if kind == "image" else tiny.text(*values)
+
+
+@cache
+def alone(
+    name: str,
+    precision: str,
+    key: str,
+    exact: Exact,
+    tokens: int = NUM_TOKENS,
+    kv: KVQuantisation | None = None,
+) -> Answer:
+    """A request's answer by an engine of one row that keeps nothing."""
+    engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=1), kv)
+    (answer,) = play(name, engine, [Arrival(key, tokens=tokens)])
+    return answer
+
+
+def company(name: str) -> list[Arrival]:
+    """All requests at once."""
+    return [Arrival(key) for key in (*KEYS, "two:7")]
+
+
+def backwards(name: str) -> list[Arrival]:
+    """The same from the last to the first, of different lengths, each joining later."""
+    return [
+        Arrival(key, at=2 * index, tokens=NUM_TOKENS - index % 3)
+        for index, key in enumerate(reversed((*KEYS, "two:7")))
+    ]
+
+
+def again(name: str) -> list[Arrival]:
+    """Requests that begin as earlier ones did, or are the same; the earlier ones are over."""
+    early = [Arrival("text:5:40"), Arrival("image:2:1"), Arrival("two:7", at=1)]
+    return [*early, *(Arrival(key, at=60 + index // 3) for index, key in enumerate((*KEYS, "two:7", "image:2:1")))]
+
+
+#: Circumstances that the answers may not depend on: requests, and how they are served.
+SCENARIOS = {
+    "company": (company, Way(max_rows=8)),
+    "backwards, joining late": (backwards, Way(max_rows=3)),
+    "other chunk budgets": (company, Way(max_rows=4, budget=3)),
+    "kept beginnings and features": (again, Way(max_rows=4, keeps=True)),
+    "slab placement": (backwards, Way(max_rows=5, placement=Placement.SLAB)),
+}
+
+
+def differences(
+    name: str,
+    precision: str,
+    scenario: str,
+    layout: Placement = Placement.ROWS,
+    kv: KVQuantisation | None = None,
+) -> list[str]:
+    """The requests of a scenario that did not get the answer that they get alone, to the last bit. Raises NotServed."""
+    exact = exact_of(name, precision, layout, kv)
+    make, way = SCENARIOS[scenario]
+    arrivals = make(name)
+    expected = [alone(name, precision, arrival.key, exact, kv=kv) for arrival in arrivals]
+    answers = play(name, engine_of(adapter_of(name, precision), exact, way, kv), arrivals)
+    return [
+        f"{arrival.key} (at {arrival.at}, {answer.cached} cached): {_first(answer, right)}"
+        for arrival, answer, right in zip(arrivals, answers, expected, strict=True)
+        if not _same(answer, right)
+    ]
+
+
+def _same(answer: Answer, right: Answer) -> bool:
+    count = len(answer.tokens)
+    return answer.tokens == right.tokens[:count] and all(
+        one[: len(other)] == other[: len(one)] for one, other in zip(answer.bits, right.bits, strict=False)
+    )
+
+
+def _first(answer: Answer, right: Answer) -> str:
+    pairs = list(zip(answer.bits, right.bits, strict=False))
+    step = next((i for i, (one, other) in enumerate(pairs) if one[: len(other)] != other[: len(one)]), len(pairs))
+    one, other = (np.frombuffer(bits, np.uint8) for bits in pairs[min(step, len(pairs) - 1)])
+    wide = min(len(one), len(other))
+    return f"from token {step + 1}, {int((one[:wide] != other[:wide]).sum())} bytes of {wide}"

@@ -1,0 +1,319 @@
+"""Reproducible answers, bit for bit: alone and in company, in any order, however cut, kept and placed, in served precision."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.exact_cases import (
+    KEYS,
+    PRECISIONS,
+    SCENARIOS,
+    Arrival,
+    NotServed,
+    Way,
+    adapter_of,
+    alone,
+    differences,
+    engine_of,
+    exact_of,
+    play,
+)
+from tests.zoo import FAMILIES
+from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch.adapters import kernels
+from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.caches import Placement
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.cli import main as cli
+from vlm_batch.engine.exact import GRID, Exact
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.proof import best_class, classes_of
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.exactness import exact_for
+from vlm_batch.loading import load_model
+from vlm_batch.runtime import blas
+from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
+from vlm_batch.types import PromptKey
+
+#: What the suite runs of ``scripts/exact_table``: every family in two precisions, and one of each kind in all.
+PART = ("bfloat16", "4 bits")
+ALL_PRECISIONS = ("qwen2_vl", "gemma3", "lfm2_vl", "qwen3_vl_moe", "mllama")
+IN_SUITE = ("company", "backwards, joining late", "kept beginnings and features")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Proofs are measured here, and kept for this module alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(tmp_path_factory.mktemp("proofs")))
+        yield
+
+
+def check(name: str, precision: str, scenario: str, **how: Any) -> None:
+    try:
+        found = differences(name, precision, scenario, **how)
+    except NotServed as error:
+        pytest.skip(f"{name} cannot be run in {precision} on this device, alone either: {error}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("precision", PART)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_in_served_precision(name: str, precision: str) -> None:
+    for scenario in IN_SUITE:
+        check(name, precision, scenario)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ALL_PRECISIONS)
+def test_every_precision_and_scenario(name: str, precision: str, scenario: str) -> None:
+    check(name, precision, scenario)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "mimo_v2"])
+def test_slabs(name: str) -> None:
+    """Slabs keep their own promise on a CPU, too: the tests' rows fit one width."""
+    for scenario in ("company", "backwards, joining late"):
+        check(name, "4 bits" if name == "mimo_v2" else "bfloat16", scenario, layout=Placement.SLAB)
+
+
+@pytest.mark.parametrize(
+    "kv", [KVQuantisation(8, 32), KVQuantisation(4, 32, start=13), KVQuantisation(3.5, 32, "turboquant")], ids=str
+)
+def test_quantised_keys_and_values(kv: KVQuantisation) -> None:
+    for scenario in IN_SUITE:
+        check("qwen2_vl", "bfloat16", scenario, kv=kv)
+
+
+def test_beginnings_are_taken_over() -> None:
+    """The scenario of kept beginnings is one: rows do go on from others' chunks, and from a whole equal prompt."""
+    name, exact = "qwen2_vl", exact_of("qwen2_vl", "bfloat16")
+    make, way = SCENARIOS["kept beginnings and features"]
+    answers = play(name, engine_of(adapter_of(name, "bfloat16"), exact, way), make(name))
+    taken = [answer.cached for answer in answers]
+    assert any(count and count % exact.grid == 0 for count in taken)
+    assert any(count % exact.grid for count in taken)
+
+
+@pytest.mark.parametrize("counts", [(1,), (2,), (3, 5), (8,)])
+def test_groups_and_idle_places(counts: tuple[int, ...]) -> None:
+    """Rows in groups of whatever numbers, with idle places, are the rows alone: on this CPU in bfloat16 all numbers agree."""
+    name, precision = "lfm2_vl", "bfloat16"
+    proven = exact_of(name, precision)
+    if proven.counts[:3] != (1, 2, 3):
+        pytest.skip(f"on this CPU only {proven.counts} agree")
+    exact = replace(proven, counts=counts)
+    engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=7))
+    answers = play(name, engine, [Arrival(key, at=index) for index, key in enumerate(KEYS)])
+    for key, answer in zip(KEYS, answers, strict=True):
+        assert answer.bits == alone(name, precision, key, proven).bits
+
+
+HASWELL = """
+from vlm_batch.runtime import blas
+blas.preload_openblas()
+blas.limit_threads(1)
+from dataclasses import replace
+import json
+from tests.exact_cases import *
+name = "qwen2_vl"
+exact = exact_of(name, "float32")
+found = [one for scenario in SCENARIOS for one in differences(name, "float32", scenario)]
+loose = replace(exact, counts=(1, 2, 4, 8))
+engine = engine_of(adapter_of(name, "float32"), loose, Way(max_rows=8))
+answers = play(name, engine, company(name))
+moved = sum(a.bits != alone(name, "float32", arrival.key, exact).bits for a, arrival in zip(answers, company(name)))
+print(json.dumps([exact.counts, found, moved]))
+"""
+
+
+@pytest.mark.skipif(
+    not blas.facts()["core"] or not blas.facts()["blas"], reason="MLX's products do not go through OpenBLAS"
+)
+def test_where_products_depend_on_the_number_of_rows(tmp_path: Path) -> None:
+    """OpenBLAS's kernels for Haswell sum four rows otherwise than three: held to one class nothing moves, and else it does."""
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, blas.CORE_TYPE: "Haswell", FOLDER: str(tmp_path), "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HASWELL], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts, found, moved = json.loads(done.stdout.splitlines()[-1])
+    assert not found
+    assert 8 not in counts
+    assert moved > 0
+
+
+# The parts
+
+
+def test_chunks_end_by_the_prompt_alone() -> None:
+    exact = Exact(grid=8, stops=(13,))
+    assert exact.ends(30) == (8, 13, 16, 24, 30)
+    assert Exact(grid=8).ends(17) == (8, 17)  # no chunk of one token
+    assert Exact(grid=8).ends(1) == (1,)
+    assert Exact(grid=8).ends(30, ((5, 12),)) == (5, 12, 16, 24, 30)
+    assert Exact(grid=8).ends(30, ((0, 2**31),)) == (30,)
+    longer, shorter = Exact(grid=8).ends(40), Exact(grid=8).ends(21)
+    assert longer[:2] == shorter[:2]
+
+
+def test_equal_keys_mean_equal_chunks() -> None:
+    def key(length: int) -> PromptKey:
+        rows = np.zeros((length, 3), dtype=np.int64)
+        rows[:, 0] = np.arange(length)
+        return PromptKey(rows)
+
+    exact = Exact(grid=8)
+    one, other = exact.key(key(20)), exact.key(key(30))
+    same = (one.positions == other.positions[:20]).all(axis=1)
+    assert same[:16].all()
+    assert not same[16:].any()  # their chunks end elsewhere
+    assert one.before_span(11) == 8
+    assert (np.asarray(one.answer) != 0).all()
+
+
+def test_a_class_is_chosen_by_what_it_costs() -> None:
+    slab, rows = Placement.SLAB, Placement.ROWS
+    assert best_class(((1,), (2, 4, 8, 16, 32)), slab) == (2, 4, 8, 16, 32)
+    assert best_class(((1, 2, 4), (8, 16, 32)), slab) == (8, 16, 32)
+    assert best_class(((1, 2, 3), (4, 8)), rows) == (1, 2, 3)
+    assert best_class((), rows) == (1,)
+    assert classes_of({1: "a", 2: "b", 4: "b"}) == ((1,), (2, 4))
+
+
+def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "new"))
+    key = {"device": {"name": "x"}, "counts": (1, 2)}
+    assert read_proof(key) is None
+    write_proof(key, {"classes": [[1, 2]]})
+    assert read_proof(key) == {"classes": [[1, 2]]}
+    assert read_proof({**key, "counts": (1, 4)}) is None
+    (kept,) = (tmp_path / "new" / "classes").iterdir()
+    kept.write_text("{", encoding="utf-8")
+    assert read_proof(key) is None
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "file"))
+    write_proof(key, {"classes": []})  # no folder can be made there
+    assert read_proof(key) is None
+
+
+def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_of("qwen2_vl", "bfloat16")
+    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: {"classes": [[1]], "how": "it was compared"})
+    with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
+        assert exact_for(adapter).counts == (1,)
+
+
+def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a shape's attention is does not depend on how often it came before, where an adapter goes by shapes."""
+    spelled: list[tuple[int, ...]] = []
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(kernels, "USES_BEFORE_PLAN", 0)
+    monkeypatch.setattr(kernels, "attend_spelled_out", lambda queries, *rest: spelled.append(queries.shape) or queries)
+    queries, keys = mx.zeros((1, 2, 5, 16)), mx.zeros((1, 2, 9, 16))
+    kernels.attend(queries, keys, keys, 1.0, None)
+    assert not spelled
+    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    kernels.attend(queries, keys, keys, 1.0, None)
+    kernels.attend(queries[:, :, :1], keys, keys, 1.0, None)  # a lone query without a mask, too
+    assert spelled == [(1, 2, 5, 16), (1, 2, 1, 16)]
+
+
+def test_graphs_and_exactness_exclude_each_other() -> None:
+    adapter, exact = adapter_of("qwen2_vl", "bfloat16"), Exact()
+    with pytest.raises(ValueError, match="compile_decode"):
+        BatchGenerator(adapter, compile_decode=True, exact=exact)
+    with pytest.raises(ValueError, match="need the same exact"):
+        BatchGenerator(adapter, reuse=Reuse(adapter), exact=exact)
+
+
+# The door
+
+
+@pytest.fixture(scope="module")
+def half() -> Any:
+    return load_model(default_checkpoint(), dtype="bfloat16")
+
+
+def ask(batcher: VLMBatcher, requests: list[Request]) -> list[tuple[Any, ...]]:
+    return [(r.token_ids, r.text, r.logprobs, r.error) for r in batcher.generate(requests)]
+
+
+def requests() -> list[Request]:
+    sampled = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=3, logprobs=4)
+    greedy = SamplingParams(max_tokens=12, logprobs=7, repetition_penalty=1.1)
+    pictures = [str(path) for path in sample_images()]
+    made = [Request(prompt="describe the picture", images=(path,), params=greedy) for path in pictures]
+    made += [Request(prompt="describe both pictures", images=tuple(pictures[2:4]), params=sampled)]
+    return [*made, Request(prompt="count to 12", params=replace(sampled, logprobs=2)), made[2]]
+
+
+def test_a_reproducible_batcher(half: Any, tmp_path: Path) -> None:
+    """Sampled and greedy, with log-probabilities: one by one, together, reversed, cold, kept, from files, after a restart."""
+    asked = requests()
+    with VLMBatcher(*half, reproducible=True, max_rows=1, cache_bytes=0) as batcher:
+        right = [ask(batcher, [one])[0] for one in asked]
+    assert all(one[-1] is None for one in right)
+    folder = tmp_path / "rows"
+    for _ in range(2):  # the second finds what the first has left in files
+        with VLMBatcher(*half, reproducible=True, cache_dir=folder) as batcher:
+            assert ask(batcher, asked) == right
+            assert ask(batcher, asked[::-1]) == right[::-1]
+            assert batcher.stats().cached_tokens > 0
+
+
+def test_a_prompt_cache_changes_nothing(half: Any) -> None:
+    params = SamplingParams(max_tokens=6, logprobs=3)
+    chat: list[Any] = [{"role": "user", "content": "count to 12"}]
+    with VLMBatcher(*half, reproducible=True) as batcher:
+        first = batcher.submit(messages=chat, params=params, return_cache=True).result()
+        chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "repeat: a a a a"}]
+        second = batcher.submit(messages=chat, params=params, cache=first.cache).result()
+    with VLMBatcher(*half, reproducible=True, cache_bytes=0) as batcher:
+        cold = batcher.submit(messages=chat, params=params).result()
+    assert second.error is None
+    assert (second.token_ids, second.logprobs) == (cold.token_ids, cold.logprobs)
+
+
+def test_the_types_that_weights_are_loaded_in() -> None:
+    for dtype, weight in (("auto", mx.float32), ("float16", mx.float16), ("bfloat16", mx.bfloat16)):
+        model, _ = load_model(default_checkpoint(), dtype=dtype)
+        assert model.language_model.model.embed_tokens.weight.dtype == weight
+    with pytest.raises(ValueError, match="dtype is 'int4'"):
+        load_model(default_checkpoint(), dtype="int4")
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, drawing = tmp_path / "found.json", tmp_path / "found.png"
+    arguments = ["verify", "--model", str(default_checkpoint()), "--dtype", "bfloat16", "--max-tokens", "4"]
+    assert cli.main([*arguments, "--json", str(record), "--plot", str(drawing)]) == 0
+    shown = capsys.readouterr().out
+    assert "as promised" in shown
+    assert "mlx 0." in shown
+    found = json.loads(record.read_text(encoding="utf-8"))
+    (model,) = found["models"]
+    assert found["ok"]
+    assert model["precision"] == "bfloat16"
+    promised = [one for one in model["comparisons"] if one["promised"]]
+    assert len(promised) == 4
+    assert all(one["identical"] == one["requests"] == 8 for one in promised)
+    assert drawing.exists() == (find_spec("matplotlib") is not None)
+    assert cli.main(["verify", "--images", str(tmp_path)]) == 2
+    assert "no picture there" in capsys.readouterr().err
+
+
+def test_grids_fit_how_caches_grow() -> None:
+    assert all(grid % 256 == 0 for grid in GRID.values())

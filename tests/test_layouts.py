@@ -1,0 +1,94 @@
+"""Folders that transformers 5 saved load by their path, and answer as transformers does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, names, write_checkpoint
+from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, requests_of
+from vlm_batch.checkpoints import TypedNorm, read_model
+from vlm_batch.loading import adapt
+
+REFERENCES = Path(__file__).parent / "references"
+STEPS = 8
+TOLERANCE = 1e-4
+"""That of tests/test_zoo.py: float32 on both sides."""
+FROM_ONE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "minicpmv4_6", "minicpmv4_7", "step3p7", "muse_spark")
+"""Families whose files hold norms as the distance from one."""
+
+
+def loaded(folder: Path) -> nn.Module:
+    """As vlm_batch.loading.load_model loads it on a CPU, without a processor."""
+    model = read_model(folder, in_float32=True)
+    model.set_dtype(mx.float32)
+    return model
+
+
+def answers(name: str, model: nn.Module, *, few: bool = False) -> dict[str, Trace]:
+    """To the requests of the zoo that are recorded; or to a text and a picture."""
+    tiny = family(name)
+    asked = {key: inputs for key, inputs in recorded_requests(tiny).items() if not few or key in ("text", "image_1")}
+    return {key: tiny.greedy(model, inputs, STEPS) for key, inputs in asked.items()}
+
+
+def test_every_reference_has_a_layout_or_a_reason() -> None:
+    recorded = {path.stem for path in REFERENCES.glob("*.npz")} - {
+        "molmo_point"
+    }  # of published code, not transformers'
+    assert set(names()) | NO_LAYOUT.keys() == recorded
+    assert not set(names()) & NO_LAYOUT.keys()
+    assert recorded <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_saved_folder_answers_as_transformers(name: str, tmp_path: Path) -> None:
+    model = loaded(write_checkpoint(tmp_path / name, name))
+    assert adapt(model).spec.family == family(name).registered
+    with np.load(REFERENCES / f"{name}.npz") as recorded:
+        for request, trace in answers(name, model).items():
+            assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
+            assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
+
+
+@pytest.mark.parametrize("name", [*FROM_ONE, "falcon_h1", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+def test_a_half_precision_folder_answers_as_one_of_its_values(name: str, dtype: mx.Dtype, tmp_path: Path) -> None:
+    """Nothing is computed in the file's type: a folder of the same numbers in float32 answers the same."""
+    config = MULTIPLIERS if name == "falcon_h1" else {}
+    half = loaded(write_checkpoint(tmp_path / "half", name, dtype=dtype, config=config))
+    full = loaded(write_checkpoint(tmp_path / "full", name, rounded=dtype, config=config))
+    expected = answers(name, full, few=True)
+    for request, trace in answers(name, half, few=True).items():
+        assert trace.tokens == expected[request].tokens, request
+        assert apart(trace.logprobs, expected[request].logprobs) < 1e-5, request
+
+
+def test_falcon_h1_has_its_multipliers(tmp_path: Path) -> None:
+    model = loaded(write_checkpoint(tmp_path / "model", "falcon_h1", config=MULTIPLIERS))
+    tiny = family("falcon_h1")
+    with np.load(LAYOUTS / "falcon_h1_multipliers.npz") as recorded:
+        for request, inputs in requests_of(tiny).items():
+            trace = tiny.greedy(model, inputs, STEPS)
+            assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
+            assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "minicpmv4_6"])
+def test_norms_stay_float32_where_the_model_does_not(name: str, tmp_path: Path) -> None:
+    """As on a GPU. A norm then answers in the model's type, so that nothing after it is computed in a wider one."""
+    folder = write_checkpoint(tmp_path / name, name, dtype=mx.bfloat16)
+    model, full = read_model(folder, in_float32=False), loaded(folder)
+    norms = {path: module for path, module in model.named_modules() if isinstance(module, TypedNorm)}
+    assert norms
+    wide = dict(full.named_modules())
+    for path, norm in norms.items():
+        assert (norm.weight == wide[path].weight).all(), path
+        assert norm(mx.ones((1, norm.weight.size), mx.bfloat16)).dtype == mx.bfloat16
+    assert "TypedNorm" not in {type(module).__name__ for _, module in full.named_modules()}
+    ids = mx.array(family(name).text(2, 14)["input_ids"])
+    assert model.language_model(ids).logits.dtype == mx.bfloat16

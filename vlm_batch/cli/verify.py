@@ -1,0 +1,168 @@
+"""``vlm-batch verify``: whether a model gives one answer here, in whatever company, in the precision that it is served in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images
+from vlm_batch.types import Request
+
+if TYPE_CHECKING:
+    from vlm_batch.verify import Verification
+
+#: Precisions in which the embedded checkpoint is tried where no model is named: a type to load, and bits to quantise to.
+PRECISIONS: tuple[tuple[str, int | None], ...] = (
+    ("float32", None),
+    ("bfloat16", None),
+    ("float16", None),
+    ("bfloat16", 8),
+    ("bfloat16", 4),
+)
+MOST_PICTURES = 8
+TEXTS = ("count to 12", "repeat: a a a a")
+
+
+class CannotVerify(Exception):
+    """What was asked for cannot be done; the message goes to the user as it is."""
+
+
+def add_verify(parser: argparse.ArgumentParser, command: Callable[..., int]) -> None:
+    """Give a parser the options of the command, and what runs it."""
+    parser.add_argument(
+        "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded one, in five precisions)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="checkpoint",
+        choices=("checkpoint", "auto", "float32", "bfloat16", "float16"),
+        help="what the model's weights are loaded in (default: as they are stored)",
+    )
+    parser.add_argument(
+        "--images", metavar="DIR", help=f"your pictures, {MOST_PICTURES} at most (default: the sample pictures)"
+    )
+    parser.add_argument("--prompt", default="describe the picture", help="the question (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=24, metavar="N", help="tokens of each answer (default: %(default)s)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was found as JSON; - is standard output")
+    parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    parser.set_defaults(command=command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify a model, or the embedded checkpoint in several precisions; 0 if all is as promised, 1 if not.
+
+    Raises CannotVerify for arguments that cannot be used.
+    """
+    if args.max_tokens < 1:
+        raise CannotVerify(f"--max-tokens {args.max_tokens}: at least 1")
+    requests = [Request(prompt=args.prompt, images=(str(path),)) for path in pictures(args.images)]
+    requests += [Request(prompt=text) for text in TEXTS]
+    found: list[Verification] = []
+    table = sys.stderr if args.json == "-" else sys.stdout
+    for one in _verified(args, requests):
+        print(("\n" if found else "") + one.text(), file=table, flush=True)
+        found.append(one)
+    if args.json is not None:
+        text = json.dumps({"ok": all(one.ok for one in found), "models": [one.as_json() for one in found]}, indent=2)
+        _write(args.json, text + "\n")
+    if args.plot is not None and not draw(Path(args.plot), found):
+        print("no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')", file=sys.stderr)
+    return 0 if all(one.ok for one in found) else 1
+
+
+def pictures(folder: str | None) -> list[Path]:
+    """The pictures to ask about. Raises CannotVerify for a folder without any."""
+    if folder is None:
+        return sample_images()
+    where = Path(folder).expanduser()
+    found = sorted(path for path in where.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES and path.is_file())
+    if not found:
+        raise CannotVerify(
+            f"--images {folder}: no picture there; looked for files that end in {' '.join(PICTURE_SUFFIXES)}"
+        )
+    return found[:MOST_PICTURES]
+
+
+def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator[Verification]:
+    from vlm_batch.loading import load_model  # --help should not wait for MLX
+    from vlm_batch.verify import quantised, verify
+
+    name = args.model or str(default_checkpoint())
+    if args.model and args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():
+        raise CannotVerify(f"there is no model at {args.model}; give a folder that holds config.json, or a hub id")
+    for dtype, bits in ((args.dtype, None),) if args.model else PRECISIONS:
+        try:
+            model, processor = load_model(
+                Path(name).expanduser() if args.model is None or Path(name).expanduser().exists() else name,
+                dtype=dtype,
+                trust_remote_code=args.trust_remote_code,
+            )
+        except Exception as error:  # whatever the loader raises, the user needs one line of it
+            raise CannotVerify(f"cannot load the model {name}: {type(error).__name__}: {error}") from error
+        if bits is not None and not quantised(model, bits):
+            continue
+        called = args.model or "the embedded checkpoint"
+        taken = requests if not args.model or _takes_pictures(model) else [r for r in requests if not r.images]
+        yield verify(
+            model,
+            processor,
+            taken,
+            name=called,
+            max_tokens=args.max_tokens,
+            progress=lambda said: print(f"  {said} ...", file=sys.stderr, flush=True),
+        )
+
+
+def _takes_pictures(model: Any) -> bool:
+    from vlm_batch.models import spec_for
+
+    spec = spec_for(str(model.config.model_type))
+    return spec is None or spec.images
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotVerify(f"cannot write {target}: {error.strerror}") from error
+
+
+def draw(path: Path, found: Sequence[Verification]) -> bool:
+    """Bars of the requests with the same bits and with the same tokens, for each way of asking; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(found), 1, figsize=(9, 0.6 + 2.3 * len(found)), squeeze=False)
+    for axis, one in zip(axes[:, 0], found, strict=True):
+        names = [comparison.name for comparison in one.comparisons]
+        share = [100 / max(comparison.requests, 1) for comparison in one.comparisons]
+        equal = [part * comparison.equal for part, comparison in zip(share, one.comparisons, strict=True)]
+        same = [part * comparison.identical for part, comparison in zip(share, one.comparisons, strict=True)]
+        axis.barh(names, equal, color="lightsteelblue", label="same tokens")
+        axis.barh(names, same, color="tab:blue", label="same bits")
+        axis.bar_label(axis.containers[0], [comparison.verdict[:32] for comparison in one.comparisons], fontsize=7)
+        axis.set_xlim(0, 125)
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=7)
+        axis.set_title(f"{one.model}: {one.family}, {one.precision}", fontsize=8)
+    axes[0][0].legend(fontsize=7, loc="lower right")
+    axes[-1][0].set_xlabel("% of the requests", fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True

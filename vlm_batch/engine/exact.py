@@ -1,0 +1,78 @@
+"""Reproducible answers: what decides a row's last bits, held to what the request itself says.
+
+The arithmetic of a row depends on the shapes that it is computed in, for which a library chooses kernels: how many rows a
+product has, and where a prompt is cut. So rows decode in numbers that were shown to agree bit for bit (``proof``), idle
+places making up what is missing, and prompts are cut at places that follow from the prompt alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from vlm_batch.caches import Placement
+from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.store.digest import as_words, digest
+from vlm_batch.types import PromptKey
+
+#: Prompt positions between two cuts. Multiples of 256, so that single-row caches, which grow in steps of that, have the
+#: same room whether a prompt was run from its beginning or from one of the cuts.
+GRID = {Placement.ROWS: 256, Placement.SLAB: 1024}
+
+
+@dataclass(frozen=True)
+class Exact:
+    """How an engine keeps a row's numbers a function of its request.
+
+    ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``layout``: how keys and
+    values lie, whatever the batch's placement: attention over a row's own columns and over padded ones differ. ``grid``:
+    positions between a prompt's cuts. ``stops``: further cuts, settings as well (where quantised keys begin).
+    """
+
+    counts: tuple[int, ...] = (1,)
+    layout: Placement = Placement.ROWS
+    grid: int = GRID[Placement.ROWS]
+    stops: tuple[int, ...] = ()
+
+    def places(self, rows: int) -> int:
+        """The number of places for so many rows of one group, at most ``counts[-1]``; 0 for none."""
+        return next(count for count in self.counts if count >= rows) if rows else 0
+
+    def ends(self, length: int, atomic: tuple[tuple[int, int], ...] = ()) -> tuple[int, ...]:
+        """Where a prompt's chunks end: on the grid, or where spans that may not be cut and ``stops`` allow it.
+
+        No chunk is a single token, but that of a prompt of one: a lone query has kernels of its own, which go by more
+        than its shape.
+        """
+        row = PrefillRow("", length, 0, atomic, self.stops)
+        ends: list[int] = []
+        while row.done < length:
+            end = chunk_end(row, self.grid - row.done % self.grid)
+            end = length if length - end == 1 and end not in self.stops else end
+            ends.append(end)
+            row = replace(row, done=end)
+        return tuple(ends)
+
+    def key(self, key: PromptKey) -> PromptKey:
+        """A prompt's key in which equal positions have equal bits, not only equal meaning.
+
+        A position is known by the chunk that it was computed in, and an answer's positions, which a decode step computed,
+        are no prompt's. A row goes on from a chunk's end, so that what is saved fits where a cold run would stand.
+        """
+        atomic = key.spans[len(key.pictures) :]
+        chunks = tuple(pairwise((0, *self.ends(key.length, atomic))))
+        positions = key.positions.copy()
+        for start, end in chunks:
+            positions[start:end, 1:] ^= as_words(digest(["chunk", start, end]))
+        answer = as_words(digest(["decoded", [int(word) for word in key.answer]]))
+        return replace(key, positions=positions, spans=(*key.spans, *chunks), answer=answer)
+
+    def config(self, config: SchedulerConfig) -> SchedulerConfig:
+        """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
+        return replace(config, encode_together=1, prefill_together=1, slack=0)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What a saved row must share with the engine that continues it, by name."""
+        counts = ",".join(map(str, self.counts))
+        return {"reproducible": f"rows {counts}; {self.layout.value}; grid {self.grid}"}

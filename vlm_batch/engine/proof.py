@@ -1,0 +1,143 @@
+"""The proof of row classes: a model's own decode step, at several numbers of rows, compared bit for bit.
+
+A library's kernels are chosen by shapes, so that a row's last bits go by how many rows a step has. Where two numbers of rows
+give the same bits to every row, whatever its neighbours and its place, they are of one class, and a batch may go from one to
+the other without anybody noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.caches import Placement, always_mask, make_layer_cache
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.states import CopiedState
+from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.store.digest import array_bytes
+from vlm_batch.types import DecodeStep, Encoded
+
+#: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
+COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (1, 2, 4, 8, 16, 32)}
+#: Tokens of the prompts. Beside the last one, others attend over a wider slab than they need.
+LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
+#: Ids of plain text in every vocabulary.
+FIRST_ID, LAST_ID = 3, 99
+STEPS = 2
+#: What a forward costs beside its rows, in rows, and the numbers of live rows that a class is judged by.
+FORWARD = {Placement.ROWS: 4, Placement.SLAB: 1000}
+JUDGED_BY = (1, 8, 32)
+
+#: Numbers of rows that agree, each class ascending.
+Classes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    encoded: Encoded
+    caches: tuple[CopiedState, ...]
+    tokens: tuple[int, ...]  # what is decoded after it
+
+
+def decode_classes(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None = None) -> Classes:
+    """The classes of numbers of rows in which decode steps of a model agree bit for bit.
+
+    Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
+    anything is in no class. Raises what the model raises.
+    """
+    lengths = [n for n in LENGTHS[layout] if adapter.max_context is None or n + STEPS < adapter.max_context]
+    prompts = [_prefilled(adapter, kv, number, length) for number, length in enumerate(lengths)]
+    found: dict[int, tuple[bytes, ...]] = {}
+    for count in COUNTS[layout]:
+        seen: list[set[bytes]] = [set() for _ in prompts]
+        for shift in range(len(prompts) if count < len(prompts) else 2):
+            places = [(place + shift) % len(prompts) for place in range(count)]
+            live = places[: count - (shift > 0 and count > len(prompts))]  # the last place is idle
+            for number, bits in zip(live, _decoded(adapter, layout, [prompts[n] for n in live], count), strict=True):
+                seen[number].add(bits)
+        if all(len(bits) == 1 for bits in seen):
+            found[count] = tuple(next(iter(bits)) for bits in seen)
+    return classes_of(found)
+
+
+def classes_of(found: Mapping[int, Any]) -> Classes:
+    """Numbers of rows by what they gave: those that gave the same are of one class."""
+    grouped: dict[Any, list[int]] = {}
+    for count, bits in sorted(found.items()):
+        grouped.setdefault(bits, []).append(count)
+    return tuple(tuple(counts) for counts in grouped.values())
+
+
+def product_classes(products: Sequence[tuple[int, Callable[[mx.array], mx.array]]], counts: Sequence[int]) -> Classes:
+    """The classes of numbers of rows in which every product of rows (R, width) agrees bit for bit: (width, product) each.
+
+    For models whose whole step takes too long to be tried, on devices where nothing but products mixes rows.
+    """
+    found: dict[int, list[bytes]] = {count: [] for count in counts}
+    for width, product in products:
+        rows = mx.random.normal((max(counts), width), key=mx.random.key(width))
+        for count in counts:
+            first = product(rows[:count])
+            turned = product(mx.roll(rows[:count], 1, 0))
+            found[count].append(array_bytes(first[0]).tobytes())
+            if count > 1 and not np.array_equal(array_bytes(first[0]), array_bytes(turned[1])):
+                found[count].append(b"its place matters")
+    return tuple(one for one in classes_of({count: tuple(bits) for count, bits in found.items()}) if len(one))
+
+
+def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
+    """The class that costs least where few and many rows decode; a row at a time if there is none.
+
+    By a rule and not by a clock: the same proof gives the same class in every process.
+    """
+    return min([*classes, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
+
+
+def _cost(counts: Sequence[int], forward: int) -> float:
+    total = 0.0
+    for rows in JUDGED_BY:
+        full, rest = divmod(rows, counts[-1])
+        groups = [counts[-1]] * full + [next(count for count in counts if count >= rest)] * (rest > 0)
+        total += sum(forward + places for places in groups) / rows
+    return total
+
+
+def _prefilled(adapter: ModelAdapter, kv: KVQuantisation | None, number: int, length: int) -> _Prompt:
+    random = np.random.RandomState(number)
+    ids = random.randint(FIRST_ID, LAST_ID + 1, size=length + STEPS)
+    encoded = adapter.encode(adapter.probe(mx.array(ids[None, :length], dtype=mx.int32)))
+    fresh = adapter.make_cache()
+    caches = fresh if kv is None else kv.caches(fresh)
+    logits = adapter.prefill(encoded, caches, 0, encoded.length)
+    adapter.finish_prefill(encoded, caches)
+    mx.eval(logits, [cache.state for cache in caches])
+    copied = tuple(CopiedState.of(cache, encoded.length) for cache in caches)
+    mx.eval([array for state in copied for array in state.arrays()])
+    return _Prompt(encoded, copied, tuple(int(token) for token in ids[length:]))
+
+
+def _decoded(adapter: ModelAdapter, layout: Placement, prompts: Sequence[_Prompt], count: int) -> list[bytes]:
+    """The bits of all logits that each prompt gets over ``STEPS`` decode steps of ``count`` places."""
+    first = [state.restore(0) for state in prompts[0].caches]
+    layers = [make_layer_cache(single, layout, count) for single in first]
+    for layer in layers:
+        always_mask(layer)
+        layer.resize(count)
+    for place, prompt in enumerate(prompts):
+        for layer, state in zip(layers, prompt.caches, strict=True):
+            layer.put(place, state.restore(0))
+    idle = count - len(prompts)
+    extras = [*(prompt.encoded.decode for prompt in prompts), *({} for _ in range(idle))]
+    kept: list[mx.array] = []
+    for step in range(STEPS):
+        tokens = [*(prompt.tokens[step] for prompt in prompts), *[0] * idle]
+        at = [prompt.encoded.length + prompt.encoded.position.delta + step for prompt in prompts]
+        positions = mx.array([*at, *[0] * idle], dtype=mx.int32)
+        logits = adapter.decode(DecodeStep(mx.array(tokens, dtype=mx.int32)[:, None], positions, layers, extras))
+        kept.append(logits)
+        mx.eval(logits)
+    return [b"".join(array_bytes(logits[place]).tobytes() for logits in kept) for place in range(len(prompts))]

@@ -1,0 +1,98 @@
+"""From a model and a device to what keeps its answers reproducible: measured once, kept in a file, said where it costs."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch._version import __version__
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.products import products_of, shapes_of, size_of
+from vlm_batch.caches import Placement
+from vlm_batch.caches.quantisation import KVQuantisation, settings_of
+from vlm_batch.engine.exact import GRID, Exact
+from vlm_batch.engine.proof import COUNTS, Classes, best_class, decode_classes, product_classes
+from vlm_batch.runtime import blas
+from vlm_batch.store.digest import digest
+from vlm_batch.store.proofs import read_proof, write_proof
+
+#: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone.
+MAX_STEP_BYTES = 300 * 2**20
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found of a model on a device: ``classes`` of numbers of rows that agree, and ``how`` it was found out."""
+
+    classes: Classes
+    how: str
+
+    def best(self, layout: Placement) -> tuple[int, ...]:
+        """The numbers of rows that a batch is held to."""
+        return best_class(self.classes, layout)
+
+
+def exact_for(adapter: Adapter, kv: KVQuantisation | None = None, layout: Placement | None = None) -> Exact:
+    """What holds a model's answers to its requests on this device. Says once where that means a row at a time."""
+    layout = layout or Placement.for_device()
+    stops = (kv.start,) if kv is not None and kv.start else ()
+    counts: tuple[int, ...] = (1,)
+    if adapter.max_rows != 1:
+        proof = prove(adapter, kv, layout)
+        counts = proof.best(layout)
+        if counts == (1,):
+            warnings.warn(
+                f"reproducible: {adapter.spec.family} decodes a row at a time on this device: {proof.how}, and no two "
+                "numbers of rows agree in every bit; reproducible=False decodes rows together",
+                stacklevel=4,
+            )
+    return Exact(counts, layout, GRID[layout], stops)
+
+
+def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Proof:
+    """The proof for a model on this device: from its file, or measured."""
+    adapter.go_by_shapes()
+    key = {
+        "versions": versions(),
+        "device": device_facts(),
+        "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
+        "kv": settings_of(kv),
+        "layout": layout.value,
+        "counts": COUNTS[layout],
+    }
+    if (kept := read_proof(key)) is not None:
+        return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"])
+    proof = _measured(adapter, kv, layout)
+    write_proof(key, {"classes": proof.classes, "how": proof.how})
+    return proof
+
+
+def _measured(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Proof:
+    if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
+        products = products_of(adapter.language)
+        return Proof(product_classes(products, COUNTS[layout]), f"{len(products)} kinds of products were compared")
+    try:
+        return Proof(decode_classes(adapter, layout, kv), "its decode step was compared")
+    except Exception as error:  # what it raises for a request, the request is told
+        return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
+
+
+def versions() -> dict[str, str]:
+    """The versions that an answer's bits go by."""
+    return {"vlm-batch": __version__, "mlx": version("mlx"), "mlx-vlm": version("mlx-vlm")}
+
+
+def device_facts() -> dict[str, Any]:
+    """The device and what chooses its kernels."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        info = mx.device_info()
+        named: dict[str, Any] = {
+            name: str(info[name]) for name in ("device_name", "architecture", "compute_capability") if name in info
+        }
+        return {"device": "gpu", **named}
+    return {"device": "cpu", "machine": platform.machine(), "system": platform.system(), **blas.facts()}

@@ -1,0 +1,55 @@
+"""What was measured of a device's arithmetic, kept in small files for the next process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlm_batch.store.digest import digest
+
+#: Names the folder in the place of the platform's.
+FOLDER = "VLM_BATCH_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where files go that can be made again: ``VLM_BATCH_CACHE``, or the platform's folder for caches."""
+    if given := os.environ.get(FOLDER):
+        return Path(given)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "vlm_batch"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "vlm_batch"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlm_batch"
+
+
+def read_proof(key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was kept under a key; None if nothing was, or it cannot be read."""
+    try:
+        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # no home
+        return None
+    return kept["found"] if isinstance(kept, dict) and kept.get("key") == _plain(key) else None
+
+
+def write_proof(key: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Keep what was found. A folder that cannot be written to is no error: it is measured again."""
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+            json.dump({"key": _plain(key), "found": found}, file)
+        os.replace(file.name, path)
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    return cache_folder() / "classes" / f"{digest(_plain(key)).hex()}.json"
+
+
+def _plain(key: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(key))

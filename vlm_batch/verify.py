@@ -1,0 +1,349 @@
+"""A model's answers on this machine, in the precision that it is served in: alone by mlx-vlm, alone here, and in company here.
+
+Every way of asking is compared with the same request alone, token by token and logit by logit. What is promised
+(docs/exactness.md) is that a reproducible engine gives one answer, to the last bit, in all of its ways; how far mlx-vlm's
+own path and an engine that is not reproducible are from that is shown beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.arrays import as_mlx
+from vlm_batch.caches import Placement
+from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.sampling import SamplingRow, sample
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.exactness import Proof, device_facts, exact_for, prove, versions
+from vlm_batch.inputs.prepare import Limits, Preparer
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.loading import adapt
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.types import Request, SamplingParams
+
+#: Log-probabilities that two tokens are apart when either may come: rounding decides between them in half precision.
+NEAR_TIE = 0.5
+KEPT_BYTES = 2**28
+
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One greedy answer: its tokens, and the logits (T, V) float32 that they were chosen from; or why there is none."""
+
+    tokens: tuple[int, ...] = ()
+    logits: tuple[np.ndarray, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two ways of asking the same requests.
+
+    ``equal`` of ``requests`` have the same tokens, ``identical`` the same bits in every logit. ``first`` is the earliest
+    token, from 1, at which any two differ; ``gap`` the largest distance, in nats, between the two tokens that stand at
+    such a place, by the first way's own numbers; ``apart`` the largest difference of log-probabilities up to there.
+    ``promised``: every bit has to be the same. ``error`` says why requests could not be compared.
+    """
+
+    name: str
+    promised: bool
+    requests: int
+    equal: int = 0
+    identical: int = 0
+    first: int | None = None
+    gap: float = 0.0
+    apart: float = 0.0
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is as promised: every bit, or no more than near-ties where none is promised."""
+        if self.promised:
+            return self.error is None and self.identical == self.requests
+        return self.gap <= NEAR_TIE
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        if self.error is not None:
+            return self.error if not self.equal else f"{self.error} (others compared)"
+        if self.identical == self.requests:
+            return "bit for bit"
+        if self.equal == self.requests:
+            return "same tokens"
+        return "near-ties" if self.gap <= NEAR_TIE else "other answers"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found of a model, and where."""
+
+    model: str
+    family: str
+    precision: str
+    device: Mapping[str, Any]
+    versions: Mapping[str, str]
+    counts: tuple[int, ...]
+    how: str
+    tokens: int
+    comparisons: tuple[Comparison, ...] = field(default_factory=tuple)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is as promised."""
+        return all(one.ok for one in self.comparisons)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, and the verdicts."""
+        comparisons = [{**asdict(one), "ok": one.ok, "verdict": one.verdict} for one in self.comparisons]
+        return {**asdict(self), "ok": self.ok, "comparisons": comparisons}
+
+    def text(self) -> str:
+        """A table for a report, in Markdown: versions and device above it."""
+        device = ", ".join(f"{name} {value}" for name, value in self.device.items() if value)
+        library = ", ".join(f"{name} {value}" for name, value in self.versions.items())
+        lines = [
+            f"**{self.model}** ({self.family}, {self.precision}): {'as promised' if self.ok else 'NOT as promised'}",
+            "",
+            f"- {library}",
+            f"- {device}",
+            f"- rows decode in numbers of {', '.join(map(str, self.counts))}: {self.how}",
+            f"- greedy, {self.tokens} tokens a request",
+            "",
+            "| | same tokens | same bits | first difference | gap there, nats | log-probabilities apart | |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for one in self.comparisons:
+            first = "-" if one.first is None else f"token {one.first}"
+            gap = "-" if one.first is None else f"{one.gap:.2g}"
+            lines.append(
+                f"| {one.name} | {one.equal}/{one.requests} | {one.identical}/{one.requests} | {first} | {gap} "
+                f"| {one.apart:.2g} | {one.verdict}{'' if one.ok else ' (!)'} |"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How an engine is asked: ``order`` of the requests, ``apart`` steps between two of them, ``keeps`` what they leave."""
+
+    max_rows: int = 1
+    backwards: bool = False
+    apart: int = 0
+    keeps: bool = False
+    budget: int | None = None
+    twice: bool = False
+
+
+ALONE, COMPANY = _Way(), _Way(max_rows=8)
+LATE = _Way(max_rows=3, backwards=True, apart=2)
+CHUNKS = _Way(max_rows=8, budget=7)
+KEPT = _Way(max_rows=4, keeps=True, twice=True)
+
+
+def verify(
+    model: nn.Module,
+    processor: Any,
+    requests: Sequence[Request],
+    *,
+    name: str = "a model",
+    max_tokens: int = 24,
+    progress: Callable[[str], None] = lambda said: None,
+) -> Verification:
+    """Ask a loaded model the same requests in every way, greedily, and compare. Raises what adapting the model raises.
+
+    A request that cannot be read is an error of the request, and raised.
+    """
+    plain, held = adapt(model), adapt(model)
+    inputs = prepared(plain, model, processor, requests)
+    layout = Placement.for_device()
+    exact = exact_for(held)
+    proof = Proof(((1,),), "one row at a time") if held.max_rows == 1 else prove(held, None, layout)
+    found: list[Comparison] = []
+
+    def ask(adapter: Adapter, way: _Way, exact: Exact | None, said: str) -> list[Trace]:
+        progress(said)
+        return _asked(adapter, inputs, way, exact, max_tokens)
+
+    alone = ask(plain, ALONE, None, "alone")
+    progress("alone, by mlx-vlm")
+    upstream = [_upstream(model, one, max_tokens) for one in inputs]
+    found.append(compare("mlx-vlm alone : alone", upstream, alone, promised=False))
+    found.append(compare("alone : in company", alone, ask(plain, COMPANY, None, "in company"), promised=False))
+    fixed = ask(held, ALONE, exact, "reproducible, alone")
+    found.append(compare("mlx-vlm alone : reproducible alone", upstream, fixed, promised=False))
+    del upstream, alone
+    ways = {
+        "in company": COMPANY,
+        "backwards, joining late": LATE,
+        "small chunk budgets": CHUNKS,
+        "from kept beginnings and features": KEPT,
+    }
+    for said, way in ways.items():
+        other = ask(held, way, exact, f"reproducible, {said}")
+        found.append(compare(f"reproducible: alone : {said}", fixed, other, promised=True))
+    return Verification(
+        name,
+        held.spec.family,
+        precision_of(model),
+        device_facts(),
+        versions(),
+        exact.counts,
+        proof.how,
+        max_tokens,
+        tuple(found),
+    )
+
+
+def prepared(adapter: Adapter, model: nn.Module, processor: Any, requests: Sequence[Request]) -> list[Inputs]:
+    """The processor's output for each request, as numpy. Raises InvalidRequest for what cannot be read or does not fit."""
+    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
+    preparer = Preparer(
+        processing,
+        adapter.spec,
+        image_token_ids=adapter.image_token_ids(),
+        max_context=adapter.max_context,
+        limits=Limits(),
+    )
+    return [preparer.prepare(preparer.check(request)).inputs for request in requests]
+
+
+def compare(name: str, ones: Sequence[Trace], others: Sequence[Trace], *, promised: bool) -> Comparison:
+    """Compare answers to the same requests; ``ones`` are the measure."""
+    result = Comparison(name, promised, len(ones))
+    for one, other in zip(ones, others, strict=True):
+        if one.error is not None or other.error is not None:
+            result = replace(result, error=one.error or other.error)
+            continue
+        pairs = list(zip(one.tokens, other.tokens, strict=False))
+        differs = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+        upto = len(pairs) if differs is None else differs + 1
+        rows = [(_logprobs(a), _logprobs(b)) for a, b in zip(one.logits[:upto], other.logits[:upto], strict=True)]
+        apart = max((_apart(a, b) for a, b in rows), default=0.0)
+        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one.logits, other.logits, strict=False))
+        result = replace(
+            result,
+            equal=result.equal + (differs is None),
+            identical=result.identical + (differs is None and same),
+            apart=max(result.apart, apart),
+        )
+        if differs is not None:
+            measure, (mine, theirs) = rows[differs][0], pairs[differs]
+            first = min(differs + 1, result.first or differs + 1)
+            result = replace(result, first=first, gap=max(result.gap, float(abs(measure[mine] - measure[theirs]))))
+    return result
+
+
+def _logprobs(logits: np.ndarray) -> np.ndarray:
+    top = logits.max()
+    return np.asarray(logits - top - np.log(np.exp(logits - top).sum()))
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> float:
+    wide = min(one.shape[-1], other.shape[-1])
+    known = np.isfinite(one[:wide]) & np.isfinite(other[:wide])
+    return float(np.abs(one[:wide][known] - other[:wide][known]).max(initial=0.0))
+
+
+def precision_of(model: nn.Module) -> str:
+    """The type that most of the language model's weights are computed in, in words."""
+    language: Any = model.language_model
+    kinds: dict[str, int] = {}
+    for _, module in language.named_modules():
+        bits = vars(module).get("bits") if module.get("scales") is not None else None
+        weight = module.get("weight")
+        if isinstance(weight, mx.array):
+            dtype = module["scales"].dtype if bits else weight.dtype
+            named = f"{bits} bits over {str(dtype).split('.')[-1]}" if bits else str(dtype).split(".")[-1]
+            kinds[named] = kinds.get(named, 0) + weight.nbytes
+    return max(kinds, key=lambda kind: kinds[kind]) if kinds else "unknown"
+
+
+def quantised(model: nn.Module, bits: int, group_size: int = 32) -> bool:
+    """Quantise the linear layers of a model's language part in place, those that groups divide; False if there are none."""
+
+    def fits(path: str, module: Any) -> bool:
+        return isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0
+
+    language: Any = model.language_model
+    if not any(fits(path, module) for path, module in language.named_modules()):
+        return False
+    nn.quantize(language, group_size=group_size, bits=bits, class_predicate=fits)
+    mx.eval(language.parameters())
+    return True
+
+
+def _asked(adapter: Adapter, inputs: Sequence[Inputs], way: _Way, exact: Exact | None, max_tokens: int) -> list[Trace]:
+    """The requests' answers in one way of asking."""
+    if way.max_rows == 1:
+        return [_play(_engine(adapter, way, exact), [one], way, max_tokens)[0] for one in inputs]
+    engine = _engine(adapter, way, exact)
+    if way.twice:
+        _play(engine, inputs, way, max_tokens)
+    return _play(engine, inputs, way, max_tokens)
+
+
+def _engine(adapter: Adapter, way: _Way, exact: Exact | None) -> BatchGenerator:
+    rows = way.max_rows if adapter.max_rows is None else min(way.max_rows, adapter.max_rows)
+    config = SchedulerConfig(max_rows=rows, prefill_budget=way.budget, idle_budget=way.budget)
+    if adapter.max_rows is not None:
+        config = replace(config, encode_ahead=0)
+    budget = ByteBudget(KEPT_BYTES if way.keeps else 0)
+    adapter.remember_features(FeatureStore(budget))
+    prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
+    return BatchGenerator(adapter, config=config, reuse=Reuse(adapter, prefix, exact=exact), exact=exact)
+
+
+def _play(engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_tokens: int) -> list[Trace]:
+    """Run requests to their ends; answers in the requests' order."""
+    recorded: dict[int, list[np.ndarray]] = {index: [] for index in range(len(inputs))}
+    results: dict[int, Any] = {}
+
+    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
+        sampled = sample(logits, rows)
+        taken = np.array(logits.astype(mx.float32))
+        for place, row in enumerate(rows):
+            recorded[row.seed].append(taken[place])
+        return sampled
+
+    engine.sampler = recording
+    order = list(range(len(inputs)))[:: -1 if way.backwards else 1]
+    due = [(position * way.apart, index) for position, index in enumerate(order)]
+    step = 0
+    while due or engine.has_work:
+        while due and due[0][0] <= step:
+            _, index = due.pop(0)
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index)
+            engine.insert(f"verify-{index}", as_mlx(inputs[index]), params)
+        for event in engine.step():
+            if event.result is not None:
+                results[int(event.request_id.rpartition("-")[2])] = event.result
+        step += 1
+    return [Trace(results[i].token_ids, tuple(recorded[i]), results[i].error) for i in range(len(inputs))]
+
+
+def _upstream(model: nn.Module, inputs: Inputs, max_tokens: int) -> Trace:
+    """One request through mlx-vlm's own path for a single request."""
+    from mlx_vlm.generate.ar import generate_step
+
+    arrays = as_mlx(dict(inputs))
+    ids, pixels, mask = (arrays.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+    try:
+        steps: Iterator[Any] = generate_step(ids, model, pixels, mask, max_tokens=max_tokens, temperature=0.0, **arrays)
+        pairs = [(int(token), np.array(logprobs.astype(mx.float32))) for token, logprobs in steps]
+    except Exception as error:  # whatever upstream's path raises, it is the finding
+        return Trace(error=f"mlx-vlm: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
+    return Trace(tuple(token for token, _ in pairs), tuple(logprobs for _, logprobs in pairs))
