@@ -91,7 +91,6 @@ def test_bad_words_end_nowhere() -> None:
         {"n": 0},
         {"n": 129},
         {"thinking_budget": -1},
-        {"prompt_logprobs": 101},
     ],
     ids=str,
 )

@@ -45,12 +45,11 @@ _WHOLE_PARAMETERS = (
     ("repetition_context_size", 1, _MOST),
     ("seed", 0, 2**64 - 1),
     ("logprobs", 0, 100),
-    ("prompt_logprobs", 0, 100),
     ("min_tokens", 0, 2**63 - 1),
     ("n", 1, 128),
     ("thinking_budget", 0, 2**63 - 1),
 )
-_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget")
+_MAY_BE_NONE = ("seed", "logprobs", "thinking_budget")
 #: Logits are divided by the temperature, and by or with the penalty, in float32 or less: what overflows there is refused.
 _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
@@ -80,7 +79,7 @@ class SamplingParams:
     no others through. ``bad_words`` do not come in the answer, spelled as the tokenizer spells them, with or without a
     space before. ``min_tokens`` is how many tokens come before any end: end tokens do not, and stop strings do not count.
     ``n`` answers are sampled from one prompt, with seeds ``seed``, ``seed + 1``, ... ``thinking_budget`` ends the
-    model's thinking after so many tokens. ``prompt_logprobs`` is ``logprobs`` for the prompt's tokens.
+    model's thinking after so many tokens.
 
     At most one of ``json_schema`` (a schema, or JSON text), ``regex``, ``grammar`` (Lark, as llguidance reads it) and
     ``choice`` (texts) holds the answer to a form; after thinking, if the model thinks. The answer then has that form,
@@ -110,7 +109,6 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     thinking_budget: int | None = None
-    prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
     regex: str | None = None
     grammar: str | None = None
