@@ -79,7 +79,6 @@ class Processing:
         self.template.check(options)
         rendered: Any
         try:
-            rendered: Any
             messages = self._messages(prompt, num_images, num_videos)
             if isinstance(messages, (str, Mapping)):
                 options.refuse("this family's processor takes the last message alone")

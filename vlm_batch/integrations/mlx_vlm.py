@@ -43,6 +43,7 @@ from vlm_batch.batcher import VLMBatcher
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.processing import PixelBounds
 from vlm_batch.inputs.videos import as_video, load_video
 from vlm_batch.loading import load_model
 from vlm_batch.types import Event, Request, SamplingParams
@@ -173,8 +174,11 @@ class Engine:
         processing = self.batcher.processing
         pictures = [load_image(image) for image in images or ()]
         clips = [load_video(as_video(video), processing.sampling) for video in videos or ()]
-        with self._lock:
-            return processing.inputs(prompt, pictures, clips, preprocessing_kwargs)
+        unknown = preprocessing_kwargs.keys() - {"min_pixels", "max_pixels"}
+        if unknown:
+            raise ValueError(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
+        with self._lock, processing.seeing(_pixels(processing.pixels, preprocessing_kwargs)):
+            return processing.inputs(prompt, pictures, clips)
 
     def _load(self) -> VLMBatcher:
         path, adapter = self._source
@@ -193,6 +197,15 @@ class Engine:
             kv_quant_scheme=scheme,
             quantized_kv_start=start,
         )
+
+
+def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | None:
+    """The bounds on a picture's pixels for one request: what is asked, and the processor's own for the rest."""
+    if not asked:
+        return None
+    if own is None:
+        raise ValueError("the model's processor has no bounds on pixels: leave min_pixels and max_pixels out")
+    return PixelBounds(asked.get("min_pixels") or own.least, asked.get("max_pixels") or own.most)
 
 
 class Waiting:
