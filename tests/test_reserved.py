@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx_vlm
 import pytest
+from mlx_vlm.prompt_utils import apply_chat_template
 
 from vlm_batch.assets import CHECKOUT
 from vlm_batch.errors import InvalidPrompt
@@ -139,3 +140,21 @@ def test_placeholders_that_are_no_tokens(placeholder: str, typed: str) -> None:
     with pytest.raises(InvalidPrompt, match="video's place"):
         reserved.check_prompt(typed)
     reserved.check_prompt("an <im age> of |image_1| (x)")
+
+
+@pytest.mark.parametrize(
+    "model_type", [None, "llava", "paligemma", "phi3_v", "internvl_chat", "gemma3", "unknown_type"]
+)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_says_nothing_is_rendered_as_mlx_vlm_does(name: str, model_type: str | None) -> None:
+    processing, _, _ = of(name)
+    config = SimpleNamespace(model_type=model_type or processing.config.model_type)
+    own = Processing(processing.processor, config)
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    for prompt in ("a b", chat):
+        for num_images in (0, 1):
+            if num_images and model_type == "unknown_type":
+                continue  # mlx-vlm writes no places for the pictures of types that it does not know
+            theirs = apply_chat_template(processing.processor, config, prompt, num_images=num_images)
+            theirs = theirs["content"] if isinstance(theirs, dict) else theirs
+            assert own.render(prompt, num_images) == theirs
