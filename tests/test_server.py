@@ -328,7 +328,7 @@ def test_priorities_are_taken_from_a_header(server: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
         ({"nonsense": 1}, "nonsense"),
         ({"functions": []}, "use tools"),
         ({"temperature": "hot"}, "temperature"),
