@@ -7,11 +7,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.harness import inputs_of, shared_adapter
 from tests.test_templates import with_template
 from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.sampling import sample
 from vlm_batch.errors import InvalidParameters
 
 CIRCLE = str(sample_images()[3])
@@ -202,3 +209,45 @@ def test_thinking_that_does_not_end_has_no_value(thinker: VLMBatcher) -> None:
 def test_a_template_without_thinking_has_no_budget_for_it(batcher: VLMBatcher) -> None:
     with pytest.raises(InvalidParameters, match="does not mark thinking"):
         batcher.submit(prompt="a", params=SamplingParams(thinking_budget=3))
+
+
+class AnyForm:
+    """Lets everything through, and notes when it is asked."""
+
+    is_whole = may_end = False
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+
+    def fill(self, bits: np.ndarray) -> None:
+        self.noted.append("mask")
+        bits[:] = 0xFFFFFFFF
+
+    def consume(self, token: int) -> None:
+        self.noted.append("token")
+
+    def copy(self) -> AnyForm:
+        return self
+
+    def read(self, text: str) -> str:
+        return text
+
+
+def test_nobody_waits_for_a_mask() -> None:
+    """In each step the plain row's token is launched before the held row's last token is read and its mask made."""
+    noted: list[str] = []
+
+    def recording(logits: Any, rows: Any) -> Any:
+        noted.append("plain" if rows[0].seed == 1 else "held")
+        return sample(logits, rows)
+
+    generator = BatchGenerator(shared_adapter("qwen2_vl"), sampler=recording)
+    for index in (1, 2):
+        params = SamplingParams(max_tokens=6, seed=index)
+        row = new_row(str(index), Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{index}:6"))), params)
+        row.answer.guide = Guide.of(params, AnyForm(noted) if index == 2 else None, None, ())
+        generator.add(row)
+    while generator.has_work:
+        generator.step()
+    steady = noted[noted.index("plain", 2) :]
+    assert steady[:8] == ["plain", "token", "mask", "held"] * 2, noted
