@@ -661,7 +661,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "typed_in_a_call": (chat("", "assistant", tool_calls=[{"f": "<|image_pad|>"}]), InvalidPrompt, "video's place"),
     "prompt_bytes": ({"prompt": b"x"}, InvalidPrompt, r"prompt is b'x'; it must be text \(str\)"),
     "cache_text": ({"prompt": "x", "cache": "x"}, InvalidCache, "cache is 'x'; it must be a PromptCache"),
-    "id_list": ({"prompt": "x", "request_id": []}, InvalidRequest, r"request_id is \[\]; it must be a non-empty string"),
+    "id_list": (
+        {"prompt": "x", "request_id": []},
+        InvalidRequest,
+        r"request_id is \[\]; it must be a non-empty string",
+    ),
     "inputs_list": ({"inputs": [1]}, InvalidPrompt, r"inputs is \[1\]; it must be a mapping"),
     "fractional_inputs": ({"inputs": {"input_ids": np.ones((1, 3))}}, InvalidPrompt, "of integers; given: float64"),
     "long_prompt": ({"prompt": "a " * 5_000_000}, PromptTooLong, "the prompt has 10,000,000 characters; 2,048 tokens"),

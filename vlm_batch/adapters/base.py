@@ -197,12 +197,16 @@ class Adapter:
         return list(requests)
 
     def check_ids(self, ids: mx.array) -> None:
-        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
+        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash."""
+        tokens = np.array(ids[0])
+        unmarked = ~np.isin(tokens, list(self.image_token_ids()))
+        below = tokens[(tokens < 0) & unmarked]
+        if below.size:
+            raise InvalidPrompt(f"token id {below[0]} is below 0")
         weight = getattr(self.token_table, "weight", None)
         if weight is None:
             return
-        tokens = np.array(ids[0])
-        beyond = tokens[(tokens >= weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        beyond = tokens[(tokens >= weight.shape[0]) & unmarked]
         if beyond.size:
             raise InvalidPrompt(
                 f"token id {beyond[0]} is beyond the model's {weight.shape[0]}: does the tokenizer belong to this model?"

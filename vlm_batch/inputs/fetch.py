@@ -33,6 +33,7 @@ import httpcore
 import httpx
 
 from vlm_batch._version import __version__
+from vlm_batch.errors import printable
 from vlm_batch.types import FetchPolicy
 
 #: Bytes that are read at a time: between two reads the limits are looked at.
@@ -110,7 +111,8 @@ def shown(source: str | Path) -> str:
     text = str(source)
     if is_data_uri(text):
         return "the data URI"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    return printable(short)
 
 
 def is_data_uri(source: Any) -> bool:

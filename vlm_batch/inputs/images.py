@@ -33,11 +33,6 @@ _STRIP = 256
 _LIMIT_LOCK = threading.Lock()
 
 
-def is_image_list(images: Any) -> bool:
-    """Whether several pictures are given rather than one."""
-    return isinstance(images, (list, tuple))
-
-
 def load_image(
     source: ImageInput,
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
