@@ -203,14 +203,23 @@ class Adapter:
         below = tokens[(tokens < 0) & unmarked]
         if below.size:
             raise InvalidPrompt(f"token id {below[0]} is below 0")
-        weight = getattr(self.token_table, "weight", None)
-        if weight is None:
+        size = self.num_words
+        if size is None:
             return
-        beyond = tokens[(tokens >= weight.shape[0]) & unmarked]
+        beyond = tokens[(tokens >= size) & unmarked]
         if beyond.size:
             raise InvalidPrompt(
-                f"token id {beyond[0]} is beyond the model's {weight.shape[0]}: does the tokenizer belong to this model?"
+                f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
             )
+
+    @property
+    def num_words(self) -> int | None:
+        """The number of tokens that the decoder has embeddings for; None where no table of them is known."""
+        table = self.token_table
+        parts = [
+            getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")
+        ]  # the last: Molmo's two
+        return sum(part.shape[0] for part in parts if part is not None) or None
 
     @property
     def token_table(self) -> Any:
