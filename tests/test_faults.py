@@ -9,7 +9,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ import pytest
 from tests.harness import NUM_TOKENS, inputs_of, oracle, shared_adapter
 from vlm_batch import (
     BatcherClosed,
+    FetchPolicy,
+    Handle,
     InvalidImage,
     InvalidParameters,
+    InvalidPrompt,
     InvalidRequest,
     Request,
     Result,
     SamplingParams,
+    Video,
     VLMBatcher,
     assets,
 )
@@ -36,6 +41,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.runtime import threads
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Event
@@ -154,6 +160,126 @@ def test_facts_of_the_family_are_asked_at_submit(batcher: VLMBatcher, monkeypatc
         batcher.submit(messages=[{"role": "user", "content": [part]}])
 
 
+class Unspeakable:
+    """A value whose ``repr`` raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+#: Ways to hand a value over, by name: each must refuse it with an error of its own, or take it.
+DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
+    "priority": lambda batcher, value: batcher.submit(prompt="count to 3", priority=value),
+    "request_id": lambda batcher, value: batcher.submit(prompt="count to 3", request_id=value),
+    "cache": lambda batcher, value: batcher.submit(prompt="count to 3", cache=value),
+    "rendered": lambda batcher, value: batcher.submit(prompt="count to 3", rendered=value),
+    "return_cache": lambda batcher, value: batcher.submit(prompt="count to 3", return_cache=value),
+    "params": lambda batcher, value: batcher.submit(prompt="count to 3", params=value),
+    "prompt": lambda batcher, value: batcher.submit(prompt=value),
+    "messages": lambda batcher, value: batcher.submit(messages=value),
+    "role": lambda batcher, value: batcher.submit(messages=[{"role": value, "content": "a"}]),
+    "content": lambda batcher, value: batcher.submit(messages=[{"role": "user", "content": value}]),
+    "part": lambda batcher, value: batcher.submit(messages=[{"role": "user", "content": [{"type": value}]}]),
+    "text": lambda batcher, value: batcher.submit(messages=chat_of({"type": "text", "text": value})),
+    "token_ids": lambda batcher, value: batcher.submit(token_ids=value),
+    "a token id": lambda batcher, value: batcher.submit(token_ids=[value]),
+    "inputs": lambda batcher, value: batcher.submit(inputs=value),
+    "input_ids": lambda batcher, value: batcher.submit(inputs={"input_ids": value}),
+    "cancel": lambda batcher, value: batcher.cancel(value),
+    "timeout": lambda batcher, value: batcher.submit(prompt="count to 3").result(timeout=value),
+    **{
+        name: lambda _, value, name=name: SamplingParams(**{name: value})  # type: ignore[misc]
+        for name in (
+            "max_tokens",
+            "temperature",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "logprobs",
+            "logits_processors",
+        )
+    },
+    **{
+        name: lambda _, value, name=name: Video("a.mp4", **{name: value})  # type: ignore[misc]
+        for name in ("fps", "num_frames", "max_frames", "max_pixels")
+    },
+    **{
+        name: lambda _, value, name=name: FetchPolicy(**{name: value})  # type: ignore[misc]
+        for name in (
+            "allow_http",
+            "allow_private",
+            "allow_files",
+            "directories",
+            "max_bytes",
+            "seconds",
+            "max_redirects",
+        )
+    },
+    **{
+        name: lambda _, value, name=name: VLMBatcher(CHECKPOINT, **{name: value})  # type: ignore[misc]
+        for name in ("token_gap", "cache_bytes", "cache_dir", "kv_bits", "trust_remote_code", "fetch")
+    },
+    "kv_quant_scheme": lambda _, value: VLMBatcher(CHECKPOINT, kv_bits=4, kv_quant_scheme=value),
+}
+
+
+def chat_of(part: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part]}]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_of_another_kind_is_refused_in_a_line_whatever_it_is(batcher: VLMBatcher, door: str) -> None:
+    """Also what cannot be shown in a message, or compared, or hashed."""
+    for value in (Unspeakable(), -(10**5000), object(), np.array([["a", "b"]]), {"a": []}):
+        with pytest.raises(
+            (ValueError, TimeoutError), match=r"\A.{10,500}\Z"
+        ) as found:  # the library's own are ValueErrors
+            DOORS[door](batcher, value)
+        said = str(found.value)
+        assert "no repr" not in said and "ambiguous" not in said and "digits" not in said
+    assert answers(batcher)
+
+
+@pytest.mark.parametrize("ids", [[[1, -1, 2]], [[1, -(2**31), 2]], [[1, 2**40, 2]]])
+@pytest.mark.parametrize("family", ["embedded", "molmo_point"])
+def test_ids_that_no_embedding_has_are_refused(batcher: VLMBatcher, ids: list[list[int]], family: str) -> None:
+    """MLX reads other memory for them: a wrong answer, or the end of the process."""
+    if family == "embedded":
+        with suppress(InvalidRequest):
+            result = batcher.submit(inputs={"input_ids": np.array(ids)}).result(timeout=60)
+            assert "InvalidPrompt: token id" in str(result.error)
+    else:
+        with pytest.raises(InvalidRequest, match="token id"):
+            shared_adapter(family).encode({"input_ids": mx.array(np.array(ids).clip(-(2**31), 2**31 - 1))})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop": ["a"] * 2000}, {"stop": "a" * 2**21}, {"stop_token_ids": range(2**15)}], ids=["1", "2", "3"]
+)
+def test_stops_that_would_hold_up_everybody_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameters, match="are looked for"):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("where", ["prompt", "chat"])
+def test_half_a_surrogate_pair_is_no_text(batcher: VLMBatcher, where: str) -> None:
+    given: dict[str, Any] = {"prompt": "a\ud800b"} if where == "prompt" else {"messages": chat_of("a\ud800b")}
+    with pytest.raises(InvalidPrompt, match=r"'\\ud800' at character 1, half of a surrogate pair"):
+        batcher.submit(**given)
+
+
+def test_errors_can_be_written_to_any_file(batcher: VLMBatcher) -> None:
+    error = batcher.submit("caf\udce9.png", DESCRIBE).result(timeout=60).error
+    assert error is not None and "caf\\udce9.png" in error
+    error.encode("utf-8")
+
+
+def test_pictures_may_come_from_an_iterator(batcher: VLMBatcher) -> None:
+    first, second = (batcher.submit(images, DESCRIBE) for images in (iter([CIRCLE]), [CIRCLE]))
+    assert first.result(timeout=60).text == second.result(timeout=60).text
+    assert first.result().usage.image_tokens > 0
+
+
 # One request never takes the others with it -----------------------------------------------------------------------------
 
 
@@ -168,6 +294,75 @@ def test_whatever_a_processor_raises_ends_its_request_alone(batcher: VLMBatcher,
     assert result.finish_reason == "error" and kind.__name__ in str(result.error)
     assert beside.result(timeout=60).text == "1 2 3 4 5"
     assert answers(batcher)
+
+
+class Speechless(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+def test_an_error_without_a_text_ends_its_request_alone(batcher: VLMBatcher) -> None:
+    def raises(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise Speechless
+
+    def talks(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("x" * 10**6)
+
+    beside = batcher.submit(None, "count to 9", params=LONG)
+    next(iter(beside))
+    bad = [
+        batcher.submit(None, "count to 3", params=SamplingParams(logits_processors=[one])) for one in (raises, talks)
+    ]
+    assert bad[0].result(timeout=60).error == "Speechless"
+    assert len(str(bad[1].result(timeout=60).error)) < 2100
+    assert not beside.done()
+    beside.cancel()
+    assert beside.result(timeout=60).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("kind", [SystemExit, ValueError])
+def test_a_listener_that_raises_is_no_part_of_the_engine(
+    batcher: VLMBatcher, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises() -> None:
+        raise kind("of the test")
+
+    beside = batcher.submit(None, "count to 9", params=LONG)
+    next(iter(beside))
+    heard, others = batcher.submit(None, "count to 3"), [batcher.submit(None, "count to 5") for _ in range(3)]
+    heard.when_done(raises)
+    assert heard.result(timeout=60).text == "1 2 3"
+    assert [other.result(timeout=60).text for other in others] == ["1 2 3 4 5"] * 3
+    assert not beside.done()
+    beside.cancel()
+    assert beside.result(timeout=60).error is None
+    assert "a listener of request" in caplog.text
+
+
+@pytest.mark.parametrize("waits", ["result", "for", "generate"])
+def test_nobody_waits_on_the_engines_own_thread(batcher: VLMBatcher, waits: str) -> None:
+    """A listener or a processor that waits for an answer would wait for ever, and everybody with it."""
+    said: list[str] = []
+    other = batcher.submit(None, "count to 9", params=LONG)
+
+    def wait() -> None:
+        try:
+            if waits == "generate":
+                batcher.generate([Request(prompt="count to 3")])
+            else:
+                other.result() if waits == "result" else list(other)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    heard = batcher.submit(None, "count to 3")
+    heard.when_done(wait)
+    heard.result(timeout=60)
+    assert answers(batcher)
+    assert "is waited for on the engine's own thread" in said[0]
+    other.cancel()
+    other.result(timeout=60)
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
@@ -186,6 +381,27 @@ def test_whatever_loading_raises_ends_its_request_alone(
     beside = batcher.submit(None, "count to 5")
     assert kind.__name__ in str(bad.result(timeout=60).error)
     assert beside.result(timeout=60).text == "1 2 3 4 5"
+
+
+def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give no thread to any pool: to read on, to process on, or for what is watched."""
+    begin = threads.start
+    monkeypatch.setattr("vlm_batch.inputs.loaders.IDLE_SECONDS", 0.01)
+    for lacking in ("reader", "loader", "watch"):
+        with VLMBatcher(CHECKPOINT) as own:
+
+            def start(work: Any, name: str, lacking: str = lacking) -> Any:
+                if lacking in name:
+                    raise RuntimeError("can't start new thread")
+                return begin(work, name)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(threads, "start", start)
+                results = [own.submit(CIRCLE, DESCRIBE) for _ in range(6)]
+                for handle in results:
+                    assert lacking == "watch" or "can't start new thread" in str(handle.result(timeout=60).error)
+                    assert handle.result(timeout=60).ok is (lacking == "watch")
+            assert own.submit(CIRCLE, DESCRIBE).result(timeout=60).ok
 
 
 def test_loaders_that_cannot_start_end_the_request(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +603,8 @@ def test_as_completed_for_asyncio(batcher: VLMBatcher) -> None:
             await asyncio.sleep(0)
             yield {"prompt": f"count to {index + 1}", "request_id": f"async-{index}"}
         yield "no request"
+        yield None  # an item like any other, and no end
+        yield {"prompt": "count to 9", "request_id": "async-last"}
 
     async def main() -> list[Result]:
         found = [result async for result in batcher.as_completed_async(source())]
@@ -395,7 +613,8 @@ def test_as_completed_for_asyncio(batcher: VLMBatcher) -> None:
 
     results = asyncio.run(main())
     assert {result.request_id for result in results if result.ok} > {f"async-{index}" for index in range(5)}
-    assert sum(not result.ok for result in results) == 1
+    assert "async-last" in {result.request_id for result in results if result.ok}
+    assert sum(not result.ok for result in results) == 2
     assert results[-1].text == "1 2 3"
 
 
@@ -409,6 +628,19 @@ def test_a_timeout_of_asyncio_does_not_cancel_and_cancel_does(batcher: VLMBatche
         return await handle
 
     assert asyncio.run(main()).finish_reason == "cancelled"
+
+
+def test_awaits_that_are_given_up_leave_nothing(batcher: VLMBatcher) -> None:
+    async def main(handle: Handle) -> int:
+        for _ in range(20):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(handle, 0.001)
+        return len(handle._listeners)
+
+    before = [batcher.submit(None, "count to 9", params=LONG) for _ in range(9)]  # the last waits for a place
+    assert asyncio.run(main(before[-1])) == 0
+    for handle in before:
+        handle.cancel()
 
 
 def test_events_have_all_that_is_known_of_each_step(batcher: VLMBatcher) -> None:
@@ -472,6 +704,12 @@ def test_a_child_says_that_the_batcher_is_another_processes_and_ends() -> None:
             else:
                 raise AssertionError("the child may submit")
             batcher.close()
+            try:
+                VLMBatcher(assets.default_checkpoint())
+            except RuntimeError as error:
+                assert "MLX does not outlive a fork" in str(error)
+            else:
+                raise AssertionError("the child may make one")
             sys.exit(7)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 7, status
@@ -500,3 +738,36 @@ def test_a_batcher_that_nobody_holds_does_not_abort_the_exit(end: str) -> None:
     for _ in range(2):
         done = python(script)
         assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["1 2 3", "1 2 3"]), done.stderr
+
+
+def test_a_child_forked_before_the_first_batcher_makes_its_own() -> None:
+    done = python("""
+        import os
+        from vlm_batch import VLMBatcher, assets
+        child = os.fork()
+        if child == 0:
+            assert VLMBatcher(assets.default_checkpoint()).submit(prompt="count to 3").result().text == "1 2 3"
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_exit_waits_for_a_batcher_that_is_being_made() -> None:
+    """A thread within MLX when the interpreter goes would abort the process: at whatever moment of loading it is."""
+    done = python("""
+        import threading, time
+        import mlx.core as mx
+        from vlm_batch import VLMBatcher, assets, loading
+        begun, load = threading.Event(), loading.read_model
+        def slow(*given, **how):
+            begun.set()
+            for _ in range(400):
+                mx.eval(mx.ones((50, 50)) @ mx.ones((50, 50)))
+            return load(*given, **how)
+        loading.read_model = slow
+        threading.Thread(target=lambda: VLMBatcher(assets.default_checkpoint()), daemon=True).start()
+        begun.wait()
+        time.sleep(0.05)
+    """)
+    assert done.returncode == 0, done.stderr

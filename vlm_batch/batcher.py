@@ -18,9 +18,9 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import BatcherClosed, InvalidRequest
+from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
@@ -172,16 +172,14 @@ class VLMBatcher:
         InvalidRequest for what is wrong already now, BatcherClosed after ``close``; what turns out later (an unreadable
         picture, a prompt too long) ends that request alone, with an error in its result.
         """
-        pictures = () if images is None else tuple(images) if is_image_list(images) else (images,)
-        clips = () if videos is None else tuple(videos) if is_image_list(videos) else (videos,)
         return self.submit_request(
             Request(
                 prompt=prompt,
                 messages=messages,
                 token_ids=token_ids,
                 inputs=inputs,
-                images=pictures,
-                videos=clips,
+                images=images,
+                videos=videos,
                 rendered=rendered,
                 tools=tools,
                 documents=documents,
@@ -205,12 +203,12 @@ class VLMBatcher:
         self._loop.check_runs()  # before any lock: in a child process nobody would let go of it
         question = self._preparer.check(request)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
-        handle = Handle(request_id, self.cancel)
+        handle = Handle(request_id, self.cancel, self._running.is_here)
         with self._lock:
             if self._closed:
                 raise BatcherClosed("the batcher is closed; make a new one")
             if self._loop.is_alive(request_id):
-                raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
+                raise InvalidRequest(f"request id {shown(request_id)} is in use by a request that has not ended")
             if request.cache is not None:
                 request.cache.claim(self._loop.generator.reuse.identity)
             self._loop.submit(question, request, handle)
@@ -250,7 +248,9 @@ class VLMBatcher:
             yield result
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at whatever stage it is; False if none of that id is alive."""
+        """End a request at whatever stage it is; False if none of that id is alive. Raises InvalidRequest for what is no id."""
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id is {shown(request_id)}; it must be a string: handle.request_id")
         return self._loop.cancel(request_id)
 
     @property
@@ -315,7 +315,9 @@ def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_by
 def _kv_settings(bits: float | None, group_size: int, scheme: str, start: int) -> KVQuantisation | None:
     if bits is None:
         return None
+    if not isinstance(scheme, str):
+        raise ValueError(f"kv_quant_scheme is {shown(scheme)}; it must be a string")
     if isinstance(bits, bool) or not isinstance(bits, Real):
-        raise ValueError(f"kv_bits is {bits!r}; it must be a number of bits, or None")
+        raise ValueError(f"kv_bits is {shown(bits)}; it must be a number of bits, or None")
     group_size = whole_option("kv_group_size", group_size, least=1)
     return KVQuantisation(bits, group_size, scheme, whole_option("quantized_kv_start", start, least=0))

@@ -15,6 +15,8 @@ from vlm_batch.types import Request, Result, failed_result
 Submit: TypeAlias = Callable[[Request], Handle]
 Asked: TypeAlias = "Request | Mapping[str, Any]"
 
+_END: Any = object()  # of what was asked; None is an item like any other
+
 
 def in_turn(submit: Submit, requests: Iterable[Asked], most: int) -> Iterator[tuple[int, Result]]:
     """(index, result) of each request as it ends, with at most ``most`` in flight. Leaving the loop cancels the rest.
@@ -46,6 +48,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: int) -> Iterator[tu
                 taken.when_done(partial(ended.put, (index, taken)))
             if not alive:
                 return
+            next(iter(alive.values())).check_can_wait()
             index, handle = ended.get()
             del alive[index]
             yield index, handle.result()
@@ -65,7 +68,7 @@ async def in_turn_async(
     try:
         while True:
             if is_open and reading is None and len(waited) < most:
-                reading = asyncio.ensure_future(anext(source, None))
+                reading = asyncio.ensure_future(anext(source, _END))
             pending = {*waited, *(() if reading is None else (reading,))}
             if not pending:
                 return
@@ -79,7 +82,7 @@ async def in_turn_async(
                 if (error := finished.exception()) is not None:
                     is_open = False
                     yield index, _unreadable(index, error)
-                elif (given := finished.result()) is None:
+                elif (given := finished.result()) is _END:
                     is_open = False
                 else:
                     taken = _submitted(submit, given, index)

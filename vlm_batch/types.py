@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from vlm_batch.errors import InvalidImage, InvalidParameters, InvalidRequest, RequestFailed, describe
+from vlm_batch.errors import InvalidImage, InvalidParameters, InvalidRequest, RequestFailed, describe, shown
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -39,6 +39,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 FORMS = ("json_schema", "regex", "grammar", "choice")
 #: The largest number that MLX's 32-bit integers hold.
 _MOST = 2**31 - 1
+#: Every token is looked for among a request's stop tokens, and every text for its stop strings, while others wait.
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
 _WHOLE_PARAMETERS = (
     ("max_tokens", 1, 2**63 - 1),
     ("top_k", 0, _MOST),
@@ -124,24 +126,33 @@ class SamplingParams:
             if value is None and name in _MAY_BE_NONE:
                 continue
             if not (_is_whole(value) and least <= value <= most):
-                raise InvalidParameters(f"{name} is {_shown(value)}; it must be an integer in {least}..{most}")
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer in {least}..{most}")
             put(name, int(value))
         for name, is_right, right in _REAL_PARAMETERS:
             value = getattr(self, name)
             if not (_is_real(value) and is_right(float(value))):
-                raise InvalidParameters(f"{name} is {_shown(value)}; it must be {right}")
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
             put(name, float(value))
         if not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InvalidParameters(f"stop is {_shown(self.stop)}; it must be non-empty strings")
+            raise InvalidParameters(f"stop is {shown(self.stop)}; it must be non-empty strings")
+        if len(self.stop) > _MOST_STOPS or sum(map(len, self.stop)) > _MOST_STOP_CHARACTERS:
+            raise InvalidParameters(
+                f"stop has {len(self.stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
+                " are looked for"
+            )
+        if len(self.stop_token_ids) > _MOST_STOP_TOKENS:
+            raise InvalidParameters(
+                f"stop_token_ids has {len(self.stop_token_ids):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
+            )
         if not all(_is_whole(token) and 0 <= token <= _MOST for token in self.stop_token_ids):
             raise InvalidParameters(
-                f"stop_token_ids is {_shown(self.stop_token_ids)}; it must be token ids of at least 0"
+                f"stop_token_ids is {shown(self.stop_token_ids)}; it must be token ids of at least 0"
             )
         put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
         if not all(map(callable, self.logits_processors)):
             raise InvalidParameters("logits_processors must be callables (tokens, logits) -> logits")
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise InvalidParameters(f"ignore_eos is {_shown(self.ignore_eos)}; it must be True or False")
+            raise InvalidParameters(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
 
         self._take_rules(put)
         self._take_form(put)
@@ -156,15 +167,13 @@ class SamplingParams:
             for token, value in bias.items()
         ):
             raise InvalidParameters(
-                f"logit_bias is {_shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
+                f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
             )
         put("logit_bias", {int(token): float(value) for token, value in bias.items()})
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
             if not allowed or not all(_is_whole(token) and 0 <= token <= _MOST for token in allowed):
-                raise InvalidParameters(
-                    f"allowed_token_ids is {_shown(allowed)}; it must be token ids, or None for all"
-                )
+                raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
             put("allowed_token_ids", tuple(map(int, allowed)))
         put("bad_words", _texts("bad_words", self.bad_words))
 
@@ -177,7 +186,7 @@ class SamplingParams:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise InvalidParameters(f"{name} is {_shown(value)}; it must be non-empty text, or None")
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty text, or None")
         if self.json_schema is not None:
             put("json_schema", _schema(self.json_schema))
         given = [name for name in FORMS if getattr(self, name) is not None]
@@ -223,13 +232,17 @@ class Video:
     def __post_init__(self) -> None:
         fps = self.fps
         if fps is not None and not (_is_real(fps) and fps > 0):
-            raise InvalidParameters(f"fps is {fps!r}; it must be a finite number above 0")
+            raise InvalidParameters(f"fps is {shown(fps)}; it must be a finite number above 0")
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
             if value is not None and not (_is_whole(value) and value >= 1):
-                raise InvalidParameters(f"{name} is {value!r}; it must be an integer of at least 1")
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least 1")
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
+
+
+#: The most seconds that reading one source may take: a day. Clocks and locks take no number that is much larger.
+MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,15 +265,21 @@ class FetchPolicy:
     max_redirects: int = 5
 
     def __post_init__(self) -> None:
-        if not (_is_whole(self.max_bytes) and self.max_bytes >= 1):
-            raise InvalidParameters(f"max_bytes is {self.max_bytes!r}; it must be an integer of at least 1")
-        if not (_is_real(self.seconds) and self.seconds > 0):
-            raise InvalidParameters(f"seconds is {self.seconds!r}; it must be a finite number above 0")
-        if not (_is_whole(self.max_redirects) and self.max_redirects >= 0):
-            raise InvalidParameters(f"max_redirects is {self.max_redirects!r}; it must be an integer of at least 0")
-        if isinstance(self.directories, (str, Path)):
-            object.__setattr__(self, "directories", (self.directories,))
-        object.__setattr__(self, "directories", tuple(self.directories))
+        for name in ("allow_http", "allow_private", "allow_files"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be True or False")
+        for name, least in (("max_bytes", 1), ("max_redirects", 0)):
+            if not (_is_whole(value := getattr(self, name)) and value >= least):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least {least}")
+        if not (_is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
+            raise InvalidParameters(
+                f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
+            )
+        given = self.directories
+        directories = (given,) if isinstance(given, (str, Path)) else _as_tuple("directories", given)
+        if isinstance(given, bytes) or not all(isinstance(one, (str, Path)) and str(one) for one in directories):
+            raise InvalidParameters(f"directories is {shown(given)}; it must be a sequence of paths")
+        object.__setattr__(self, "directories", directories)
 
 
 #: The largest priority of a request, above and below 0.
@@ -317,15 +336,15 @@ class Request:
         object.__setattr__(self, "params", params_of(self.params))
         if not (_is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
             raise InvalidRequest(
-                f"priority is {_shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
+                f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
-            raise InvalidRequest(f"request_id is {_shown(self.request_id)}; it must be text, not empty, or None")
+            raise InvalidRequest(f"request_id is {shown(self.request_id)}; it must be text, not empty, or None")
         put_pixels(self, self.min_pixels, self.max_pixels)
         for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise InvalidRequest(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
+                raise InvalidRequest(f"{name} is {shown(getattr(self, name))}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -588,7 +607,7 @@ def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParam
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidParameters(f"params is {_shown(given)}; it must be a SamplingParams or a mapping of its fields")
+        raise InvalidParameters(f"params is {shown(given)}; it must be a SamplingParams or a mapping of its fields")
     known = {field.name for field in fields(SamplingParams)}
     unknown = sorted(str(name) for name in given if name not in known)
     if unknown:
@@ -600,7 +619,7 @@ def put_pixels(holder: Any, least: Any, most: Any) -> None:
     """Check bounds of pictures' pixels, and set them as Python's integers. Raises InvalidImage."""
     for name, value in (("min_pixels", least), ("max_pixels", most)):
         if value is not None and not (_is_whole(value) and 1 <= value <= _MOST):
-            raise InvalidImage(f"{name} is {_shown(value)}; it must be an integer of at least 1, or None")
+            raise InvalidImage(f"{name} is {shown(value)}; it must be an integer of at least 1, or None")
         object.__setattr__(holder, name, None if value is None else int(value))
     if least is not None and most is not None and least > most:
         raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
@@ -611,14 +630,14 @@ def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) ->
     if value is None and or_none:
         return None
     if not (_is_whole(value) and value >= least):
-        raise ValueError(f"{name} is {_shown(value)}; it must be an integer of at least {least}{' or None' * or_none}")
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer of at least {least}{' or None' * or_none}")
     return int(value)
 
 
 def seconds_option(name: str, value: Any) -> float:
     """An option in seconds. Raises ValueError unless it is a finite number above 0."""
     if not (_is_real(value) and value > 0):
-        raise ValueError(f"{name} is {_shown(value)}; it must be a finite number of seconds above 0")
+        raise ValueError(f"{name} is {shown(value)}; it must be a finite number of seconds above 0")
     return float(value)
 
 
@@ -626,7 +645,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     """Texts, or one by itself."""
     texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
     if not all(isinstance(text, str) and text for text in texts):
-        raise InvalidParameters(f"{name} is {_shown(value)}; it must be non-empty texts")
+        raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty texts")
     return texts
 
 
@@ -637,24 +656,17 @@ def _schema(given: Any) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidParameters(f"json_schema is no JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise InvalidParameters(f"json_schema is {_shown(given)}; it must be a mapping, or JSON text of one")
+        raise InvalidParameters(f"json_schema is {shown(given)}; it must be a mapping, or JSON text of one")
     return schema
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     try:
+        if isinstance(value, Mapping):
+            raise TypeError
         return () if value is None else tuple(value)
     except TypeError:
-        raise InvalidParameters(f"{name} is {_shown(value)}; it must be a sequence, or None for none") from None
-
-
-def _shown(value: Any) -> str:
-    """A value for an error message, of one line and bounded length."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # an integer of thousands of digits
-        text = f"a {type(value).__name__} too large to print"
-    return text if len(text) <= 100 else f"{text[:100]}..."
+        raise InvalidParameters(f"{name} is {shown(value)}; it must be a sequence, or None for none") from None
 
 
 def _is_whole(value: Any) -> bool:

@@ -211,16 +211,29 @@ class Adapter:
         return list(requests)
 
     def check_ids(self, ids: mx.array) -> None:
-        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
-        weight = getattr(self.token_table, "weight", None)
-        if weight is None:
-            return
+        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash."""
         tokens = np.array(ids[0])
-        beyond = tokens[(tokens >= weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        unmarked = ~np.isin(tokens, list(self.image_token_ids()))
+        below = tokens[(tokens < 0) & unmarked]
+        if below.size:
+            raise InvalidPrompt(f"token id {below[0]} is below 0")
+        size = self.num_words
+        if size is None:
+            return
+        beyond = tokens[(tokens >= size) & unmarked]
         if beyond.size:
             raise InvalidPrompt(
-                f"token id {beyond[0]} is beyond the model's {weight.shape[0]}: does the tokenizer belong to this model?"
+                f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
             )
+
+    @property
+    def num_words(self) -> int | None:
+        """The number of tokens that the decoder has embeddings for; None where no table of them is known."""
+        table = self.token_table
+        parts = [
+            getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")
+        ]  # the last: Molmo's two
+        return sum(part.shape[0] for part in parts if part is not None) or None
 
     @property
     def token_table(self) -> Any:

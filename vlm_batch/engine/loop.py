@@ -137,7 +137,8 @@ class EngineLoop:
         in_child = os.getpid() != self._process
         if self._gone is None:
             said = (
-                f"the batcher was made in another process ({self._process}); its thread is not in this one: make one here"
+                f"the batcher was made in another process ({self._process}); its thread is not in this one, and MLX does not "
+                "outlive a fork"
                 if in_child
                 else "the batcher is closed: its engine has stopped; make a new one"
             )
@@ -302,22 +303,30 @@ Made = TypeVar("Made", bound=HasLoop)
 
 def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
     """Make an engine on a thread of its own, which then runs it. Raises what ``make`` raises."""
+    threads.check_not_forked()
     ready: Future[Made] = Future()
     running = threads.start(partial(_work, make, ready), name="vlm-batch-engine")
+    running.watch(stop=partial(_give_up, ready), after=partial(_give_up, ready))
     try:
         engine = ready.result()
     except BaseException:
-        ready.cancel()  # nobody waits for it any more
+        _give_up(ready)  # nobody waits for it any more
         raise
     running.watch(stop=engine.loop.stop, after=engine.loop.abandon)
     return engine, running
+
+
+def _give_up(ready: Future[Made]) -> None:
+    """Have an engine that is still being made end when it is; nothing happens if it is made."""
+    ready.cancel()
 
 
 def _work(make: Callable[[], Made], ready: Future[Made]) -> None:
     try:
         engine = make()
     except BaseException as error:
-        ready.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # it was given up
+            ready.set_exception(error)
         return
     loop = engine.loop
     try:

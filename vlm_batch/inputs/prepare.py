@@ -23,8 +23,10 @@ from vlm_batch.errors import (
     InvalidRequest,
     InvalidVideo,
     PromptTooLong,
+    describe,
+    shown,
 )
-from vlm_batch.inputs.chats import shortened, split_messages
+from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
 from vlm_batch.inputs.grammar import Form, Forms
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
@@ -245,6 +247,8 @@ class Preparer:
             ids = _checked_ids(request.token_ids, self._image_token_ids)
             self._check_length(len(ids), 1, "token_ids has {} ids")
             return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
+        for text in texts_of([request.prompt, turns]):
+            _check_unicode(text)
         if request.prompt is not None:
             self._check_length(len(request.prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
             prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips), options)
@@ -384,6 +388,17 @@ def _nbytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, np.ndarray) else 0
 
 
+def _check_unicode(text: str) -> None:
+    """Refuse text that no tokenizer takes. Raises InvalidPrompt."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(
+            f"the text holds {text[error.start]!r} at character {error.start:,}, half of a surrogate pair: it is no Unicode "
+            "text (what read it may have guessed another encoding)"
+        ) from error
+
+
 def _check_types(request: Request) -> None:
     """Refuse a request whose fields are of another type. Raises InvalidRequest."""
     ways = {
@@ -404,7 +419,7 @@ def _check_types(request: Request) -> None:
     )
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
-            raise error(f"{name} is {shortened(value)}; it must be {right}")
+            raise error(f"{name} is {shown(value)}; it must be {right}")
 
 
 def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
@@ -412,14 +427,14 @@ def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]
     try:
         array = np.asarray(given)
     except Exception as error:
-        raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array of integers is expected") from error
+        raise InvalidPrompt(f"token_ids is {shown(given)}; a list or array of integers is expected") from error
     if array.size == 0:
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
     holds_truths = isinstance(given, Sequence) and any(isinstance(token, bool) for token in given)
     if array.ndim != 1 or array.dtype.kind not in "iu" or holds_truths:
-        raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array (L,) of integers is expected")
+        raise InvalidPrompt(f"token_ids is {shown(given)}; a list or array (L,) of integers is expected")
     ids = tuple(map(int, array.tolist()))
     for token in ids:
         if not 0 <= token < 2**31 and token not in image_token_ids:
@@ -432,10 +447,18 @@ def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[s
         raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
-    arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
-    shape = arrays["input_ids"].shape
+    try:
+        arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
+    except Exception as error:
+        raise InvalidPrompt(f"inputs= cannot be copied: {describe(error)}") from error
+    ids = arrays["input_ids"]
+    if not isinstance(ids, np.ndarray):
+        raise InvalidPrompt(f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}")
+    shape = ids.shape
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
         raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
-    if arrays["input_ids"].dtype.kind not in "iu":
-        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {arrays['input_ids'].dtype}")
+    if ids.dtype.kind not in "iu":
+        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")
+    if ids.min() < -(2**31) or ids.max() >= 2**31:  # MLX would cut them to 32 bits
+        raise InvalidPrompt("inputs= has input_ids beyond 32 bits")
     return arrays

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.inputs.chats import shortened
+from vlm_batch.inputs.chats import shown
 from vlm_batch.types import Request
 
 #: What fills a template in besides arguments: the chat, the tokenizer's own words and transformers' functions.
@@ -63,7 +63,7 @@ class TemplateOptions:
         """What a request says. Raises InvalidPrompt for an argument that is said twice, or of another type."""
         given = request.template_args
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise InvalidPrompt(f"template_args is {shortened(given)}; it must be a mapping of names to values")
+            raise InvalidPrompt(f"template_args is {shown(given)}; it must be a mapping of names to values")
         if taken := sorted(_GIVEN & set(given)):
             raise InvalidPrompt(f"template_args holds {taken[0]!r}, which is not an argument of the template to set")
         own = {
@@ -76,11 +76,9 @@ class TemplateOptions:
         if twice := sorted(set(said) & set(given)):
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in template_args")
         if not isinstance(said.get("enable_thinking", True), bool):
-            raise InvalidPrompt(
-                f"enable_thinking is {shortened(request.enable_thinking)}; it must be True, False or None"
-            )
+            raise InvalidPrompt(f"enable_thinking is {shown(request.enable_thinking)}; it must be True, False or None")
         if not isinstance(said.get("reasoning_effort", ""), str):
-            raise InvalidPrompt(f"reasoning_effort is {shortened(request.reasoning_effort)}; it must be text, or None")
+            raise InvalidPrompt(f"reasoning_effort is {shown(request.reasoning_effort)}; it must be text, or None")
         return cls(
             arguments={**given, **said},
             add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
@@ -220,5 +218,5 @@ def _mappings(name: str, value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
-        raise InvalidPrompt(f"{name} is {shortened(value)}; it must be a list of mappings, or None")
+        raise InvalidPrompt(f"{name} is {shown(value)}; it must be a list of mappings, or None")
     return [dict(one) for one in value]
