@@ -328,7 +328,7 @@ def test_priorities_are_taken_from_a_header(server: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
         ({"nonsense": 1}, "nonsense"),
         ({"functions": []}, "use tools"),
         ({"temperature": "hot"}, "temperature"),
@@ -354,6 +354,28 @@ def test_a_field_is_honoured_or_refused_by_name(server: Running, fields: dict[st
     assert reply.status == 400
     assert named in reply.error["message"]
     assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_schema_a_bias_and_several_answers(server: Running) -> None:
+    """What the library does for a request, by OpenAI's names."""
+    shape = {
+        "type": "object",
+        "properties": {"sides": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["sides"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": shape}}
+    reply = server.chat("count to 3", response_format=form, n=3, temperature=2.0, seed=1)
+    assert reply.status == 200
+    for choice in reply.json["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert set(json.loads(choice["message"]["content"])) == {"sides"}
+    wrong = {"type": "json_schema", "json_schema": {"name": "shape", "schema": {"type": "obect"}}}
+    reply = server.chat("count to 3", response_format=wrong)
+    assert (reply.status, "Invalid type: obect" in reply.error["message"]) == (400, True)
+    plain, held = (server.chat("count to 3", **more).json for more in ({}, {"guided_choice": ["4", "5"]}))
+    assert plain["choices"][0]["message"]["content"] == "1 2 3"
+    assert held["choices"][0]["message"]["content"] in ("4", "5")
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:

@@ -80,7 +80,7 @@ class Processing:
         rendered: Any
         try:
             messages = self._messages(prompt, num_images, num_videos)
-            if isinstance(messages, Mapping):
+            if isinstance(messages, (str, Mapping)):
                 options.refuse("this family's processor takes the last message alone")
                 rendered = messages
             elif options.is_plain:
