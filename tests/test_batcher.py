@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx_vlm
 import numpy as np
 import pytest
@@ -768,3 +769,43 @@ def test_a_long_prompt_has_a_processor_of_its_own(monkeypatch: pytest.MonkeyPatc
     go_on.set()
     assert long[0].result().inputs["input_ids"].shape[1] > 600
     loaders.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [("images_seq_mask", True), ("attention_mask", True), ("token_type_ids", False), ("image_bound", False)],
+)
+def test_token_ids_meet_what_a_processor_says_of_positions(
+    batcher: VLMBatcher, name: str, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mask of pictures is for the prompt that it was given: other ids have their pictures elsewhere."""
+    processing = batcher._preparer.processing
+    marks = batcher._preparer._image_token_ids
+    inputs = processing.inputs
+
+    def marking(*given: Any) -> dict[str, Any]:
+        found = inputs(*given)
+        places = np.isin(np.array(found["input_ids"]), list(marks))
+        said = {
+            "images_seq_mask": places,
+            "attention_mask": np.ones_like(places, int),
+            "image_bound": np.array([[1, 5]]),
+        }
+        return {**found, name: mx.array(said.get(name, np.arange(places.size)[None]))}
+
+    monkeypatch.setattr(processing, "inputs", marking)
+    with Image.open(CIRCLE) as opened:
+        picture = opened.convert("RGB")
+    own = processing.inputs_of_ids(
+        np.array(marking(processing.render("?", 1), [picture])["input_ids"])[0].tolist(), [picture], marks
+    )
+    assert own[name].shape is not None
+    count = int(np.isin(np.array(own["input_ids"]), list(marks)).sum())
+    ids = [7, 7, 7, *[next(iter(marks))] * count, 9]
+    if not works:
+        with pytest.raises(InvalidPrompt, match=rf"by position what a prompt holds \({name}\)"):
+            processing.inputs_of_ids(ids, [picture], marks)
+        return
+    found = processing.inputs_of_ids(ids, [picture], marks)
+    expected = [token in marks for token in ids] if name == "images_seq_mask" else [1] * len(ids)
+    assert np.array(found[name]).tolist() == [expected]

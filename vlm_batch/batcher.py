@@ -298,7 +298,7 @@ def _check_kinds(model: Any, processor: Any, fetch: Any, trust_remote_code: Any)
     if fetch is not None and not isinstance(fetch, FetchPolicy):
         raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
     if not isinstance(trust_remote_code, bool):
-        raise ValueError(f"trust_remote_code is {trust_remote_code!r}; it must be True or False")
+        raise ValueError(f"trust_remote_code is {shown(trust_remote_code)}; it must be True or False")
 
 
 def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:

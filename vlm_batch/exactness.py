@@ -16,11 +16,13 @@ from vlm_batch.adapters.products import products_of, shapes_of, size_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.exact import GRID, Exact
-from vlm_batch.engine.proof import COUNTS, Classes, best_class, decode_classes, product_classes
+from vlm_batch.engine.proof import COUNTS, Classes, best_class, classes_of, decode_bits, product_bits
 from vlm_batch.runtime import blas
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
+#: Changes whenever what is tried does.
+PROOF = 2
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone.
 MAX_STEP_BYTES = 300 * 2**20
 
@@ -64,6 +66,7 @@ def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Pro
         "kv": settings_of(kv),
         "layout": layout.value,
         "counts": COUNTS[layout],
+        "proof": PROOF,
     }
     if (kept := read_proof(key)) is not None:
         return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"])
@@ -73,11 +76,13 @@ def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Pro
 
 
 def _measured(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Proof:
-    if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
-        products = products_of(adapter.language)
-        return Proof(product_classes(products, COUNTS[layout]), f"{len(products)} kinds of products were compared")
+    products = products_of(adapter.language)
+    said = f"{len(products)} kinds of products"
     try:
-        return Proof(decode_classes(adapter, layout, kv), "its decode step was compared")
+        single = product_bits(products, COUNTS[layout])
+        if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
+            return Proof(classes_of(single), f"{said} were compared")
+        return Proof(classes_of(single, decode_bits(adapter, layout, kv)), f"{said} and its decode step were compared")
     except Exception as error:  # what it raises for a request, the request is told
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
 

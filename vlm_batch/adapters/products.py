@@ -3,34 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
-Product = tuple[int, Callable[[mx.array], mx.array]]
+from vlm_batch.adapters.modules import clone_modules
+
+#: Columns of a block, of which the second half repeats the first: also in groups of few bits both get the same numbers.
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Product:
+    """A layer of the model's, of its shape and type: ``call`` takes rows (R, width) of ``dtype``.
+
+    Its weights are made up: kernels are chosen by shapes and types, and these weights let the order of a sum be seen. Columns
+    ``BLOCK / 2`` apart are equal, so that large numbers of opposite signs in a row cancel, and what was rounded while they
+    were there stays.
+    """
+
+    width: int
+    dtype: mx.Dtype
+    call: Callable[[mx.array], mx.array]
+
+    def rows(self, count: int) -> mx.array:
+        """Rows that tell one order of summation from another: (count, width), the same ones at each call."""
+        random = np.random.RandomState(self.width)
+        rows = random.standard_normal((count, self.width)) / 64
+        blocks = _blocks(rows)
+        sizes = blocks[:, :, 0, ::2].shape
+        large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
+        blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
+        rows[:, : blocks[0].size] = blocks.reshape(count, -1)
+        return mx.array(rows.astype(np.float32)).astype(self.dtype)
 
 
 def products_of(model: nn.Module) -> list[Product]:
-    """One product of each shape and type that the model's linear layers and tied heads have: (width, (R, width) -> (R, N))."""
+    """One product of each shape and type that the model's linear layers and tied heads have."""
     found: dict[tuple[Any, ...], Product] = {}
     for _, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.QuantizedLinear)):
-            call: Callable[[mx.array], mx.array] = module
-        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
-            call = module.as_linear
-        else:
+        if type(module) not in (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding):
             continue
-        weight, bits = module.weight, int(module.get("bits", 0) or getattr(module, "bits", 0) or 0)
-        dtype = module.scales.dtype if bits else weight.dtype
-        width = weight.shape[1] * 32 // bits if bits else weight.shape[1]
-        found.setdefault((weight.shape, str(weight.dtype), str(dtype), bits), (width, _of_type(call, dtype)))
+        is_quantised = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        few: Any = module
+        layout = (few.group_size, few.bits, few.mode) if is_quantised else ()
+        dtype = few.scales.dtype if is_quantised else few.weight.dtype
+        key = (type(module), few.weight.shape, str(dtype), layout, "bias" in module)
+        if key not in found:
+            found[key] = _made_up(module, dtype, layout)
     return list(found.values())
 
 
-def _of_type(call: Callable[[mx.array], mx.array], dtype: mx.Dtype) -> Callable[[mx.array], mx.array]:
-    return lambda rows: call(rows.astype(dtype))
+def _blocks(rows: np.ndarray) -> np.ndarray:
+    """(R, blocks, 2, BLOCK / 2): the columns of rows (R, width) that fill whole blocks."""
+    return rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(len(rows), -1, 2, BLOCK // 2)
+
+
+def _made_up(module: Any, dtype: mx.Dtype, layout: tuple[Any, ...]) -> Product:
+    width = module.weight.shape[1] * 32 // layout[1] if layout else module.weight.shape[1]
+    column = np.random.RandomState(width).standard_normal((1, width))
+    blocks = _blocks(column)
+    blocks[:, :, 1] = blocks[:, :, 0]
+    column[:, : blocks.size] = blocks.reshape(1, -1)
+    weight = mx.array(column.astype(np.float32)).astype(dtype)
+    twin: Any = clone_modules(module)
+    if layout:
+        group_size, bits, mode = layout
+        parts = mx.quantize(weight, group_size=group_size, bits=bits, mode=mode)
+        for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
+            twin[name] = mx.repeat(part, module.weight.shape[0], axis=0)
+    else:
+        twin["weight"] = mx.repeat(weight, module.weight.shape[0], axis=0)
+    is_table = isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
+    return Product(width, dtype, twin.as_linear if is_table else twin)
 
 
 def shapes_of(model: nn.Module) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -43,11 +43,23 @@ class _Prompt:
     tokens: tuple[int, ...]  # what is decoded after it
 
 
-def decode_classes(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None = None) -> Classes:
-    """The classes of numbers of rows in which decode steps of a model agree bit for bit.
+#: What a number of rows gave: numbers of equal bits are of one class.
+Found = Mapping[int, tuple[bytes, ...]]
+
+
+class Rows(Protocol):
+    """A product of rows, and rows by which to try it (``vlm_batch.adapters.products.Product``)."""
+
+    @property
+    def call(self) -> Callable[[mx.array], mx.array]: ...
+    def rows(self, count: int) -> mx.array: ...
+
+
+def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None = None) -> Found:
+    """What decode steps of a model give, by the number of rows.
 
     Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
-    anything is in no class. Raises what the model raises.
+    anything is left out. Raises what the model raises.
     """
     lengths = [n for n in LENGTHS[layout] if adapter.max_context is None or n + STEPS < adapter.max_context]
     prompts = [_prefilled(adapter, kv, number, length) for number, length in enumerate(lengths)]
@@ -61,32 +73,33 @@ def decode_classes(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation 
                 seen[number].add(bits)
         if all(len(bits) == 1 for bits in seen):
             found[count] = tuple(next(iter(bits)) for bits in seen)
-    return classes_of(found)
+    return found
 
 
-def classes_of(found: Mapping[int, Any]) -> Classes:
-    """Numbers of rows by what they gave: those that gave the same are of one class."""
+def classes_of(*found: Mapping[int, Any]) -> Classes:
+    """Numbers of rows by what they gave: those that gave the same, in everything that was tried, are of one class."""
     grouped: dict[Any, list[int]] = {}
-    for count, bits in sorted(found.items()):
-        grouped.setdefault(bits, []).append(count)
+    for count in sorted(set.intersection(*(set(one) for one in found))):
+        grouped.setdefault(tuple(one[count] for one in found), []).append(count)
     return tuple(tuple(counts) for counts in grouped.values())
 
 
-def product_classes(products: Sequence[tuple[int, Callable[[mx.array], mx.array]]], counts: Sequence[int]) -> Classes:
-    """The classes of numbers of rows in which every product of rows (R, width) agrees bit for bit: (width, product) each.
+def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
+    """What products of rows give to their first row, by the number of rows; a number at which its place matters is left out.
 
-    For models whose whole step takes too long to be tried, on devices where nothing but products mixes rows.
+    Half precision rounds most differences away, so that a decode step of a narrow model shows few of them; these show each.
     """
     found: dict[int, list[bytes]] = {count: [] for count in counts}
-    for width, product in products:
-        rows = mx.random.normal((max(counts), width), key=mx.random.key(width))
+    for product in products:
+        rows = product.rows(max(counts))
         for count in counts:
-            first = product(rows[:count])
-            turned = product(mx.roll(rows[:count], 1, 0))
-            found[count].append(array_bytes(first[0]).tobytes())
-            if count > 1 and not np.array_equal(array_bytes(first[0]), array_bytes(turned[1])):
-                found[count].append(b"its place matters")
-    return tuple(one for one in classes_of({count: tuple(bits) for count, bits in found.items()}) if len(one))
+            first, turned = product.call(rows[:count]), product.call(mx.roll(rows[:count], 1, 0))
+            bits = array_bytes(first[0]).tobytes()
+            if array_bytes(turned[1 % count]).tobytes() == bits and count in found:
+                found[count].append(bits)
+            else:
+                found.pop(count, None)
+    return {count: tuple(bits) for count, bits in found.items()}
 
 
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:

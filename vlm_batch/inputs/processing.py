@@ -195,7 +195,7 @@ class Processing:
         given = _count(ids, image_ids)
         if needed != given:
             raise InvalidPrompt(f"the pictures and videos need {needed} placeholder tokens; the token ids hold {given}")
-        return {**found, "input_ids": ids}
+        return moved(found, ids, image_ids)
 
     def _video_arguments(self, clips: Sequence[Clip]) -> dict[str, Any]:
         """Decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken."""
@@ -221,6 +221,40 @@ def _with_fields(message: Any, turn: Message) -> Any:
     if not isinstance(message, Mapping):
         return message
     return {**{name: value for name, value in turn.items() if name not in ("role", "content")}, **message}
+
+
+#: What processors say of positions by number: it holds for the prompt that they were given, and for no other.
+BY_POSITION = frozenset({"image_input_idx", "image_bound", "cross_attention_mask"})
+
+
+def moved(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) -> dict[str, Any]:
+    """A processor's output of one prompt, for other ``ids`` (1, N) with as many placeholders.
+
+    What it has for each position is made anew where it says no more than which positions hold pictures. Raises InvalidPrompt
+    where it says more.
+    """
+    before, after = np.array(found["input_ids"]), np.array(ids)
+    if np.array_equal(before, after):
+        return dict(found)
+    marks = list(image_ids)
+    is_picture, will_be = np.isin(before, marks), np.isin(after, marks)
+    result = {**found, "input_ids": ids}
+    for name, value in found.items():
+        if name in BY_POSITION:
+            values = [np.zeros(0)] * 2
+        elif name == "input_ids" or getattr(value, "shape", None) != before.shape:
+            continue
+        else:
+            array = np.array(value)
+            values = [np.unique(array[is_picture]), np.unique(array[~is_picture])]
+        if not all(len(value) == 1 for value in values):
+            raise InvalidPrompt(
+                f"this model's processor says by position what a prompt holds ({name}): token ids with pictures cannot be "
+                "given to it; give a prompt with rendered=True, or inputs="
+            )
+        inside, outside = (value[0] for value in values)
+        result[name] = mx.array(np.where(will_be, inside, outside))
+    return result
 
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:
