@@ -223,11 +223,11 @@ def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "USES_BEFORE_PLAN", 0)
 
-    def spell_out(queries: mx.array, *rest: object) -> mx.array:
+    def spell(queries: mx.array, *rest: Any) -> mx.array:
         spelled.append(queries.shape)
         return queries
 
-    monkeypatch.setattr(kernels, "attend_spelled_out", spell_out)
+    monkeypatch.setattr(kernels, "attend_spelled_out", spell)
     queries, keys = mx.zeros((1, 2, 5, 16)), mx.zeros((1, 2, 9, 16))
     kernels.attend(queries, keys, keys, 1.0, None)
     assert not spelled

@@ -95,9 +95,7 @@ def versions() -> dict[str, str]:
 def device_facts() -> dict[str, Any]:
     """The device and what chooses its kernels."""
     if mx.default_device().type == mx.DeviceType.gpu:
-        info = mx.device_info()
-        named: dict[str, Any] = {
-            name: str(info[name]) for name in ("device_name", "architecture", "compute_capability") if name in info
-        }
-        return {"device": "gpu", **named}
+        info: dict[str, Any] = dict(mx.device_info())
+        names = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
+        return {"device": "gpu"} | {name: str(info[name]) for name in names if name in info}
     return {"device": "cpu", "machine": platform.machine(), "system": platform.system(), **blas.facts()}

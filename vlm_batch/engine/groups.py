@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vlm_batch.caches import Placement
+from vlm_batch.caches import LayerCache, Placement
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row
@@ -30,7 +30,7 @@ class DecodeGroups:
         return [place for group in self.groups for place in group.places]
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[LayerCache]:
         """Those of all groups, one after another."""
         return [layer for group in self.groups for layer in group.layers]
 

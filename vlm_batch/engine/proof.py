@@ -93,7 +93,8 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     for product in products:
         rows = product.rows(max(counts))
         for count in counts:
-            first, turned = product.call(rows[:count]), product.call(mx.roll(rows[:count], 1, 0))
+            turned_rows = mx.concatenate([rows[count - 1 : count], rows[: count - 1]])
+            first, turned = product.call(rows[:count]), product.call(turned_rows)
             bits = array_bytes(first[0]).tobytes()
             if array_bytes(turned[1 % count]).tobytes() == bits and count in found:
                 found[count].append(bits)
