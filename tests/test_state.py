@@ -110,7 +110,7 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
     assert _kv_of(generator, "0") == before
     generator.step()
     generator.insert("3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40))
-    length = generator.batch.layers[0].lengths[0]  # type: ignore[union-attr]
+    length = generator.batch.layers[0].lengths[0]  # type: ignore[attr-defined]
     kept = _kv_of(generator, "0", length)
     generator.step()
     assert _kv_of(generator, "0", length) == kept
@@ -121,8 +121,8 @@ def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None
     place = [row.request_id if row else None for row in generator.batch.places].index(request_id)
     found = []
     for layer in generator.batch.layers:
-        length = length or layer.lengths[place]  # type: ignore[union-attr]
-        keys, _ = layer.state  # type: ignore[union-attr]
+        length = length or layer.lengths[place]  # type: ignore[attr-defined]
+        keys, _ = layer.state  # type: ignore[attr-defined]
         row = keys.rows[place] if hasattr(keys, "rows") else keys[place : place + 1]
         found.append(row[:, :, :length].tolist())
     return found
