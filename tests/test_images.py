@@ -111,7 +111,7 @@ def test_an_animation_gives_its_first_frame() -> None:
         ("", "'' is not a file"),
         ("http://127.0.0.1:9/x.png", "cannot be fetched"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else f"{type(value).__name__}",
 )
 def test_what_cannot_be_read_says_why(source: Any, said: str) -> None:
     with pytest.raises(InvalidImage, match=said):

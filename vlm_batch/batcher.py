@@ -99,10 +99,6 @@ class VLMBatcher:
         trust_remote_code: bool = False,
     ) -> None:
         _check_kinds(model, processor, fetch, trust_remote_code)
-        pixels = {
-            name: whole_option(name, value, least=1, or_none=True)
-            for name, value in (("max_image_pixels", max_image_pixels), ("max_video_pixels", max_video_pixels))
-        }
         options = EngineOptions(
             scheduler=SchedulerConfig(
                 max_rows=max_rows,
@@ -113,8 +109,8 @@ class VLMBatcher:
             ),
             caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
             limits=Limits(
-                image_pixels=pixels["max_image_pixels"],
-                video_pixels=pixels["max_video_pixels"],
+                image_pixels=whole_option("max_image_pixels", max_image_pixels, least=1, or_none=True),
+                video_pixels=whole_option("max_video_pixels", max_video_pixels, least=1, or_none=True),
                 min_pixels=min_pixels,
                 max_pixels=max_pixels,
                 prompt_tokens=max_prompt_tokens,
@@ -163,14 +159,13 @@ class VLMBatcher:
     ) -> Handle:
         """Ask one question; returns at once.
 
-        ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None; ``videos`` a
-        video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list of
-        them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked, and
-        ``tools`` to ``continue_final_message`` what the chat template is told; ``min_pixels`` and ``max_pixels`` bound
-        what the model sees of each picture (see ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for
-        the conversation's state in the result, which a request that goes on with it takes as ``cache``. Raises
-        InvalidRequest for what is wrong already now, BatcherClosed after ``close``; what turns out later (an unreadable
-        picture, a prompt too long) ends that request alone, with an error in its result.
+        ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list, or None; ``videos`` a video (path,
+        URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list, or None. Exactly one of
+        ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked, and ``tools`` to
+        ``continue_final_message`` what the chat template is told; ``min_pixels`` and ``max_pixels`` bound what the model
+        sees of each picture (see ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for the conversation's
+        state, which a request that goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now,
+        BatcherClosed after ``close``; what turns out later ends that request alone, with an error.
         """
         return self.submit_request(
             Request(

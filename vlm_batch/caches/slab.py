@@ -26,18 +26,69 @@ def lengths_array(lengths: tuple[int, ...]) -> mx.array:
     return mx.array(lengths, dtype=mx.int32)
 
 
-class SlabCache:
-    """A layer of full attention. ``lengths[s]`` tokens of place s are valid; an empty place has length 0."""
+class SlabArrays:
+    """Keys and values of all places of a layer in two arrays, grown as rows need it."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places  # allocated at once: a join never makes room by copying neighbours
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
+        self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
+        self._live = 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.keys, self.values) if array is not None]
+
+    def _capacity(self, tokens: int, current: int) -> int:
+        return round_up(max(tokens, current + current // 4), CAPACITY_STEP)
+
+    def _width(self, tokens: int) -> int:
+        return round_up(tokens, CAPACITY_STEP)
+
+    def _pad(self, live: mx.array) -> mx.array:
+        """Zeros for the places past the live ones: what is written there is never read."""
+        missing = self.num_places - self._live
+        return mx.concatenate([live, mx.zeros((missing, *live.shape[1:]), live.dtype)]) if missing else live
+
+    def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
+        """Columns of one row (1, H, end - start, D), copied."""
+        assert slab is not None
+        return own_array(slab[place : place + 1, :, start:end])
+
+    def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
+        assert self.keys is not None and self.values is not None
+        self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
+        self.values[place : place + 1, :, :offset] = values[:, :, :offset]
+
+    def _wipe(self, place: int, columns: int) -> None:
+        """Zero what ended rows have left at a place behind its first columns."""
+        left, self._left[place] = self._left[place], 0
+        for slab in self.arrays():
+            if columns < (end := min(left, int(slab.shape[2]))):
+                slab[place : place + 1, :, columns:end] = 0
+
+    def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
+        """Make room for ``tokens`` columns. Growth doubles; it is the only time that a neighbour's bytes are copied."""
+        current = 0 if self.keys is None else int(self.keys.shape[2])
+        if tokens <= current:
+            return
+        capacity = self._capacity(tokens, current)
+        self.keys = grown(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = grown(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+
+
+class SlabCache(SlabArrays):
+    """A layer of full attention. ``lengths[s]`` tokens of place s are valid; an empty place has length 0."""
+
+    def __init__(self, num_places: int) -> None:
+        super().__init__(num_places)
         self.always_masked = False
         self._lengths = [0] * num_places
-        self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
         self._kept = self._lengths
-        self._live = 0
         self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
 
     def put(self, place: int, cache: Any) -> None:
@@ -159,13 +210,6 @@ class SlabCache:
         width = self._width(self._idx + 1)
         return window_size is None and all(length + 1 == width for length in self.lengths)
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.keys, self.values) if array is not None]
-
     def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:
         """A row's keys and values, oldest first."""
         return cache.state
@@ -173,47 +217,10 @@ class SlabCache:
     def _positions(self) -> mx.array:
         return self.offset
 
-    def _capacity(self, tokens: int, current: int) -> int:
-        return round_up(max(tokens, current + current // 4), CAPACITY_STEP)
-
-    def _width(self, tokens: int) -> int:
-        return round_up(tokens, CAPACITY_STEP)
-
-    def _pad(self, live: mx.array) -> mx.array:
-        """Zeros for the places past the live ones: what is written there is never read."""
-        missing = self.num_places - self._live
-        return mx.concatenate([live, mx.zeros((missing, *live.shape[1:]), live.dtype)]) if missing else live
-
     def _fetched(self) -> tuple[mx.array, mx.array]:
         assert self.keys is not None and self.values is not None
         width = self._width(self._idx)
         return self.keys[: self._live, :, :width], self.values[: self._live, :, :width]
-
-    def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
-        """Columns of one row (1, H, end - start, D), copied."""
-        assert slab is not None
-        return own_array(slab[place : place + 1, :, start:end])
-
-    def _write(self, place: int, keys: mx.array, values: mx.array, offset: int) -> None:
-        assert self.keys is not None and self.values is not None
-        self.keys[place : place + 1, :, :offset] = keys[:, :, :offset]
-        self.values[place : place + 1, :, :offset] = values[:, :, :offset]
-
-    def _wipe(self, place: int, columns: int) -> None:
-        """Zero what ended rows have left at a place behind its first columns."""
-        left, self._left[place] = self._left[place], 0
-        for slab in self.arrays():
-            if columns < (end := min(left, int(slab.shape[2]))):
-                slab[place : place + 1, :, columns:end] = 0
-
-    def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
-        """Make room for ``tokens`` columns. Growth doubles; it is the only time that a neighbour's bytes are copied."""
-        current = 0 if self.keys is None else int(self.keys.shape[2])
-        if tokens <= current:
-            return
-        capacity = self._capacity(tokens, current)
-        self.keys = grown(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = grown(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
 
 
 class RingSlabCache(SlabCache):

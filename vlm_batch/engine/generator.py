@@ -23,8 +23,8 @@ from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.constraints import apply_masks
+from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
@@ -38,7 +38,7 @@ from vlm_batch.engine.row import Prompt, Row, fork, new_row
 from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import DecodeStep, Event, FinishReason, SamplingParams, Status, TokenLogprobs
+from vlm_batch.types import Event, FinishReason, SamplingParams, Status, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class BatchGenerator:
             raise ValueError("compile_decode: graphs are made of steps that come back, and round otherwise; not exact")
         self.text = text or AnswerText()
         self.sampler = sampler
-        self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
+        self._decoder = Decoder(adapter, compile_decode=compile_decode)
         placement = placement or Placement.for_device()
         config = for_placement(config or SchedulerConfig(), placement)
         if exact is not None:
@@ -268,7 +268,7 @@ class BatchGenerator:
         """Decode one token for every live row and sample it, without waiting for the result."""
         self._held = ()
         try:
-            logits = self._decode(rows)
+            logits = self._decoder.logits(self.batch, rows)
             free = [index for index, row in enumerate(rows) if row.answer.guide is None]
             if len(free) == len(rows):
                 return self._sample(logits, rows)
@@ -286,27 +286,6 @@ class BatchGenerator:
         held = [(row, logits) for row, logits in self._held if row.status is not Status.FINISHED]
         self._held = ()
         return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
-
-    def _decode(self, rows: Sequence[Row]) -> mx.array:
-        """A forward over every place of each group of the batch; logits (R, V) of ``rows``, which are in that order."""
-        wanted = set(rows)
-        groups = [(group, [row for row in group.rows if row in wanted]) for group in self.batch.groups]
-        logits = [self._decode_group(group, live) for group, live in groups if live]
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
-
-    def _decode_group(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
-        """The forward over every place of a batch; logits (R, V) of ``rows``, in their order."""
-        places = batch.places
-        empty = mx.zeros((1,), dtype=mx.int32)
-        tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
-        positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
-        extras = [{} if row is None else row.facts.extras for row in places]
-        step = DecodeStep(tokens, positions, batch.layers, extras)
-        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras):
-            logits = self._compiled(step)  # (B, V)
-        else:
-            logits = self.adapter.decode(step)
-        return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Processors, then sampling of (R, V). A row whose processor or parameters raise ends alone; the others go on."""
@@ -370,7 +349,7 @@ class BatchGenerator:
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         is_stop = token in params.stop_token_ids or (token in self.text.eos_token_ids and not params.ignore_eos)
-        if answer.guide is not None and self._guard(row, self._guide, row, token) is None:
+        if answer.guide is not None and self._guard(row, answer.feed_guide, token, self.text.decode) is None:
             return
         is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens
         added = self._guard(row, answer.add_text, token, is_stop, is_stop or is_full)
@@ -386,18 +365,6 @@ class BatchGenerator:
         result = row.result("stop" if is_stop else "length", stop_reason, cache=cache)
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
-
-    def _guide(self, row: Row, token: int) -> bool:
-        """Tell a row's guide its token, and note what the answer has come to."""
-        answer, guide = row.answer, row.answer.guide
-        assert guide is not None
-        guide.feed(token)
-        answer.is_whole = guide.is_whole
-        if guide.is_whole or token in answer.rules.end_ids:
-            answer.parsed = guide.parsed(self.text.decode)
-        if guide.is_over:
-            answer.guide = None
-        return True
 
     # Ends
 
@@ -469,11 +436,6 @@ def _weakly(method: Callable[..., T]) -> Callable[..., T]:
 def _mask(row: Row, size: int) -> np.ndarray | None:
     assert row.answer.guide is not None
     return row.answer.guide.allowed(size)
-
-
-def _last(row: Row) -> mx.array:
-    assert row.answer.next_token is not None
-    return row.answer.next_token
 
 
 def _sampling_row(row: Row) -> SamplingRow:

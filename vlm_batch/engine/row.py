@@ -97,6 +97,18 @@ class Answer:
         if self.history is not None:
             self.history = mx.concatenate([self.history, token])
 
+    def feed_guide(self, token: int, decode: Callable[[Sequence[int]], str]) -> bool:
+        """Tell the row's guide its token, and note what the answer has come to."""
+        guide = self.guide
+        assert guide is not None
+        guide.feed(token)
+        self.is_whole = guide.is_whole
+        if guide.is_whole or token in self.rules.end_ids:
+            self.parsed = guide.parsed(decode)
+        if guide.is_over:
+            self.guide = None
+        return True
+
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
         """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
         piece = "" if is_stop else self.detokenizer.add(token)
