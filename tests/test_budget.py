@@ -249,6 +249,7 @@ def test_a_saved_array_holds_its_own_bytes_only(heads: int, length: int) -> None
 def test_a_pictures_features_do_not_hold_its_neighbours() -> None:
     store = FeatureStore(ByteBudget(2**24))
     gc.collect()
+    mx.clear_cache()
     before = mx.get_active_memory()
     for index in range(20):
         together = mx.random.normal((16, 100))  # of sixteen pictures

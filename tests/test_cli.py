@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +18,11 @@ from PIL import Image
 from rich.console import Console
 
 from vlm_batch import families
+from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import console
 from vlm_batch.cli import main as cli
+from vlm_batch.inputs.images import load_image
+from vlm_batch.jobs.files import common_folder
 from vlm_batch.types import Request, Result, SamplingParams, Timings, Usage, Video
 
 
@@ -117,7 +124,7 @@ def test_videos_among_pictures(folder: Path, batcher: ScriptedBatcher) -> None:
     ]
     for options, expected in ((["--videos", "--fps", "0.5", "--max-frames", "9"], 4), ([], 3)):
         found = ScriptedBatcher()
-        cli.main(["run", "pictures", *options, "--json", "out.jsonl"], open_batcher=found)
+        cli.main(["run", "pictures", *options, "--json", "out.jsonl", "--overwrite"], open_batcher=found)
         assert len(found.requests) == expected
         lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
         assert [line["videos"] for line in lines if line["videos"]] == [["pictures/film.MP4"]] * bool(options)
@@ -189,6 +196,8 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
         (["run", "."], "no picture in ."),
         (["run", "x.png", "--temperature", "-1"], "temperature is -1.0; it must be"),
         (["run", "x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "x.png", "--prompt", ""], "--prompt is empty"),
+        (["run", "x.png", "--prompt", " \n"], "--prompt is empty"),
         (["run", "x.mp4", "--fps", "0"], "fps is 0.0; it must be"),
         (["run", "x.png", "--batch", "0"], "'0' is not a whole number of at least 1"),
         (["run"], "required: PATH"),
@@ -217,6 +226,175 @@ def test_usage_errors(
 def test_a_model_that_is_not_there_is_a_usage_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "pictures", "--model", "./nowhere"]) == 2
     assert "there is no model at ./nowhere" in capsys.readouterr().err
+
+
+def test_answers_are_never_replaced_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by a second run, nor by one whose model does not load."""
+    kept = '{"request_id": "x"}\n' * 3000
+    out = folder / "out.jsonl"
+    out.write_text(kept)
+    again = ["run", "pictures", "--json", "out.jsonl"]
+    assert cli.main(again, open_batcher=ScriptedBatcher()) == 2
+    assert "out.jsonl" in capsys.readouterr().err
+    assert cli.main([*again, "--overwrite", "--model", "./typo"]) == 2
+    assert out.read_text() == kept
+    assert cli.main([*again, "--overwrite"], open_batcher=ScriptedBatcher()) == 0
+    assert len(out.read_text().splitlines()) == 3
+
+
+def test_names_that_are_no_utf8(folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are asked, shown, and written so that reading gives the same name back."""
+    name = os.fsdecode(b"pictures/caf\xe9.png")
+    try:
+        (folder / "pictures" / "b.png").rename(name)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 only")
+    assert cli.main(["run", "pictures", "--json", "out.jsonl"], open_batcher=batcher) == 0
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert name in [line["request_id"] for line in lines]
+    out, err = capsys.readouterr()
+    assert "caf\\xe9.png" in out and "caf\\xe9.png" in err
+    assert cli.main(["run", name, "--json", "-"], open_batcher=ScriptedBatcher()) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == [name]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_stops_cleanly(folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "pictures", "--json", "/dev/full"], open_batcher=batcher) == 1
+    assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err
+    assert batcher.closed
+    command = [sys.executable, "-m", "vlm_batch", "families"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert run.returncode == 1
+    assert run.stderr == "vlm-batch: cannot write: No space left on device\n"
+
+
+def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
+    """A limit on the file's size takes half of a line, and refuses the rest."""
+    code = textwrap.dedent(
+        """
+        import resource, signal
+        from vlm_batch.jobs.lines import CannotWrite, LineFile
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (250, 250))
+        file = LineFile("out.jsonl")
+        try:
+            for number in range(9):
+                file.append({"number": number, "text": "x" * 60})
+        except CannotWrite as error:
+            print(error)
+        file.close()
+        """
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "cannot write out.jsonl: File too large" in run.stdout, run.stderr
+    lines = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    assert [json.loads(line)["number"] for line in lines] == [0, 1]
+    assert lines[-1].endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("paths", "folder"),
+    [
+        (["/receipt.png"], "/"),
+        (["/a.png", "/pictures/b.png"], "/"),
+        (["/p/a.png", "/p/b.png"], "/p/"),
+        (["/pa/a.png", "/pb/b.png"], "/"),
+        (["p/a.png", "b.png"], ""),
+    ],
+)
+def test_the_folder_that_is_left_out(paths: list[str], folder: str) -> None:
+    """Of a picture at the root of the file system the name stays whole."""
+    assert common_folder(paths) == folder
+
+
+def test_a_file_in_two_spellings_is_asked_once(folder: Path, batcher: ScriptedBatcher) -> None:
+    (folder / "link").symlink_to("pictures")
+    (folder / "pictures" / "copy.png").symlink_to("b.png")  # another name, not another spelling
+    spellings = ["pictures/b.png", "./pictures/b.png", str(folder / "pictures/b.png"), "link/b.png", "pictures"]
+    assert cli.main(["run", *spellings, "--no-recursive"], open_batcher=batcher) == 0
+    assert [request.request_id for request in batcher.requests] == [
+        "pictures/b.png",
+        "pictures/a.JPG",
+        "pictures/copy.png",
+    ]
+
+
+def test_linked_folders_and_what_is_skipped(
+    folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Links are followed, none twice, and nothing is left out without a word."""
+    monkeypatch.setattr("vlm_batch.jobs.files.find_spec", lambda name: None)  # as if pillow-heif were not installed
+    monkeypatch.delitem(sys.modules, "pillow_heif", raising=False)
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("scan.jfif", "photo.heic", "clip.mp4", "more.heic"):
+        (elsewhere / name).write_bytes(b"x")
+    (folder / "pictures" / "linked").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(folder / "pictures")
+    assert cli.main(["run", "pictures"], open_batcher=batcher) == 0
+    assert "pictures/linked/scan.jfif" in [request.request_id for request in batcher.requests]
+    assert len(batcher.requests) == 4
+    said = capsys.readouterr().err
+    assert "skipped: 2 .heic (pip install 'vlm-batch[heic]' reads them)" in said
+    assert "1 .mp4 (--videos takes them)" in said
+    assert "1 folders that links lead to again" in said
+
+
+def test_pictures_of_phones(folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: pip install 'vlm-batch[heic]'")
+    for name in ("ID", "OPEN", "EXTENSION", "MIME", "SAVE", "SAVE_ALL"):  # what Pillow is told here is forgotten after
+        monkeypatch.setattr(Image, name, vars(Image)[name].copy())
+    heif.from_pillow(Image.new("RGB", (64, 48), "red")).save(folder / "pictures" / "phone.HEIC")
+    assert cli.main(["run", "pictures"], open_batcher=batcher) == 0
+    assert "pictures/phone.HEIC" in [request.request_id for request in batcher.requests]
+    assert load_image(str(folder / "pictures" / "phone.HEIC")).size == (64, 48)
+
+
+def test_patterns_are_filled_in(folder: Path, batcher: ScriptedBatcher) -> None:
+    assert cli.main(["run", "pictures/**/*.[pw]*"], open_batcher=batcher) == 0
+    assert [request.request_id for request in batcher.requests] == ["pictures/b.png", "pictures/inside/c.webp"]
+
+
+def test_without_a_model_the_test_piece_answers_for_samples_only(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "pictures"]) == 2
+    assert "name a model with --model" in capsys.readouterr().err
+    assert cli.main(["run", str(sample_images()[0]), "--max-tokens", "3"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "no --model" in line]
+    assert len(said) == 1 and "test piece" in said[0]
+
+
+def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+
+    class Taken(Exception):
+        pass
+
+    def take(model: str, **options: object) -> None:
+        given.update(options)
+        raise Taken
+
+    monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", take)
+    options = ["--max-rows=3", "--cache-bytes=1.5G", "--cache-dir=kept", "--cache-dir-bytes=20M", "--look-ahead=5"]
+    options += ["--max-image-pixels=none", "--max-video-pixels=4M", "--max-prompt-tokens=900"]
+    options += ["--kv-bits=4", "--kv-group-size=32"]
+    assert cli.main(["run", "pictures", "--model", str(default_checkpoint()), *options]) == 2
+    assert given == {
+        "max_rows": 3,
+        "cache_bytes": 1_500_000_000,
+        "cache_dir": "kept",
+        "cache_dir_bytes": 20_000_000,
+        "max_image_pixels": None,
+        "max_video_pixels": 4_000_000,
+        "max_prompt_tokens": 900,
+        "kv_bits": 4.0,
+        "kv_group_size": 32,
+        "look_ahead": 5,
+        "trust_remote_code": False,
+    }
 
 
 def test_control_characters_cannot_steer_the_terminal(

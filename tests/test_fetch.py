@@ -402,3 +402,10 @@ def test_temporary_files_go_with_what_needed_them(site: str, tmp_path: Path, mon
     with pytest.raises(InvalidVideo):
         load_video(BODY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_password_is_not_shown(site: str) -> None:
+    url = site.replace("http://", "http://me:secret@") + "/gone"
+    with pytest.raises(Unreadable) as found:
+        fetch(url, HERE)
+    assert "secret" not in str(found.value) and "//...@127.0.0.1" in str(found.value)

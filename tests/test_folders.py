@@ -45,6 +45,7 @@ def write_tokenizer(folder: Path, markers: Mapping[str, int], picture: str = "",
         tokenizer_object=tokenizer,
         unk_token="w0",
         pad_token=f"w{END_OF_TEXT - 1}",
+        bos_token=f"w{END_OF_TEXT - 2}",
         eos_token=f"w{END_OF_TEXT}",
         extra_special_tokens=named,
     ).save_pretrained(folder)
@@ -159,6 +160,22 @@ def test_granite_vision_saved_as_llava_next(tmp_path: Path) -> None:
     model = load_model(folder)[0]
     assert model.config.model_type == "granite_vision"
     assert [list(grid) for grid in model.config.image_grid_pinpoints] == grids
+
+
+def test_florence2_as_transformers_lays_it_out(tmp_path: Path) -> None:
+    folder, image = tmp_path / "florence2", picture(64, 64)
+    write_checkpoint(folder, "florence2")
+    write_tokenizer(folder, {"<image>": 128, "<loc_0>": 130}, image_token="<image>", place="<loc_0>")
+    write_processor(
+        folder,
+        "Florence2Processor",
+        {"image_processor_type": "CLIPImageProcessor", "size": {"height": 64, "width": 64}, "do_center_crop": False}
+        | {"image_seq_length": 5},
+    )
+    result = ask(folder, [image], "w5 w6")
+    assert result.ok, result.error
+    ids = [*[128] * 5, END_OF_TEXT - 2, 5, 6, END_OF_TEXT]
+    assert list(result.token_ids) == alone("florence2", folder, ids, pixel_values=squares([image], 64)).tokens
 
 
 def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:

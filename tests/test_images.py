@@ -77,6 +77,11 @@ def test_other_modes_become_rgb(mode: str) -> None:
     assert load_image(picture).mode == "RGB"
 
 
+def test_truth_values_are_black_and_white() -> None:
+    image = load_image(np.array([[False, True]]))
+    assert [image.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), (255, 255, 255)]
+
+
 def test_an_animation_gives_its_first_frame() -> None:
     with Image.open(AWKWARD / "animated.gif") as animation:
         assert animation.n_frames > 1  # type: ignore[attr-defined]
@@ -99,6 +104,11 @@ def test_an_animation_gives_its_first_frame() -> None:
         (np.full((2, 2), 1.5), "0..1"),
         (np.full((2, 2), 300), "0..255"),
         (print, "no picture"),
+        (np.zeros((2, 2), complex), "type complex128 is no picture"),
+        (np.zeros((2, 2), "datetime64[s]"), "type datetime64"),
+        (np.full((2, 2), "a"), "type <U1 is no picture"),
+        (Image.new("F", (2, 2), float("nan")), "values that are no numbers"),
+        ("", "'' is not a file"),
         ("http://127.0.0.1:9/x.png", "cannot be fetched"),
     ],
     ids=str,

@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "arrays", "runtime", "assets"),
     ("types", "registry"),
     ("handle", "progress"),
+    ("many",),
     ("caches",),
     ("store",),
     ("inputs",),
@@ -31,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("exactness",),
     ("loading",),
     ("batcher", "verify"),
-    ("server", "jobs"),
+    ("server", "integrations", "jobs"),
     ("cli",),
     ("__main__",),
 )

@@ -30,6 +30,7 @@ def test_the_wheel_carries_checkpoint_pictures_and_types(wheel: zipfile.ZipFile)
         assert f"{assets}/checkpoints/qwen2_vl/{file}" in names
     assert {f"{assets}/images/{name}" for name in SAMPLES} == {n for n in names if n.startswith(f"{assets}/images/")}
     assert "vlm_batch/py.typed" in names
+    assert {f"vlm_batch/server/page/{file}" for file in ("index.html", "app.js", "style.css", "icon.svg")} <= names
 
 
 def test_the_wheel_is_small_and_carries_nothing_else(wheel: zipfile.ZipFile) -> None:

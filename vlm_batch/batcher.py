@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
+from vlm_batch import many
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import BatcherClosed, InvalidRequest
+from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, is_image_list
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.inputs.prepare import Limits
+from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 from vlm_batch.loading import EngineOptions, load_engine, make_engine
 from vlm_batch.progress import progress_bar
@@ -35,7 +37,8 @@ from vlm_batch.types import (
     SamplingParams,
     Stats,
     VideoInput,
-    failed_result,
+    params_of,
+    whole_option,
 )
 
 __all__ = ["Handle", "PromptCache", "Stats", "VLMBatcher"]
@@ -49,8 +52,10 @@ class VLMBatcher:
     seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
     ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
     is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``fetch`` says which paths and URLs are read, how much of them and for how long. ``look_ahead`` requests
-    are read ahead of the engine, of those with URLs as many besides, and ``generate`` keeps that many in flight.
+    lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
+    seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
+    them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides, and
+    ``generate`` keeps that many in flight.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -60,8 +65,8 @@ class VLMBatcher:
     what the weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or
     "auto", which is the checkpoint's own type but float32 on a CPU.
 
-    One thread owns MLX; every method is safe from any thread and inside a running event loop. Leaving the ``with``
-    block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
+    One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
+    the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
 
     Raises UnsupportedModel for a model that cannot be run (with quantised keys and values, where those are asked for),
     ValueError for an option out of range, and whatever the loader raises for a damaged checkpoint.
@@ -78,6 +83,8 @@ class VLMBatcher:
         max_prompt_tokens: int | None = None,
         max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
         max_video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
         fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -91,15 +98,11 @@ class VLMBatcher:
         dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("look_ahead", look_ahead)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if cache_bytes < 0:
-            raise ValueError(f"cache_bytes is {cache_bytes}; it must be at least 0 (0 keeps nothing)")
-        if cache_dir is not None and (not cache_bytes or cache_dir_bytes < 1):
-            raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
-        if isinstance(model, nn.Module) and processor is None:
-            raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+        _check_kinds(model, processor, fetch, trust_remote_code)
+        pixels = {
+            name: whole_option(name, value, least=1, or_none=True)
+            for name, value in (("max_image_pixels", max_image_pixels), ("max_video_pixels", max_video_pixels))
+        }
         options = EngineOptions(
             scheduler=SchedulerConfig(
                 max_rows=max_rows,
@@ -108,14 +111,16 @@ class VLMBatcher:
                 look_ahead=look_ahead,
                 max_prompt_tokens=max_prompt_tokens,
             ),
-            caches=CacheSettings(cache_bytes, None if cache_dir is None else Path(cache_dir), cache_dir_bytes),
+            caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
             limits=Limits(
-                image_pixels=max_image_pixels,
-                video_pixels=max_video_pixels,
+                image_pixels=pixels["max_image_pixels"],
+                video_pixels=pixels["max_video_pixels"],
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
                 prompt_tokens=max_prompt_tokens,
                 fetch=fetch or FetchPolicy(),
             ),
-            kv=None if kv_bits is None else KVQuantisation(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
+            kv=_kv_settings(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
             reproducible=reproducible,
         )
         self.look_ahead = look_ahead
@@ -141,7 +146,16 @@ class VLMBatcher:
         token_ids: Sequence[int] | None = None,
         inputs: Mapping[str, Any] | None = None,
         rendered: bool = False,
-        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache: PromptCache | None = None,
@@ -151,24 +165,32 @@ class VLMBatcher:
 
         ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list of them, or None; ``videos`` a
         video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list of
-        them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked (see
-        ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for the conversation's state in the result,
-        which a request that goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now,
-        BatcherClosed after ``close``; what turns out later (an unreadable picture, a prompt too long) ends that
-        request alone, with an error in its result.
+        them, or None. Exactly one of ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked, and
+        ``tools`` to ``continue_final_message`` what the chat template is told; ``min_pixels`` and ``max_pixels`` bound
+        what the model sees of each picture (see ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for
+        the conversation's state in the result, which a request that goes on with it takes as ``cache``. Raises
+        InvalidRequest for what is wrong already now, BatcherClosed after ``close``; what turns out later (an unreadable
+        picture, a prompt too long) ends that request alone, with an error in its result.
         """
-        pictures = () if images is None else tuple(images) if is_image_list(images) else (images,)
-        clips = () if videos is None else tuple(videos) if is_image_list(videos) else (videos,)
         return self.submit_request(
             Request(
                 prompt=prompt,
                 messages=messages,
                 token_ids=token_ids,
                 inputs=inputs,
-                images=pictures,
-                videos=clips,
+                images=images,
+                videos=videos,
                 rendered=rendered,
-                params=params or SamplingParams(),
+                tools=tools,
+                documents=documents,
+                enable_thinking=enable_thinking,
+                reasoning_effort=reasoning_effort,
+                template_args={} if template_args is None else template_args,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
+                params=params_of(params),
                 request_id=request_id,
                 priority=priority,
                 cache=cache,
@@ -181,12 +203,12 @@ class VLMBatcher:
         self._loop.check_runs()  # before any lock: in a child process nobody would let go of it
         question = self._preparer.check(request)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
-        handle = Handle(request_id, self.cancel)
+        handle = Handle(request_id, self.cancel, self._running.is_here)
         with self._lock:
             if self._closed:
                 raise BatcherClosed("the batcher is closed; make a new one")
             if self._loop.is_alive(request_id):
-                raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
+                raise InvalidRequest(f"request id {shown(request_id)} is in use by a request that has not ended")
             if request.cache is not None:
                 request.cache.claim(self._loop.generator.reuse.identity)
             self._loop.submit(question, request, handle)
@@ -198,13 +220,14 @@ class VLMBatcher:
         """Answer many requests; results in their order. ``requests`` may be a generator: it is read ``look_ahead``
         ahead.
 
-        A request that fails, at submit or later, gives a result with ``error`` set; ``raise_on_error`` raises
-        RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
+        A request that fails, at submit or later, gives a result with ``error`` set, and so does an item that is no
+        request. If ``requests`` itself raises, those before are answered and the last result says so. ``raise_on_error``
+        raises RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
         """
         results: dict[int, Result] = {}
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
-            for index, result in self._as_completed(requests):
+            for index, result in many.in_turn(self.submit_request, requests, self.look_ahead):
                 results[index] = result
                 advance(result)
         ordered = [results[index] for index in sorted(results)]
@@ -214,17 +237,36 @@ class VLMBatcher:
 
     def as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[Result]:
         """The same requests' results as they end; match them by ``request_id``. Leaving the loop cancels the rest."""
-        for _, result in self._as_completed(requests):
+        for _, result in many.in_turn(self.submit_request, requests, self.look_ahead):
+            yield result
+
+    async def as_completed_async(
+        self, requests: Iterable[Request | Mapping[str, Any]] | AsyncIterable[Request | Mapping[str, Any]]
+    ) -> AsyncIterator[Result]:
+        """``as_completed`` for ``async for``; ``requests`` may be an asynchronous iterator, too."""
+        async for _, result in many.in_turn_async(self.submit_request, requests, self.look_ahead):
             yield result
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at whatever stage it is; False if none of that id is alive."""
+        """End a request at whatever stage it is; False if none of that id is alive. Raises InvalidRequest for what is no id."""
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id is {shown(request_id)}; it must be a string: handle.request_id")
         return self._loop.cancel(request_id)
 
     @property
     def spec(self) -> ModelSpec:
         """The facts about the model's family."""
         return self._preparer.spec
+
+    @property
+    def processing(self) -> Processing:
+        """The model's processor, tokenizer and chat template, for reading."""
+        return self._preparer.processing
+
+    @property
+    def max_context(self) -> int | None:
+        """How many positions the model was made for; None if it does not say."""
+        return self._preparer.max_context
 
     def stats(self) -> Stats:
         """Live counters; a moment's view, taken without stopping the engine."""
@@ -246,33 +288,36 @@ class VLMBatcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[tuple[int, Result]]:
-        done: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
-        source = enumerate(requests)
-        alive: dict[int, Handle] = {}
-        try:
-            while True:
-                while len(alive) < self.look_ahead and (item := next(source, None)) is not None:
-                    index, request = item
-                    try:
-                        handle = self.submit_request(Request(**request) if isinstance(request, Mapping) else request)
-                    except BatcherClosed:
-                        raise
-                    except Exception as error:
-                        yield index, _failed(request, index, error)
-                        continue
-                    alive[index] = handle
-                    handle.when_done(partial(done.put, (index, handle)))
-                if not alive:
-                    return
-                index, handle = done.get()
-                del alive[index]
-                yield index, handle.result()
-        finally:
-            for handle in alive.values():
-                handle.cancel()
+
+def _check_kinds(model: Any, processor: Any, fetch: Any, trust_remote_code: Any) -> None:
+    """Raise ValueError for arguments that are not what they should be."""
+    if not isinstance(model, (str, Path, nn.Module)):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
+    if isinstance(model, nn.Module) and processor is None:
+        raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+    if fetch is not None and not isinstance(fetch, FetchPolicy):
+        raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
+    if not isinstance(trust_remote_code, bool):
+        raise ValueError(f"trust_remote_code is {shown(trust_remote_code)}; it must be True or False")
 
 
-def _failed(request: Request | Mapping[str, Any], index: int, error: Exception) -> Result:
-    given = request.get("request_id") if isinstance(request, Mapping) else request.request_id
-    return failed_result(given if given is not None else f"refused-{index}", error)
+def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:
+    max_bytes = whole_option("cache_bytes", cache_bytes, least=0)
+    if cache_dir is None:
+        return CacheSettings(max_bytes, None, whole_option("cache_dir_bytes", cache_dir_bytes, least=0))
+    if not isinstance(cache_dir, (str, Path)):
+        raise ValueError(f"cache_dir is a {type(cache_dir).__name__}; it must be a path")
+    if not max_bytes or whole_option("cache_dir_bytes", cache_dir_bytes, least=0) < 1:
+        raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
+    return CacheSettings(max_bytes, Path(cache_dir), int(cache_dir_bytes))
+
+
+def _kv_settings(bits: float | None, group_size: int, scheme: str, start: int) -> KVQuantisation | None:
+    if bits is None:
+        return None
+    if not isinstance(scheme, str):
+        raise ValueError(f"kv_quant_scheme is {shown(scheme)}; it must be a string")
+    if isinstance(bits, bool) or not isinstance(bits, Real):
+        raise ValueError(f"kv_bits is {shown(bits)}; it must be a number of bits, or None")
+    group_size = whole_option("kv_group_size", group_size, least=1)
+    return KVQuantisation(bits, group_size, scheme, whole_option("quantized_kv_start", start, least=0))

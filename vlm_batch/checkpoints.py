@@ -35,7 +35,6 @@ Weights = dict[str, mx.array]
 #: Kinds of rotary positions that have no parameters beside their base: mlx-vlm's plain ones.
 PLAIN_ROPE = ("default", "axial", "proportional")
 
-
 #: A pattern that finds no name.
 NOTHING = r"(?!)"
 
@@ -51,7 +50,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     Raises UnsupportedModel, and what the loader raises for a damaged checkpoint.
     """
     read = read_config(path, **options)
-    check_rope(read)
+    check_rope(read, path)
     layout = layout_of(str(get_model_type(read)))
     lying: Weights = {}
 
@@ -63,6 +62,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
 
     def load_model_weights(model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any) -> nn.Module:
         put = layout.finish(lying, weights, read)
+        lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         return mlx_vlm.utils.load_model_weights(model, config, put, *args, **kwargs)
 
     load_model = with_names(
@@ -241,16 +241,16 @@ def _flat_rope(rope: Mapping[str, Any]) -> Config:
     return found
 
 
-def check_rope(config: Mapping[str, Any]) -> None:
+def check_rope(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedModel where a decoder's positions are scaled and mlx-vlm's class has no place to be told so."""
-    architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config))
+    architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
     text = config.get("text_config")
-    has_text = isinstance(text, Mapping) and bool(text) and "TextConfig" in vars(architecture)
-    part = text if isinstance(text, Mapping) and has_text else config
-    fields = inspect.signature(architecture.TextConfig if has_text else architecture.ModelConfig).parameters
-    rope = part.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in PLAIN_ROPE and not fields.keys() & {"rope_scaling", "rope_parameters"}:
+    part, name = (text, "TextConfig") if isinstance(text, Mapping) and text else (config, "ModelConfig")
+    kind = (part.get("rope_parameters") or {}).get("rope_type", "default")
+    if kind in PLAIN_ROPE or name not in vars(architecture):
+        return
+    fields = inspect.signature(vars(architecture)[name]).parameters
+    if not fields.keys() & {"rope_scaling", "rope_parameters"}:
         raise UnsupportedModel(
             f"this {model_type} model has {kind} positions, which mlx-vlm's class of it does not know"
         )

@@ -62,7 +62,32 @@ class RequestFailed(VLMBatchError, RuntimeError):
     """A request ended with an error; the message is the result's ``error``."""
 
 
+#: Characters of a value that a message shows, and of an error that a result's ``error`` has, at most.
+SHOWN_CHARACTERS, DESCRIBED_CHARACTERS = 100, 2000
+
+
 def describe(error: BaseException) -> str:
-    """An error as one line for a result: what kind, and what it says."""
-    text = " ".join(str(error).split())
+    """An error as one line for a result: what kind, and what it says. Raises nothing, whatever the error's own text raises."""
+    try:
+        text = printable(" ".join(str(error).split()))
+    except BaseException:  # it ends its request, and no other
+        text = ""
+    if len(text) > DESCRIBED_CHARACTERS:
+        text = f"{text[:DESCRIBED_CHARACTERS]}... ({len(text):,} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shown(value: object) -> str:
+    """A value for an error message, of one line and bounded length. Raises nothing, whatever its ``repr`` raises."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an integer of thousands of digits, an object with a defect
+        return f"a value of type {type(value).__name__} that cannot be shown"
+    if len(text) > SHOWN_CHARACTERS:
+        return f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    return text
+
+
+def printable(text: str) -> str:
+    """Text that every file and terminal takes: a surrogate, as in the name of a file that is no UTF-8, is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from numbers import Real
 
+from vlm_batch.errors import shown
 from vlm_batch.types import Event, Result
+
+_log = logging.getLogger(__name__)
 
 
 class Handle:
     """Iterate it for pieces of text (``for`` or ``async for``), ``await`` it or call ``result`` for the end.
 
+    Of several answers to one prompt (``n``), the pieces are the first one's; ``events`` has all of them.
+
     ``events`` has all that is known of each step. Every iteration gives everything from the beginning. A failed request's
     stream just ends; its ``result().error`` says why.
+
+    Nobody who stops waiting ends the request: after ``asyncio.wait_for(handle, seconds)`` or ``result(seconds)`` raised
+    TimeoutError it goes on, and can be waited for again. ``cancel`` ends it, also from the ``except`` that follows.
     """
 
-    def __init__(self, request_id: str, cancel: Callable[[str], bool]) -> None:
+    def __init__(
+        self, request_id: str, cancel: Callable[[str], bool], is_on_engine: Callable[[], bool] = lambda: False
+    ) -> None:
         self.request_id = request_id
+        self._is_on_engine = is_on_engine
         self._cancel: Callable[[str], bool] | None = cancel  # until the end: a handle that is kept holds no model
         self._changed = threading.Condition()
         self._events: list[Event] = []
@@ -38,9 +50,10 @@ class Handle:
         """The request's end, waited for. Raises TimeoutError after ``timeout`` seconds; a failed request raises nothing."""
         seconds = _checked_timeout(timeout)
         if self._result is None:
+            self.check_can_wait()
             with self._changed:
                 if not self._changed.wait_for(self.done, seconds):
-                    raise TimeoutError(f"request {self.request_id} has not ended within {timeout} s")
+                    raise TimeoutError(f"request {self.request_id} has not ended within {shown(timeout)} s")
         assert self._result is not None
         return self._result
 
@@ -49,6 +62,14 @@ class Handle:
         cancel = self._cancel
         return cancel is not None and cancel(self.request_id)
 
+    def check_can_wait(self) -> None:
+        """Raise RuntimeError on the thread that would have to bring about what is waited for: a listener's, a processor's."""
+        if self._is_on_engine():
+            raise RuntimeError(
+                f"request {self.request_id} is waited for on the engine's own thread (in a callback or a logits processor), "
+                "which would then never answer it: wait for it on another thread"
+            )
+
     def events(self) -> EventStream:
         """Every ``Event`` of the request, by ``for`` or ``async for``: a token each, with the text that it completed (perhaps
         none yet) and its log-probabilities; the last one has the result."""
@@ -56,12 +77,12 @@ class Handle:
 
     def __iter__(self) -> Iterator[str]:
         for event in self.events():
-            if event.text:
+            if event.text and not event.index:
                 yield event.text
 
     async def __aiter__(self) -> AsyncIterator[str]:
         async for event in self.events():
-            if event.text:
+            if event.text and not event.index:
                 yield event.text
 
     def __await__(self) -> Generator[object, None, Result]:
@@ -80,9 +101,15 @@ class Handle:
         future: asyncio.Future[None] = loop.create_future()
 
         def tell() -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(_set, future)
 
+        def forget(given_up: asyncio.Future[None]) -> None:
+            if given_up.cancelled():  # a timeout: many may come before anything is told
+                with self._changed, contextlib.suppress(ValueError):
+                    self._listeners.remove(tell)
+
+        future.add_done_callback(forget)
         with self._changed:
             if self._result is None:
                 self._listeners.append(tell)
@@ -91,7 +118,8 @@ class Handle:
         return future
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once when the request has ended, on the engine's thread; now if that is past."""
+        """Have ``call`` called once when the request has ended, on the engine's thread; now if that is past. What it raises
+        there is logged, and nobody's error."""
 
         def check() -> None:
             if self.done():
@@ -117,12 +145,14 @@ class Handle:
             self._events.append(event)
             self._result = event.result
             if event.result is not None:
-                self._cancel = None
+                self._cancel, self._is_on_engine = None, lambda: False
             listeners, self._listeners = self._listeners, []
             self._changed.notify_all()
         for tell in listeners:
-            with contextlib.suppress(RuntimeError):  # its event loop was closed in this moment
+            try:
                 tell()
+            except BaseException:  # whoever listens is no part of the engine, which has others to tell
+                _log.exception("a listener of request %s raised", self.request_id)
 
     def renew_lock(self) -> None:
         """In a child process, where the thread that holds the lock may not exist."""
@@ -140,6 +170,8 @@ class EventStream:
         handle, position = self._handle, 0
         while True:
             if not handle.done():
+                if len(handle._events) == position:
+                    handle.check_can_wait()
                 with handle._changed:
                     handle._changed.wait_for(lambda at=position: len(handle._events) > at or handle.done())  # type: ignore[misc]
             events = handle._events[position:]
@@ -165,11 +197,11 @@ class EventStream:
 
 def _checked_timeout(timeout: float | None) -> float | None:
     """``timeout`` as ``Condition.wait`` takes it: None for ever, and no number beyond what the system can wait."""
-    if timeout is None or timeout == math.inf:
+    if timeout is None:
         return None
-    if not timeout == timeout:
-        raise ValueError("timeout is nan; it must be a number of seconds, or None to wait for ever")
-    return min(timeout, threading.TIMEOUT_MAX)
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
+        raise ValueError(f"timeout is {shown(timeout)}; it must be a number of seconds, or None to wait for ever")
+    return None if timeout > threading.TIMEOUT_MAX else float(max(timeout, 0))
 
 
 def _set(future: asyncio.Future[None]) -> None:

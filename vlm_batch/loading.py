@@ -138,12 +138,16 @@ def load_model(
     provide_package(model_type)
     try:
         model = read_model(path, in_float32=on_cpu and wanted == mx.float32, trust_remote_code=trust_remote_code)
-        processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
         raise UnsupportedModel(
             f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
         ) from error
+    try:
+        processor = read_processor(path, model, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a tokenizer's or a processor's class raises, or a package that it asks for
+        said = " ".join(str(error).split())[:300]
+        raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         leave_on_disk(model, spec.adapter.on_disk())

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from io import IOBase
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from vlm_batch.errors import InvalidParameters, RequestFailed, describe
+import numpy as np
+
+from vlm_batch.errors import InvalidImage, InvalidParameters, InvalidRequest, RequestFailed, describe, shown
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from vlm_batch.store.prompt import PromptCache
 
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, mlx-lm's convention; called on the engine thread.
@@ -32,6 +35,34 @@ Message: TypeAlias = Mapping[str, Any]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+#: The parameters that hold an answer to a form.
+FORMS = ("json_schema", "regex", "grammar", "choice")
+#: The largest number that MLX's 32-bit integers hold.
+_MOST = 2**31 - 1
+#: Every token is looked for among a request's stop tokens, and every text for its stop strings, while others wait.
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
+_WHOLE_PARAMETERS = (
+    ("max_tokens", 1, 2**63 - 1),
+    ("top_k", 0, _MOST),
+    ("repetition_context_size", 1, _MOST),
+    ("seed", 0, 2**64 - 1),
+    ("logprobs", 0, 100),
+    ("min_tokens", 0, 2**63 - 1),
+    ("n", 1, 128),
+    ("thinking_budget", 0, 2**63 - 1),
+)
+_MAY_BE_NONE = ("seed", "logprobs", "thinking_budget")
+#: Logits are divided by the temperature, and by or with the penalty, in float32 or less: what overflows there is refused.
+_REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
+    ("top_p", lambda x: 1e-30 <= x <= 1, "a number above 0 (1e-30) and at most 1 (1 is off)"),
+    ("min_p", lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"),
+    ("repetition_penalty", lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"),
+    ("presence_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
+    ("frequency_penalty", lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
@@ -43,7 +74,18 @@ class SamplingParams:
     end tokens, which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k
     most likely tokens' log-probabilities, taken after the processors and before the temperature.
     ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
-    shape (T,)) and logits of shape (1, V).
+    shape (T,)) and logits of shape (1, V). Numbers of numpy are taken as Python's.
+
+    ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty`` as often as it has
+    them (OpenAI's definitions). ``logit_bias`` adds numbers in -100..100 to tokens' logits. ``allowed_token_ids`` lets
+    no others through. ``bad_words`` do not come in the answer, spelled as the tokenizer spells them, with or without a
+    space before. ``min_tokens`` is how many tokens come before any end: end tokens do not, and stop strings do not count.
+    ``n`` answers are sampled from one prompt, with seeds ``seed``, ``seed + 1``, ... ``thinking_budget`` ends the
+    model's thinking after so many tokens.
+
+    At most one of ``json_schema`` (a schema, or JSON text), ``regex``, ``grammar`` (Lark, as llguidance reads it) and
+    ``choice`` (texts) holds the answer to a form; after thinking, if the model thinks. The answer then has that form,
+    or ends with "length".
 
     Raises InvalidParameters for a value out of range.
     """
@@ -61,54 +103,103 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    n: int = 1
+    thinking_budget: int | None = None
+    json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "logits_processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        whole, real = _is_whole, _is_real
-        rules: list[tuple[str, bool, str]] = [
-            ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            (
-                "temperature",
-                real(self.temperature) and self.temperature >= 0,
-                "a finite number of at least 0 (0 is greedy)",
-            ),
-            ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1 (1 is off)"),
-            ("top_k", whole(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)"),
-            ("min_p", real(self.min_p) and 0 <= self.min_p < 1, "a number of at least 0 and below 1 (0 is off)"),
-            (
-                "repetition_penalty",
-                real(self.repetition_penalty) and self.repetition_penalty > 0,
-                "a number above 0 (1 is off)",
-            ),
-            (
-                "repetition_context_size",
-                whole(self.repetition_context_size) and self.repetition_context_size >= 1,
-                "an integer of at least 1",
-            ),
-            (
-                "seed",
-                self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64),
-                "None or an integer in 0..2**64-1",
-            ),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
-            (
-                "logprobs",
-                self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 100),
-                "None or an integer in 0..100",
-            ),
-            (
-                "logits_processors",
-                all(callable(p) for p in self.logits_processors),
-                "callables (tokens, logits) -> logits",
-            ),
-        ]
-        for name, valid, right in rules:
-            if not valid:
-                raise InvalidParameters(f"{name} is {getattr(self, name)!r}; it must be {right}")
+        put = partial(object.__setattr__, self)
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
+        for name, least, most in _WHOLE_PARAMETERS:
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if not (_is_whole(value) and least <= value <= most):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer in {least}..{most}")
+            put(name, int(value))
+        for name, is_right, right in _REAL_PARAMETERS:
+            value = getattr(self, name)
+            if not (_is_real(value) and is_right(float(value))):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
+            put(name, float(value))
+        if not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise InvalidParameters(f"stop is {shown(self.stop)}; it must be non-empty strings")
+        if len(self.stop) > _MOST_STOPS or sum(map(len, self.stop)) > _MOST_STOP_CHARACTERS:
+            raise InvalidParameters(
+                f"stop has {len(self.stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
+                " are looked for"
+            )
+        if len(self.stop_token_ids) > _MOST_STOP_TOKENS:
+            raise InvalidParameters(
+                f"stop_token_ids has {len(self.stop_token_ids):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
+            )
+        if not all(_is_whole(token) and 0 <= token <= _MOST for token in self.stop_token_ids):
+            raise InvalidParameters(
+                f"stop_token_ids is {shown(self.stop_token_ids)}; it must be token ids of at least 0"
+            )
+        put("stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        if not all(map(callable, self.logits_processors)):
+            raise InvalidParameters("logits_processors must be callables (tokens, logits) -> logits")
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
+            raise InvalidParameters(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
+
+        self._take_rules(put)
+        self._take_form(put)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidParameters(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
+
+    def _take_rules(self, put: Callable[[str, Any], None]) -> None:
+        """Check and copy what concerns single tokens."""
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_whole(token) and 0 <= token <= _MOST and _is_real(value) and -100 <= value <= 100
+            for token, value in bias.items()
+        ):
+            raise InvalidParameters(
+                f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
+            )
+        put("logit_bias", {int(token): float(value) for token, value in bias.items()})
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
+            if not allowed or not all(_is_whole(token) and 0 <= token <= _MOST for token in allowed):
+                raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
+            put("allowed_token_ids", tuple(map(int, allowed)))
+        put("bad_words", _texts("bad_words", self.bad_words))
+
+    def _take_form(self, put: Callable[[str, Any], None]) -> None:
+        """Check and copy the form that the answer is held to."""
+        if self.choice is not None:
+            put("choice", _texts("choice", self.choice))
+            if not self.choice:
+                raise InvalidParameters("choice is empty; it must be texts to choose from, or None")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty text, or None")
+        if self.json_schema is not None:
+            put("json_schema", _schema(self.json_schema))
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidParameters(f"{' and '.join(given)} exclude each other: an answer has one form")
+        ends = [name for name in ("stop", "stop_token_ids", "ignore_eos") if getattr(self, name)]
+        if given and ends:
+            raise InvalidParameters(f"{ends[0]} would end the answer elsewhere than {given[0]} does; leave it out")
+
+    @property
+    def form(self) -> str | None:
+        """The name of the parameter that holds the answer to a form; None if nothing does."""
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @property
     def is_greedy(self) -> bool:
@@ -141,13 +232,17 @@ class Video:
     def __post_init__(self) -> None:
         fps = self.fps
         if fps is not None and not (_is_real(fps) and fps > 0):
-            raise InvalidParameters(f"fps is {fps!r}; it must be a finite number above 0")
+            raise InvalidParameters(f"fps is {shown(fps)}; it must be a finite number above 0")
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
             if value is not None and not (_is_whole(value) and value >= 1):
-                raise InvalidParameters(f"{name} is {value!r}; it must be an integer of at least 1")
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least 1")
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
+
+
+#: The most seconds that reading one source may take: a day. Clocks and locks take no number that is much larger.
+MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +265,25 @@ class FetchPolicy:
     max_redirects: int = 5
 
     def __post_init__(self) -> None:
-        if not (_is_whole(self.max_bytes) and self.max_bytes >= 1):
-            raise InvalidParameters(f"max_bytes is {self.max_bytes!r}; it must be an integer of at least 1")
-        if not (_is_real(self.seconds) and self.seconds > 0):
-            raise InvalidParameters(f"seconds is {self.seconds!r}; it must be a finite number above 0")
-        if not (_is_whole(self.max_redirects) and self.max_redirects >= 0):
-            raise InvalidParameters(f"max_redirects is {self.max_redirects!r}; it must be an integer of at least 0")
-        if isinstance(self.directories, (str, Path)):
-            object.__setattr__(self, "directories", (self.directories,))
-        object.__setattr__(self, "directories", tuple(self.directories))
+        for name in ("allow_http", "allow_private", "allow_files"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be True or False")
+        for name, least in (("max_bytes", 1), ("max_redirects", 0)):
+            if not (_is_whole(value := getattr(self, name)) and value >= least):
+                raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least {least}")
+        if not (_is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
+            raise InvalidParameters(
+                f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
+            )
+        given = self.directories
+        directories = (given,) if isinstance(given, (str, Path)) else _as_tuple("directories", given)
+        if isinstance(given, bytes) or not all(isinstance(one, (str, Path)) and str(one) for one in directories):
+            raise InvalidParameters(f"directories is {shown(given)}; it must be a sequence of paths")
+        object.__setattr__(self, "directories", directories)
+
+
+#: The largest priority of a request, above and below 0.
+MAX_PRIORITY = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +296,14 @@ class Request:
     final; their pictures and videos must already have their placeholder tokens. ``inputs`` is what
     ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
 
+    What the chat template reads besides: ``tools`` (OpenAI's form), ``documents``, ``enable_thinking``,
+    ``reasoning_effort``, and any other argument in ``template_args``. One that this checkpoint's template does not read
+    is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
+    the chat's last turn open, so that the answer goes on with it.
+
+    ``min_pixels`` and ``max_pixels`` bound what the model sees of each picture, where the family's processor has such
+    bounds; it scales pictures to lie between them. What came of it is in ``Result.model_image_sizes``.
+
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.
     """
@@ -202,7 +315,16 @@ class Request:
     images: ImageInput | Sequence[ImageInput] = ()
     videos: VideoInput | Sequence[VideoInput] = ()
     rendered: bool = False
-    params: SamplingParams = field(default_factory=SamplingParams)
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
     request_id: str | None = None
     priority: int = 0
     cache: PromptCache | None = None
@@ -211,6 +333,18 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("images", "videos"):
             object.__setattr__(self, name, _together(getattr(self, name)))
+        object.__setattr__(self, "params", params_of(self.params))
+        if not (_is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
+            raise InvalidRequest(
+                f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
+            )
+        object.__setattr__(self, "priority", int(self.priority))
+        if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
+            raise InvalidRequest(f"request_id is {shown(self.request_id)}; it must be text, not empty, or None")
+        put_pixels(self, self.min_pixels, self.max_pixels)
+        for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise InvalidRequest(f"{name} is {shown(getattr(self, name))}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -257,8 +391,10 @@ class Result:
 
     ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
-    height) as the processor was given them. ``stop_reason`` is the matched stop string or token id. ``cache`` holds
-    the conversation's state, where the request asked for it (``return_cache``).
+    height) as the processor was given them. ``parsed`` is the value of an answer that was held to a form: what its JSON
+    says, or its text; None if it ended before it had the form. ``stop_reason`` is the matched stop string or token id.
+    ``others`` are the further answers of a request that asked for several (``n``), each with its own end and usage.
+    ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
     """
 
     request_id: str
@@ -272,6 +408,8 @@ class Result:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    parsed: Any = None
+    others: tuple[Result, ...] = ()
     error: str | None = None
     if TYPE_CHECKING:
         exception: BaseException | None = None
@@ -301,11 +439,12 @@ def failed_result(request_id: str, error: BaseException) -> Result:
     return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """One step of one request as the engine saw it: a token with the text that it completed, or an end, or both.
 
-    ``result`` is there if and only if the request ended with this event.
+    ``result`` is there if and only if the request ended with this event. Of a request with several answers, ``index``
+    says which of them it is about, and ``answer`` how that one ended.
     """
 
     request_id: str
@@ -313,6 +452,8 @@ class Event:
     text: str = ""
     logprobs: TokenLogprobs | None = None
     result: Result | None = None
+    index: int = 0
+    answer: Result | None = None
 
 
 @dataclass(frozen=True)
@@ -332,6 +473,7 @@ class Stats:
     cache_hits: int = 0  # requests that took a beginning from earlier ones
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
+    steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
 
 
 @dataclass(frozen=True)
@@ -415,6 +557,19 @@ class DecodeStep:
     extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
 
 
+@dataclass(frozen=True)
+class Thinking:
+    """How a model marks its thinking, as token ids, and where a prompt leaves it.
+
+    ``is_open``: the prompt ends within thinking. ``may_begin``: the answer's first token may begin it.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False
+    may_begin: bool = False
+
+
 class Status(Enum):
     """The stages of a row's life, in order."""
 
@@ -445,9 +600,81 @@ def _together(given: Any) -> tuple[Any, ...]:
     return () if given is None else (given,)
 
 
+def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Parameters from what people write: an object, a mapping of its fields, or None for the defaults."""
+    if given is None:
+        return SamplingParams()
+    if isinstance(given, SamplingParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidParameters(f"params is {shown(given)}; it must be a SamplingParams or a mapping of its fields")
+    known = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise InvalidParameters(f"params has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return SamplingParams(**given)
+
+
+def put_pixels(holder: Any, least: Any, most: Any) -> None:
+    """Check bounds of pictures' pixels, and set them as Python's integers. Raises InvalidImage."""
+    for name, value in (("min_pixels", least), ("max_pixels", most)):
+        if value is not None and not (_is_whole(value) and 1 <= value <= _MOST):
+            raise InvalidImage(f"{name} is {shown(value)}; it must be an integer of at least 1, or None")
+        object.__setattr__(holder, name, None if value is None else int(value))
+    if least is not None and most is not None and least > most:
+        raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
+
+
+def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) -> Any:
+    """An option that is an integer, as Python's. Raises ValueError for another type or a smaller number."""
+    if value is None and or_none:
+        return None
+    if not (_is_whole(value) and value >= least):
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer of at least {least}{' or None' * or_none}")
+    return int(value)
+
+
+def seconds_option(name: str, value: Any) -> float:
+    """An option in seconds. Raises ValueError unless it is a finite number above 0."""
+    if not (_is_real(value) and value > 0):
+        raise ValueError(f"{name} is {shown(value)}; it must be a finite number of seconds above 0")
+    return float(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Texts, or one by itself."""
+    texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty texts")
+    return texts
+
+
+def _schema(given: Any) -> Any:
+    """A JSON schema of one's own: a mapping, from a mapping or from JSON text."""
+    try:
+        schema = json.loads(given if isinstance(given, str) else json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameters(f"json_schema is no JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidParameters(f"json_schema is {shown(given)}; it must be a mapping, or JSON text of one")
+    return schema
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        if isinstance(value, Mapping):
+            raise TypeError
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise InvalidParameters(f"{name} is {shown(value)}; it must be a sequence, or None for none") from None
+
+
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return False

@@ -146,7 +146,7 @@ def record_multipliers() -> None:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for family_name in sys.argv[1:] or sorted(RECIPES.keys() - NO_LAYOUT.keys()):
+    for family_name in sorted((set(sys.argv[1:]) or RECIPES.keys()) - NO_LAYOUT.keys()):
         try:
             record(family_name)
         except LookupError as error:

@@ -182,7 +182,7 @@ class Adapter:
         try:
             extra = self._known_inputs(inputs)
             ids = self.expand_ids(inputs["input_ids"], extra)
-            self.check_ids(ids)
+            self.check_ids(ids, has_pictures=bool(extra))
             is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
             features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
             embeds = features.pop("inputs_embeds")
@@ -210,17 +210,31 @@ class Adapter:
         """Encode several requests' pictures in one call. Returns the inputs with ``cached_image_features``, or unchanged."""
         return list(requests)
 
-    def check_ids(self, ids: mx.array) -> None:
-        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory."""
-        weight = getattr(self.token_table, "weight", None)
-        if weight is None:
-            return
+    def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
+        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash."""
         tokens = np.array(ids[0])
-        beyond = tokens[(tokens >= weight.shape[0]) & ~np.isin(tokens, list(self.image_token_ids()))]
+        marks = list(self.image_token_ids()) if has_pictures else []  # without any, nothing takes a mark's place
+        unmarked = ~np.isin(tokens, marks)
+        below = tokens[(tokens < 0) & unmarked]
+        if below.size:
+            raise InvalidPrompt(f"token id {below[0]} is below 0")
+        size = self.num_words
+        if size is None:
+            return
+        beyond = tokens[(tokens >= size) & unmarked]
         if beyond.size:
             raise InvalidPrompt(
-                f"token id {beyond[0]} is beyond the model's {weight.shape[0]}: does the tokenizer belong to this model?"
+                f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
             )
+
+    @property
+    def num_words(self) -> int | None:
+        """The number of tokens that the decoder has embeddings for; None where no table of them is known."""
+        table = self.token_table
+        parts = [
+            getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")
+        ]  # the last: Molmo's two
+        return sum(part.shape[0] for part in parts if part is not None) or None
 
     @property
     def token_table(self) -> Any:

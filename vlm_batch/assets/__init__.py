@@ -11,7 +11,7 @@ PACKAGED = Path(__file__).resolve().parent
 CHECKOUT = PACKAGED.parent.parent / "fixtures"
 
 #: What the command line and the file pickers take for a picture, by suffix.
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff")
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 #: And for a video.
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
 
@@ -53,3 +53,9 @@ def _find(name: str, marker: str) -> Path:
     raise MissingAssets(
         f"neither {PACKAGED / name} nor {CHECKOUT / name} exists; install vlm-batch from its wheel or a full checkout"
     )
+
+
+def is_sample(picture: str) -> bool:
+    """Whether a picture is one of those that come with the library, in the wheel or in a checkout."""
+    path = Path(picture).resolve()
+    return any(path.is_relative_to(root / "images") for root in (PACKAGED, CHECKOUT))

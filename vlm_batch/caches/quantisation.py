@@ -21,6 +21,7 @@ from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 from vlm_batch.caches.turbo import TurboCache
+from vlm_batch.errors import shown
 
 #: What ``mx.quantize`` offers.
 UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
@@ -49,17 +50,19 @@ class KVQuantisation:
         if self.scheme not in SCHEMES:
             raise ValueError(f"kv_quant_scheme is {self.scheme!r}; it must be one of {', '.join(SCHEMES)}")
         if self.start < 0:
-            raise ValueError(f"quantized_kv_start is {self.start}; it must be at least 0")
+            raise ValueError(f"quantized_kv_start is {shown(self.start)}; it must be at least 0")
         if self.scheme == "turboquant":
             low, high = TURBO_BITS
             if not low <= self.bits <= high or self.bits * 2 != int(self.bits * 2):
-                raise ValueError(f"kv_bits is {self.bits}; turboquant takes {low} to {high} bits, in steps of a half")
+                raise ValueError(
+                    f"kv_bits is {shown(self.bits)}; turboquant takes {low} to {high} bits, in steps of a half"
+                )
             return
         if self.bits not in UNIFORM_BITS:
             halves = "; 3.5 and other halves need kv_quant_scheme='turboquant'" if self.bits != int(self.bits) else ""
-            raise ValueError(f"kv_bits is {self.bits}; uniform quantisation takes {UNIFORM_BITS}{halves}")
+            raise ValueError(f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{halves}")
         if self.group_size not in UNIFORM_GROUPS:
-            raise ValueError(f"kv_group_size is {self.group_size}; it must be one of {UNIFORM_GROUPS}")
+            raise ValueError(f"kv_group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}")
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
         """A row's caches with those of full attention replaced."""

@@ -1,141 +1,23 @@
-"""What the command line shows: progress while it works, a line per answer, a table and totals at the end.
+"""What the command line shows of families, and how it writes to terminals and files.
 
-Progress and lines go to standard error; the table goes where it is told. Colours, the bar and its animation are for
-terminals only: into a file or a pipe go the same facts as plain text.
+Colours are for terminals only: into a file or a pipe go the same facts as plain text.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import TextIO
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
 from vlm_batch.cli.facts import NOT_RECORDED, PREFIX_REUSE, QUANTISED_KV, FamilyFacts
-from vlm_batch.progress import Bar
-from vlm_batch.types import Result, Video
 
 UNKNOWN = "?"
-STATUS_STYLES = {"stop": "green", "length": "yellow", "cancelled": "yellow", "error": "red"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One question on the command line: what is asked, and how it is called in the output."""
-
-    request_id: str
-    label: str
-    images: tuple[str, ...]
-    prompt: str
-    videos: tuple[Video, ...] = ()
-
-
-class Report:
-    """Follows a list of jobs to its end. A context manager around the work; ``show`` prints the table afterwards."""
-
-    def __init__(self, jobs: Sequence[Job], *, table_to: TextIO, quiet: bool = False) -> None:
-        self._jobs = {job.request_id: job for job in jobs}
-        self._results: dict[str, Result] = {}
-        self._quiet = quiet
-        self._out = open_console(table_to)
-        self._err = open_console(sys.stderr)
-        self._began = self._ended = time.perf_counter()
-        self._bar = Bar(self._err, len(jobs), "loading the model", stays=False)
-
-    def __enter__(self) -> Report:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
-
-    @property
-    def num_failed(self) -> int:
-        return self._bar.num_failed
-
-    @property
-    def seconds(self) -> float:
-        """From the first request to the last answer; loading the model is not in it."""
-        return self._ended - self._began
-
-    def job(self, request_id: str) -> Job:
-        return self._jobs[request_id]
-
-    def begin(self) -> None:
-        """The model is loaded and the first request is about to be taken."""
-        self._began = self._ended = time.perf_counter()
-        self._bar.say("answering")
-
-    def add(self, result: Result) -> None:
-        """One more request has ended."""
-        self._results[result.request_id] = result
-        self._ended = time.perf_counter()
-        self._bar.advance(result)
-        if not self._quiet:
-            line = Text.assemble((self.job(result.request_id).label, "bold"), ": ", _answer(result))
-            line = Text(" ").join(line.split()) if "\n" in line.plain else line
-            self._err.print(
-                line, no_wrap=self._err.is_terminal, overflow="ellipsis", soft_wrap=not self._err.is_terminal
-            )
-
-    def show(self, *, interrupted: bool = False) -> None:
-        """Print the table, in the order of the jobs, and the line of totals."""
-        self._out.print(self._table())
-        self._out.print(self._totals(interrupted), soft_wrap=True)
-
-    def _table(self) -> Table:
-        asked_alike = len({job.prompt for job in self._jobs.values()}) == 1
-        table = Table(
-            Column("picture", overflow="fold", max_width=60),
-            Column("size", no_wrap=True),
-            *([] if asked_alike else [Column("question", overflow="fold")]),
-            Column("answer", overflow="fold", ratio=1 if self._out.is_terminal else None),
-            Column("tokens", justify="right", no_wrap=True),
-            Column("seconds", justify="right", no_wrap=True),
-            Column("status", no_wrap=True),
-            box=box.SIMPLE_HEAD,
-        )
-        for job in self._jobs.values():
-            result = self._results.get(job.request_id)
-            if result is None:
-                continue
-            sizes = " + ".join(
-                [f"{width}x{height}" for width, height in result.image_sizes]
-                + [f"{frames} of {width}x{height}" for frames, width, height in result.video_sizes]
-            )
-            table.add_row(
-                Text(plain_text(job.label)),
-                sizes or "-",
-                *([] if asked_alike else [Text(plain_text(job.prompt))]),
-                _answer(result),
-                str(result.usage.completion_tokens),
-                "-" if result.error is not None else f"{result.timings.total - result.timings.queue:.2f}",
-                Text(result.finish_reason, style=STATUS_STYLES[result.finish_reason]),
-            )
-        return table
-
-    def _totals(self, interrupted: bool) -> Text:
-        num_done, failed = len(self._results), self.num_failed
-        totals = Text(f"{num_done} of {len(self._jobs)} requests done" if interrupted else _count(num_done, "request"))
-        totals.append(", ")
-        totals.append(_count(failed, "error"), style="red" if failed else "green")
-        rate = self._bar.num_tokens / max(self.seconds, 1e-9)
-        totals.append(f", {_count(self._bar.num_tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s")
-        if interrupted:
-            totals.append(" (interrupted)", style="yellow")
-        return totals
 
 
 def print_families(
@@ -206,18 +88,19 @@ def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
 
 
 def plain_text(text: str) -> str:
-    """Text that cannot steer a terminal: control characters other than line ends and tabs are written out."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
+    """Text that every terminal can show and none obeys: control characters other than line ends and tabs, and bytes of
+    names that are no UTF-8, are written out."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _WRITTEN_OUT else _escaped(c) for c in text)
 
 
-def _answer(result: Result) -> Text:
-    if result.error is not None:
-        return Text(plain_text(result.error), style="red")
-    return Text(plain_text(result.text)) if result.text else Text("(empty)", style="dim")
+_WRITTEN_OUT = ("Cc", "Cs")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a name that is no UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def open_console(file: TextIO) -> Console:

@@ -10,8 +10,10 @@ import heapq
 import itertools
 import time
 from collections.abc import Hashable
+from dataclasses import replace
 
 from vlm_batch.arrays import as_mlx
+from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.prefill import Guard, Prefill
@@ -113,6 +115,8 @@ class Admission:
         row.prompt.loading = None
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
+        rules = row.answer.rules = replace(row.answer.rules, bad_words=prepared.bad_words)
+        row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
         row.prompt.inputs = as_mlx(prepared.inputs)
         self._unprepared.remove(row)
         self._prepared[row.request_id] = row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -43,6 +44,7 @@ class Encoder:
         if needs_history(row.params):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             row.answer.history = mx.array(known, dtype=mx.int32)
+            row.answer.rules = replace(row.answer.rules, num_prompt=len(known))
         self.reuse.commit(row)
         row.clock.encode_seconds = time.perf_counter() - begin
 

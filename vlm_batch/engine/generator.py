@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches import Placement
@@ -23,16 +24,18 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.pace import Pace
+from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Prompt, Row, new_row
-from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_history, process, sample, to_list
+from vlm_batch.engine.row import Prompt, Row, fork, new_row
+from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import DecodeStep, Event, FinishReason, SamplingParams, Status, TokenLogprobs
@@ -52,9 +55,10 @@ class _Flight:
 class _Launched:
     """What a step launched, in the order in which the device does it; the next step reads it."""
 
-    decode: _Flight | None = None
+    decode: Sequence[_Flight] = ()
+    guided: Sequence[_Flight] = ()  # of the same forward: rows whose choice waited for their last token
     chunks: dict[Row, list[mx.array]] = field(default_factory=dict)  # what to wait for: what a row's last chunk left
-    joined: _Flight | None = None  # first tokens of the rows whose prompts ended
+    joined: Sequence[_Flight] = ()  # first tokens of the rows whose prompts ended
 
 
 class BatchGenerator:
@@ -117,6 +121,8 @@ class BatchGenerator:
         )
         self._rows: dict[str, Row] = {}
         self._launched = _Launched()
+        self._held: tuple[tuple[Row, mx.array], ...] = ()  # guided rows, with their logits (1, V) of this step
+        self._forks: list[tuple[Row, mx.array]] = []  # further answers to prefilled prompts, with those prompts' logits
         self._events: list[Event] = []
 
     # Rows in and out
@@ -152,6 +158,8 @@ class BatchGenerator:
         if row.request_id in self._rows:
             raise ValueError(f"request id {row.request_id!r} is already in use")
         self._rows[row.request_id] = row
+        eos = () if row.params.ignore_eos else self.text.eos_token_ids
+        row.answer.rules = RowRules(end_ids=(*eos, *row.params.stop_token_ids))
         self.admission.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
@@ -182,6 +190,7 @@ class BatchGenerator:
     def reset(self) -> None:
         """Forget every row, without events."""
         self._launched = _Launched()
+        self._held, self._forks = (), []
         for row in list(self._rows.values()):
             self._forget(row)
         self._events = []
@@ -190,14 +199,6 @@ class BatchGenerator:
     def has_work(self) -> bool:
         """Whether ``step`` has anything left to do or to tell."""
         return bool(self._events) or self._is_active
-
-    @property
-    def num_waiting(self) -> int:
-        return self.admission.num_prepared
-
-    @property
-    def num_prefilling(self) -> int:
-        return len(self.prefill)
 
     @property
     def _is_active(self) -> bool:
@@ -214,13 +215,15 @@ class BatchGenerator:
         if rows:
             self._launched.decode = self._launch(rows)
         self._await(before)
+        self._launched.guided = self._sample_held()
+        joined = self._join_forks()
         encoding = self.admission.admit(len(self.batch), is_decoding=bool(rows))
         prefilling = self.prefill.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
         budget = self._pace.budget(is_decoding=bool(rows), pending=self.prefill.num_pending, waited=longest)
         plan = self.scheduler.plan(prefilling, budget)
         done, self._launched.chunks = self.prefill.run(plan)
-        joined = [(row, logits) for row, logits in done if self._guard(row, self._join, row)]
+        joined += [(row, logits) for row, logits in done if self._guard(row, self._join, row, logits)]
         if joined:
             self._launched.joined = self._sample(
                 stack_logits([logits for _, logits in joined]), [row for row, _ in joined]
@@ -235,30 +238,54 @@ class BatchGenerator:
     def _await(self, launched: _Launched) -> None:
         """Wait for a step's work, in its order on the device, and hand out its tokens."""
         self.reuse.settle_ended()
-        if launched.decode is not None:
-            self._read(launched.decode)
+        for flight in (*launched.decode, *launched.guided):
+            self._read(flight)
         for row, arrays in launched.chunks.items():
             if row.status is not Status.FINISHED:
                 self._guard(row, mx.eval, arrays)
-                self.reuse.settle(row)
-        if launched.joined is not None:
-            self._read(launched.joined)
+        for flight in launched.joined:
+            self._read(flight)
 
-    def _join(self, row: Row) -> bool:
+    def _join_forks(self) -> list[tuple[Row, mx.array]]:
+        """Give places to further answers of prompts that are prefilled, with their logits (1, V): they go before all others."""
+        free = self.scheduler.num_free(len(self.prefill) + len(self.batch))
+        self._forks = [(row, logits) for row, logits in self._forks if row.status is not Status.FINISHED]
+        taken, self._forks = self._forks[:free], self._forks[free:]
+        return [(row, logits) for row, logits in taken if self._guard(row, self._join, row, logits)]
+
+    def _join(self, row: Row, logits: mx.array) -> bool:
         """Give a row whose prompt is done its place among those that decode; embeddings and features are let go of here."""
+        for sibling in fork(row) if row.siblings else ():
+            self._rows[sibling.request_id] = sibling
+            self._forks.append((sibling, logits))
         prompt, row.prompt = row.prompt, None
         assert prompt is not None and prompt.cache is not None
         self.prefill.remove(row)
         self.batch.join(row, prompt.cache)
         return True
 
-    def _launch(self, rows: Sequence[Row]) -> _Flight | None:
+    def _launch(self, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Decode one token for every live row and sample it, without waiting for the result."""
+        self._held = ()
         try:
-            return self._sample(self._decode(rows), rows)
+            logits = self._decode(rows)
+            free = [index for index, row in enumerate(rows) if row.answer.guide is None]
+            if len(free) == len(rows):
+                return self._sample(logits, rows)
+            mx.async_eval(logits)
+            self._held = tuple(
+                (row, logits[index : index + 1]) for index, row in enumerate(rows) if row.answer.guide is not None
+            )
+            return self._sample(logits[mx.array(free)], [rows[index] for index in free]) if free else ()
         except Exception as error:
             self._fail_batch(error)
-            return None
+            return ()
+
+    def _sample_held(self) -> Sequence[_Flight]:
+        """Choose the tokens of rows that had to be read first; their forward is on its way, and the others' choice too."""
+        held = [(row, logits) for row, logits in self._held if row.status is not Status.FINISHED]
+        self._held = ()
+        return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
 
     def _decode(self, rows: Sequence[Row]) -> mx.array:
         """A forward over every place of each group of the batch; logits (R, V) of ``rows``, which are in that order."""
@@ -281,38 +308,59 @@ class BatchGenerator:
             logits = self.adapter.decode(step)
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
-    def _sample(self, logits: mx.array, rows: Sequence[Row]) -> _Flight | None:
-        """Processors, then sampling of (R, V). A row whose processor raises ends with that error; the others go on."""
-        alive = list(rows)
-        if any(needs_history(row.params) for row in rows):
-            picked = [self._guard(row, process, logits[i : i + 1], _sampling_row(row)) for i, row in enumerate(rows)]
-            alive = [row for row, one in zip(rows, picked, strict=True) if one is not None]
-            if not alive:
-                return None
+    def _sample(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
+        """Processors, then sampling of (R, V). A row whose processor or parameters raise ends alone; the others go on."""
+        if any(needs_processing(row.params) for row in rows):
+            single = [logits[index : index + 1] for index in range(len(rows))]
+            picked = [
+                self._guard(row, process, one, _sampling_row(row)) if needs_processing(row.params) else one
+                for row, one in zip(rows, single, strict=True)
+            ]
+            rows = [row for row, one in zip(rows, picked, strict=True) if one is not None]
+            if not rows:
+                return ()
             logits = stack_logits([one for one in picked if one is not None])
-        sampled = self.sampler(logits, [_sampling_row(row) for row in alive])
-        for index, row in enumerate(alive):
-            answer = row.answer
-            answer.next_token = sampled.tokens[index : index + 1].astype(mx.int32)
-            answer.num_sampled += 1
-            if answer.history is not None:
-                answer.history = mx.concatenate([answer.history, answer.next_token])
-            if row.is_last:
-                self._leave(row)  # its last token needs no further step
-        mx.async_eval(sampled.arrays())
-        return _Flight(tuple(alive), sampled)
+        guided = [row for row in rows if row.answer.guide is not None]
+        if guided:
+            masks = {row: self._guard(row, _mask, row, logits.shape[-1]) for row in guided}
+            alive = [index for index, row in enumerate(rows) if row.status is not Status.FINISHED]
+            if not alive:
+                return ()
+            if len(alive) < len(rows):
+                rows, logits = [rows[index] for index in alive], logits[mx.array(alive)]
+            logits = apply_masks(logits, [masks.get(row) for row in rows])
+        try:
+            flights = [_Flight(tuple(rows), self.sampler(logits, [_sampling_row(row) for row in rows]))]
+        except Exception:  # each alone then, so that only the culprit ends
+            one_by_one = [
+                (row, self._guard(row, self.sampler, logits[index : index + 1], [_sampling_row(row)]))
+                for index, row in enumerate(rows)
+            ]
+            flights = [_Flight((row,), sampled) for row, sampled in one_by_one if sampled is not None]
+        for flight in flights:
+            for index, row in enumerate(flight.rows):
+                row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
+                if row.is_last:
+                    self._leave(row)  # its last token needs no further step
+            mx.async_eval(flight.sampled.arrays())
+        return flights
 
     def _read(self, flight: _Flight) -> None:
         """Wait for a launched step and hand out its tokens."""
         try:
-            tokens = to_list(flight.sampled.tokens)
+            tokens, are_finite = to_list(flight.sampled.tokens), flight.sampled.are_finite()
             logprobs = flight.sampled.read_logprobs([row.params for row in flight.rows], tokens)
         except Exception as error:
             self._fail_batch(error, flight.rows)
             return
         for index, (row, token) in enumerate(zip(flight.rows, tokens, strict=True)):
-            if row.status is not Status.FINISHED:  # a row that ended meanwhile has no use for it
-                self._take(row, token, logprobs.get(index))
+            if row.status is Status.FINISHED:  # it ended meanwhile and has no use for it
+                continue
+            if not are_finite[index]:
+                self._end(row, "error", _not_finite(row))
+                continue
+            self.reuse.settle(row)
+            self._take(row, token, logprobs.get(index))
 
     def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to its row, with the text that it completes, and end the row if that is its end."""
@@ -322,7 +370,9 @@ class BatchGenerator:
         if logprobs is not None:
             answer.logprobs.append(logprobs)
         is_stop = token in params.stop_token_ids or (token in self.text.eos_token_ids and not params.ignore_eos)
-        is_full = len(answer.token_ids) >= answer.max_tokens
+        if answer.guide is not None and self._guard(row, self._guide, row, token) is None:
+            return
+        is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens
         added = self._guard(row, answer.add_text, token, is_stop, is_stop or is_full)
         if added is None:  # its text could not be decoded
             return
@@ -330,18 +380,33 @@ class BatchGenerator:
         if not (is_stop or is_full or matched is not None):
             self._events.append(Event(row.request_id, token, text, logprobs))
             return
-        is_stop = is_stop or matched is not None
-        stop_reason = matched if matched is not None else token if is_stop else None
+        is_stop = is_stop or matched is not None or answer.is_whole
+        stop_reason = matched if matched is not None else token if is_stop and not answer.is_whole else None
         cache = self._save(row)
         result = row.result("stop" if is_stop else "length", stop_reason, cache=cache)
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
+
+    def _guide(self, row: Row, token: int) -> bool:
+        """Tell a row's guide its token, and note what the answer has come to."""
+        answer, guide = row.answer, row.answer.guide
+        assert guide is not None
+        guide.feed(token)
+        answer.is_whole = guide.is_whole
+        if guide.is_whole or token in answer.rules.end_ids:
+            answer.parsed = guide.parsed(self.text.decode)
+        if guide.is_over:
+            answer.guide = None
+        return True
 
     # Ends
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
         cache = self._save(row) if reason == "cancelled" and row.status is Status.DECODE else None
         self._events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
+        for sibling in row.siblings:  # their prompt is this one's
+            self._events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
+            sibling.clear()
         self._forget(row)
 
     def _leave(self, row: Row) -> None:
@@ -381,6 +446,14 @@ class BatchGenerator:
                 self._end(row, "error", error)
 
 
+def _not_finite(row: Row) -> FloatingPointError:
+    at = len(row.answer.token_ids) + 1
+    return FloatingPointError(
+        f"the logits of token {at} are not finite (NaN or infinity): the model overflows on this prompt, or a logits "
+        "processor leaves no token to choose"
+    )
+
+
 def _weakly(method: Callable[..., T]) -> Callable[..., T]:
     """A method that does not keep its object alive: parts may call it without a cycle that would hold the model."""
     reference = weakref.WeakMethod(method)
@@ -393,6 +466,11 @@ def _weakly(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def _mask(row: Row, size: int) -> np.ndarray | None:
+    assert row.answer.guide is not None
+    return row.answer.guide.allowed(size)
+
+
 def _last(row: Row) -> mx.array:
     assert row.answer.next_token is not None
     return row.answer.next_token
@@ -400,4 +478,4 @@ def _last(row: Row) -> mx.array:
 
 def _sampling_row(row: Row) -> SamplingRow:
     answer = row.answer
-    return SamplingRow(row.params, row.seed, answer.num_sampled, answer.history, row.facts.vocabulary)
+    return SamplingRow(row.params, row.seed, answer.num_sampled, answer.history, row.facts.vocabulary, answer.rules)

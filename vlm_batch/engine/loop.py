@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import time
@@ -15,6 +16,7 @@ from typing import Protocol, TypeVar
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import Loaders, Loading, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
@@ -44,6 +46,7 @@ class Rate:
 @dataclass(frozen=True)
 class _Add:
     row: Row
+    several: Several | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,11 @@ class EngineLoop:
         self._loaders = loaders
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
+        self._several: dict[str, Several] = {}  # by the names of their rows
         self._is_busy = False
         self._process = os.getpid()
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "cached": 0, "hits": 0}
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
 
     # From any thread
@@ -99,7 +103,7 @@ class EngineLoop:
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
         self._alive[row.request_id] = handle
-        self._inbox.put(_Add(row))
+        self._inbox.put(_Add(row, Several(row.request_id, request.params.n) if request.params.n > 1 else None))
         if self._gone is not None:  # it went while the request came in
             self.abandon()
 
@@ -133,7 +137,8 @@ class EngineLoop:
         in_child = os.getpid() != self._process
         if self._gone is None:
             said = (
-                f"the batcher was made in another process ({self._process}); its thread is not in this one: make one here"
+                f"the batcher was made in another process ({self._process}); its thread is not in this one, and MLX does not "
+                "outlive a fork"
                 if in_child
                 else "the batcher is closed: its engine has stopped; make a new one"
             )
@@ -150,7 +155,7 @@ class EngineLoop:
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
         generator, counts = self.generator, self._counts
-        waiting, prefilling, decoding = generator.num_waiting, generator.num_prefilling, len(generator.batch)
+        waiting, prefilling, decoding = generator.admission.num_prepared, len(generator.prefill), len(generator.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,
@@ -165,6 +170,7 @@ class EngineLoop:
             cache_hits=counts["hits"],
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
+            steps=counts["steps"],
         )
 
     # On its own thread
@@ -182,7 +188,7 @@ class EngineLoop:
         """End what is alive as cancelled, and write what is to outlive the process."""
         try:
             for request_id in tuple(self._alive):
-                self.generator.cancel(request_id)
+                self._cancel(request_id)
             while self.generator.has_work:
                 self._turn()
         except BaseException as error:
@@ -191,10 +197,9 @@ class EngineLoop:
 
     def _serve(self) -> bool:
         """Do what the inbox asks for, and then a turn. False for the end; nothing of a request is held while it waits."""
-        try:
+        message: _Message | None = None
+        with contextlib.suppress(queue.Empty):
             message = self._inbox.get(block=not self._is_busy)
-        except queue.Empty:
-            message = None
         if isinstance(message, _Stop):
             return False
         try:
@@ -203,16 +208,24 @@ class EngineLoop:
             if self._inbox.empty():
                 self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
-            self._recover(error)
+            self._recover(error, message)
         return True
 
     def _follow(self, message: _Add | _Cancel | _Loaded) -> None:
         if isinstance(message, _Add):
+            if message.several is not None:
+                self._several.update(dict.fromkeys(message.several.row_ids, message.several))
             self.generator.add(message.row)
         elif isinstance(message, _Cancel):
-            self.generator.cancel(message.request_id)
+            self._cancel(message.request_id)
         else:
             self.generator.take_in(message.row, message.loading)
+
+    def _cancel(self, request_id: str) -> None:
+        """End a request, with all of its answers."""
+        several = self._several.get(request_id)
+        for row_id in (request_id,) if several is None else several.row_ids:
+            self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
         """One round: have more prepared, step, hand out events. False if there was nothing to do."""
@@ -220,19 +233,25 @@ class EngineLoop:
             self._prepare(row)
         if not self.generator.has_work:
             return False
-        for event in self.generator.step():
+        events = self.generator.step()
+        self._counts["steps"] += 1
+        for event in events:
             self._hand_out(event)
         return True
 
-    def _recover(self, error: BaseException) -> None:
+    def _recover(self, error: BaseException, message: _Message | None = None) -> None:
         """End all that is in the engine with an error, whatever state it is in, so that the next request finds it empty."""
         try:
             for event in self.generator.fail_all(error):
                 self._hand_out(event)
-        finally:
+            lost = [message.row.request_id] if isinstance(message, _Add) else []  # it may not have got in
+        except BaseException:  # not even that can be done with what there is
             self.generator.reset()
-            for request_id in tuple(self._alive):
-                self._hand_out(Event(request_id, result=failed_result(request_id, error)))
+            self._several.clear()
+            lost = list(self._alive)
+        for request_id in lost:
+            self._forget_several(request_id)
+            self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
         assert row.prompt is not None
@@ -245,6 +264,9 @@ class EngineLoop:
         loading.when_done(partial(self._inbox.put, _Loaded(row, loading)))  # a loader's thread holds no engine
 
     def _hand_out(self, event: Event) -> None:
+        several = self._several.get(event.request_id)
+        if several is not None:
+            event = several.take(event)
         handle = self._alive.get(event.request_id)
         if handle is None:
             return
@@ -253,8 +275,14 @@ class EngineLoop:
             self._rate.count(time.perf_counter())
         if event.result is not None:
             del self._alive[event.request_id]
+            self._forget_several(event.request_id)
             self._count(event.result)
         handle.push(event)
+
+    def _forget_several(self, request_id: str) -> None:
+        several = self._several.get(request_id)
+        for row_id in () if several is None else several.row_ids:
+            del self._several[row_id]
 
     def _count(self, result: Result) -> None:
         kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
@@ -275,22 +303,30 @@ Made = TypeVar("Made", bound=HasLoop)
 
 def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
     """Make an engine on a thread of its own, which then runs it. Raises what ``make`` raises."""
+    threads.check_not_forked()
     ready: Future[Made] = Future()
     running = threads.start(partial(_work, make, ready), name="vlm-batch-engine")
+    running.watch(stop=partial(_give_up, ready), after=partial(_give_up, ready))
     try:
         engine = ready.result()
     except BaseException:
-        ready.cancel()  # nobody waits for it any more
+        _give_up(ready)  # nobody waits for it any more
         raise
     running.watch(stop=engine.loop.stop, after=engine.loop.abandon)
     return engine, running
+
+
+def _give_up(ready: Future[Made]) -> None:
+    """Have an engine that is still being made end when it is; nothing happens if it is made."""
+    ready.cancel()
 
 
 def _work(make: Callable[[], Made], ready: Future[Made]) -> None:
     try:
         engine = make()
     except BaseException as error:
-        ready.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # it was given up
+            ready.set_exception(error)
         return
     loop = engine.loop
     try:

@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
+from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
-from vlm_batch.types import DecodeStep, Encoded, PromptKey
+from vlm_batch.types import DecodeStep, Encoded, PromptKey, Thinking
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
@@ -61,7 +62,10 @@ class Question(Protocol):
 
 
 class Prepared(Protocol):
-    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
+    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height).
+
+    ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
+    """
 
     @property
     def inputs(self) -> Mapping[str, Any]: ...
@@ -69,6 +73,12 @@ class Prepared(Protocol):
     def image_sizes(self) -> tuple[tuple[int, int], ...]: ...
     @property
     def video_sizes(self) -> tuple[tuple[int, int, int], ...]: ...
+    @property
+    def bad_words(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def form(self) -> Form | None: ...
+    @property
+    def thinking(self) -> Thinking | None: ...
 
 
 class Loading(Protocol):

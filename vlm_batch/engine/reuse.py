@@ -27,7 +27,7 @@ from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
-from vlm_batch.types import PromptKey, Status
+from vlm_batch.types import PromptKey
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64
@@ -188,7 +188,7 @@ class Reuse:
         last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
         if prompt.prefilled not in book.stops and prompt.prefilled - last < SNAPSHOT_STRIDE:
             return []
-        return _add_point(book, prompt, None)
+        return _add_snapshot(book, prompt, None)
 
     def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
         """The whole prompt is in the row's caches, and nothing was dropped from them yet: leave them as they are.
@@ -207,7 +207,7 @@ class Reuse:
         constant = [array for state in book.constant.values() for array in state.arrays()]
         if book.cached == length:
             return constant
-        arrays = _add_point(book, prompt, logits) + constant
+        arrays = _add_snapshot(book, prompt, logits) + constant
         if self.prefix is None or length < MIN_TOKENS:
             return arrays
         book.pending = self._saved(row, book, prompt.cache, 0)
@@ -216,9 +216,8 @@ class Reuse:
     def settle(self, row: Row) -> None:
         """The prompt's state is evaluated and its first token sound: later rows may have it."""
         if row.reuse is not None and row.reuse.pending is not None:
-            if self.prefix is not None and row.status is not Status.FINISHED:
-                self.prefix.store(row.reuse.pending)
-            row.reuse.pending = None
+            pending, row.reuse.pending = row.reuse.pending, None
+            self._store(pending)
 
     def wants(self, row: Row) -> bool:
         """Whether a row that leaves is to bring its caches with it."""
@@ -250,10 +249,14 @@ class Reuse:
         """Make known what rows left that ended a step ago: the device has copied it by now, with nothing to wait for."""
         ended, self._ended = self._ended, []
         for saved in ended:
-            with contextlib.suppress(RuntimeError):  # no memory for it: then it is not kept
-                mx.eval(saved.arrays())
-                if self.prefix is not None:
-                    self.prefix.store(saved)
+            self._store(saved)
+
+    def _store(self, saved: SavedRow) -> None:
+        """Keep a row for later ones; where that fails, for lack of memory say, it costs the entry and no request."""
+        with contextlib.suppress(Exception):
+            mx.eval(saved.arrays())
+            if self.prefix is not None:
+                self.prefix.store(saved)
 
     def _saved(self, row: Row, book: RowReuse, caches: Sequence[Any], num_answered: int) -> SavedRow:
         assert book.key is not None
@@ -293,7 +296,7 @@ class Reuse:
         return found
 
 
-def _add_point(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
+def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:
     """Save where the prompt stands; the arrays to be evaluated."""
     assert prompt.cache is not None
     snapshot = save_snapshot(prompt.cache, prompt.prefilled, logits)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.caches.states import LayerState
+from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.penalties import NO_RULES, RowRules
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
@@ -78,16 +81,31 @@ class Answer:
     next_token: mx.array | None = None
     num_sampled: int = 0  # the last of them perhaps not read yet
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
+    rules: RowRules = NO_RULES
+    guide: Guide | None = None  # for rows whose last token decides what may be the next
+    is_whole: bool = False  # it has the form that it is held to, and can only end
+    parsed: Any = None
+    min_tokens: int = 0  # before which stop strings do not count
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def advance(self, token: mx.array) -> None:
+        """Note the next token (1,), perhaps not computed yet."""
+        self.next_token = token
+        self.num_sampled += 1
+        if self.history is not None:
+            self.history = mx.concatenate([self.history, token])
 
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
         """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
         piece = "" if is_stop else self.detokenizer.add(token)
         if is_end:
             piece += self.detokenizer.finish()
-        text, matched = self.stop_strings.feed(piece)
+        if len(self.token_ids) < self.min_tokens:
+            text, matched = piece, None
+        else:
+            text, matched = self.stop_strings.feed(piece)
         if is_end and matched is None:
             text += self.stop_strings.finish()
         self.text += text
@@ -152,6 +170,7 @@ class Row:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse | None = None
+    siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
 
     @property
     def position(self) -> int:
@@ -186,6 +205,7 @@ class Row:
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.video_sizes,
             logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
+            parsed=answer.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
@@ -195,12 +215,13 @@ class Row:
         """Let go of everything but its name: it has ended, and a launched step may still hold it."""
         self.status = Status.FINISHED
         self.prompt = self.reuse = None
+        self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
 
 
 def new_answer(params: SamplingParams, decode: Callable[[Sequence[int]], str] = lambda ids: "") -> Answer:
     """An empty answer to a request with ``params``."""
-    return Answer(Detokenizer(decode), StopStrings(params.stop), params.max_tokens)
+    return Answer(Detokenizer(decode), StopStrings(params.stop), params.max_tokens, min_tokens=params.min_tokens)
 
 
 def new_row(
@@ -218,4 +239,30 @@ def new_row(
     row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
+    row.siblings = tuple(
+        Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, decode))
+        for index in range(1, params.n)
+    )
     return row
+
+
+def sibling_id(request_id: str, index: int) -> str:
+    """The name inside the engine of a request's further answer."""
+    return f"{request_id}[{index}]"
+
+
+def fork(row: Row) -> list[Row]:
+    """A prefilled row's siblings, each with the prompt's state as its own; the row has none from now on.
+
+    Arrays are shared until one of them writes: a copied cache costs nothing yet.
+    """
+    assert row.prompt is not None
+    for sibling in row.siblings:
+        sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
+        sibling.facts, sibling.clock, sibling.priority = row.facts, replace(row.clock), row.priority
+        sibling.image_sizes, sibling.video_sizes = row.image_sizes, row.video_sizes
+        answer, given = sibling.answer, row.answer
+        answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules
+        answer.guide = None if given.guide is None else given.guide.copy()
+    siblings, row.siblings = row.siblings, ()
+    return list(siblings)

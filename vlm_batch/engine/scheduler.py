@@ -13,7 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vlm_batch.types import Chunk
+from vlm_batch.types import Chunk, seconds_option, whole_option
+
+_OPTIONAL = (
+    "prefill_budget",
+    "idle_budget",
+    "max_chunk",
+    "encode_together",
+    "prefill_together",
+    "smallest_chunk",
+    "max_prompt_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,16 @@ class SchedulerConfig:
     ageing_seconds: float = 5.0
     look_ahead: int = 16
     max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "look_ahead"):
+            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1))
+        for name in ("encode_ahead", "slack"):
+            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=0))
+        for name in _OPTIONAL:
+            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
+        for name in ("token_gap", "ageing_seconds"):
+            object.__setattr__(self, name, seconds_option(name, vars(self)[name]))
 
 
 @dataclass(frozen=True)

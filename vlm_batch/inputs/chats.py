@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlm_batch.errors import InvalidPrompt
+from vlm_batch.errors import InvalidPrompt, shown
 from vlm_batch.types import ImageInput, Message, Video, VideoInput
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -64,15 +65,41 @@ def _turn(message: Any, pictures: Media, clips: Media) -> Message:
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidPrompt('every message must be a mapping with "role" and "content"')
     role, content = message["role"], message.get("content", "")
-    if role not in ROLES:
-        raise InvalidPrompt(f"a message has the role {shortened(role)}; the roles are {', '.join(ROLES)}")
+    if not (isinstance(role, str) and role in ROLES):
+        raise InvalidPrompt(f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}")
     if content is None and role == "assistant":  # it called tools and said nothing
         content = ""
     if isinstance(content, (list, tuple)):
         content = [_strip(part, pictures, clips) for part in content]
     elif not isinstance(content, str):
-        raise InvalidPrompt(f"a message has the content {shortened(content)}; text or a list of parts is expected")
-    return {**message, "content": content}
+        raise InvalidPrompt(f"a message has the content {shown(content)}; text or a list of parts is expected")
+    turn = {**message, "content": content}
+    if role == "assistant" and message.get("tool_calls") is not None:
+        turn["tool_calls"] = [_tool_call(call) for call in _listed(message["tool_calls"])]
+    return turn
+
+
+def _listed(calls: Any) -> Sequence[Any]:
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidPrompt(f"a message has the tool_calls {shown(calls)}; a list of mappings is expected")
+    return calls
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """An earlier tool call, its arguments as a mapping: OpenAI sends them as JSON, templates write them themselves."""
+    if not isinstance(call, Mapping):
+        raise InvalidPrompt(f"a tool call is {shown(call)}; a mapping is expected")
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidPrompt(f"a tool call is {shown(call)}; it needs a function with a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InvalidPrompt(f"the arguments of a tool call are no JSON: {shown(arguments)}: {error}") from error
+    named = {**function, "arguments": arguments}
+    return {**call, "function": named} if "function" in call else named
 
 
 def _strip(part: Any, pictures: Media, clips: Media) -> Any:
@@ -80,7 +107,7 @@ def _strip(part: Any, pictures: Media, clips: Media) -> Any:
         return part
     if not isinstance(part, Mapping) or "type" not in part:
         raise InvalidPrompt('every content part must be a mapping with "type"')
-    kind = part["type"]
+    kind = part["type"] if isinstance(part["type"], str) else None
     if kind in _IMAGE_PARTS:
         pictures.take(_payload(part, ("image", "image_url", "url", "path")))
         return {"type": "image"}
@@ -91,17 +118,11 @@ def _strip(part: Any, pictures: Media, clips: Media) -> Any:
         return {"type": "video"}
     if kind not in _TEXT_PARTS:
         known = ", ".join((*_TEXT_PARTS, *_IMAGE_PARTS, *_VIDEO_PARTS))
-        raise InvalidPrompt(f"a content part has the type {shortened(kind)}; the types are {known}")
+        raise InvalidPrompt(f"a content part has the type {shown(part['type'])}; the types are {known}")
     text = part.get("text", part.get("content"))
     if not isinstance(text, str):
-        raise InvalidPrompt(f"a content part of type {kind!r} has the text {shortened(text)}; a string is expected")
+        raise InvalidPrompt(f"a content part of type {kind!r} has the text {shown(text)}; a string is expected")
     return part
-
-
-def shortened(value: Any) -> str:
-    """A value for a message, at a bearable length."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def _payload(part: Mapping[str, Any], keys: Sequence[str]) -> Any:

@@ -33,6 +33,7 @@ import httpcore
 import httpx
 
 from vlm_batch._version import __version__
+from vlm_batch.errors import printable
 from vlm_batch.types import FetchPolicy
 
 #: Bytes that are read at a time: between two reads the limits are looked at.
@@ -42,6 +43,8 @@ SHOWN_CHARACTERS = 200
 #: Longer texts are no paths (Linux's PATH_MAX).
 MAX_PATH_CHARACTERS = 4096
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+#: A name and a password in a URL.
+_SECRET = re.compile(r"(?<=:)//[^/?#\s]*@")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -110,7 +113,9 @@ def shown(source: str | Path) -> str:
     text = str(source)
     if is_data_uri(text):
         return "the data URI"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    text = _SECRET.sub("//...@", text)
+    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]}... ({len(text):,} characters)"
+    return printable(short if short.strip() else repr(short))
 
 
 def is_data_uri(source: Any) -> bool:

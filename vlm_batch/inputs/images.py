@@ -33,11 +33,6 @@ _STRIP = 256
 _LIMIT_LOCK = threading.Lock()
 
 
-def is_image_list(images: Any) -> bool:
-    """Whether several pictures are given rather than one."""
-    return isinstance(images, (list, tuple))
-
-
 def load_image(
     source: ImageInput,
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
@@ -203,12 +198,12 @@ def _said(error: BaseException) -> str:
 
 
 def _from_array(source: Any) -> Image.Image:
-    """(H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats in 0..1."""
+    """(H, W), (H, W, 3) or (H, W, 4) of uint8, of floats in 0..1, or of truth values (white is true)."""
     try:
         array = np.asarray(source)
     except Exception as error:
         raise InvalidImage(f"{describe_source(source)} is no path, bytes, PIL image or array") from error
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or array.dtype == object:
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or array.dtype.kind not in "buif":
         raise InvalidImage(
             f"an array of shape {array.shape} and type {array.dtype} is no picture: "
             "(H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1 is expected"
@@ -219,6 +214,8 @@ def _from_array(source: Any) -> Image.Image:
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
             raise InvalidImage("an array of floats must hold values in 0..1")
         array = np.round(array * 255)
+    elif array.dtype == bool:
+        array = array * np.uint8(255)
     elif array.dtype != np.uint8 and (array.min() < 0 or array.max() > 255):
         raise InvalidImage("an array of integers must hold values in 0..255")
     return Image.fromarray(array.astype(np.uint8))
@@ -227,6 +224,8 @@ def _from_array(source: Any) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":  # Pillow's own conversion clips these at 255
         values = np.asarray(image)
+        if image.mode == "F" and not np.isfinite(values).all():
+            raise ValueError("it has values that are no numbers (NaN or infinity)")
         peak = 255.0 if values.max(initial=0) <= 255 else 65535.0
         scaled = np.empty(values.shape, np.uint8)
         for top in range(0, len(values), _STRIP):  # in eight bytes a value: a few rows at a time

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,11 +80,11 @@ class Pool:
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
-                self._waiting.append(job)
-                if self._idle >= len(self._waiting):
+                if self._idle > len(self._waiting):
                     self._changed.notify()
                 else:
                     self._add_thread()
+                self._waiting.append(job)
         if refused:
             job.future.set_exception(
                 OperationCancelled()
@@ -109,8 +110,15 @@ class Pool:
             return self._changed.wait_for(lambda: not self._running and not self._lost, seconds)
 
     def _add_thread(self) -> None:
-        if self._threads < self._num_threads:
+        """Have a thread more, if that may be. Raises RuntimeError if there is none at all and the system gives none."""
+        if self._threads >= self._num_threads:
+            return
+        try:
             threads.start(self._run, self._name)
+        except RuntimeError:
+            if not self._threads:
+                raise
+        else:
             self._threads += 1
 
     def _run(self) -> None:
@@ -140,8 +148,9 @@ class Pool:
             if job.seconds is not None:
                 job.deadline = time.monotonic() + job.seconds
                 if not self._has_watch:
-                    self._has_watch = True
-                    threads.start(self._watch, f"{self._name}-watch")
+                    with suppress(RuntimeError):  # no thread to be had: then the next call tries again
+                        threads.start(self._watch, f"{self._name}-watch")
+                        self._has_watch = True
                 self._changed.notify_all()
             return job
 
@@ -163,6 +172,7 @@ class Pool:
 
     def _give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
         """End a call without waiting for it. Nothing happens if it has ended."""
+        stranded: list[_Job] = []
         with self._changed:
             if job.has_ended or (job in self._running and job.seconds is None):
                 return
@@ -171,12 +181,17 @@ class Pool:
                 self._running.discard(job)
                 self._lost += 1
                 self._threads -= 1
-                if self._waiting and not self._is_closed:
-                    self._add_thread()
+                try:
+                    if self._waiting and not self._is_closed:
+                        self._add_thread()
+                except RuntimeError:
+                    stranded = list(self._waiting)
             else:
                 self._waiting.remove(job)
             self._changed.notify_all()
         job.future.set_exception(error())
+        for other in stranded:
+            self._give_up(other, _no_thread)
 
     def _watch(self) -> None:
         """Give up what is past its deadline, as long as anything with one runs."""
@@ -285,10 +300,13 @@ class Loaders:
         self._open.add(loading)
         loading.when_done(partial(self._open.discard, loading))
         unread = loading.unread()
-        for at, medium in unread:
-            self._read(loading, at, medium)
-        if not unread:
-            self._process(loading)
+        try:
+            for at, medium in unread:
+                self._read(loading, at, medium)
+            if not unread:
+                self._process(loading)
+        except BaseException as error:
+            loading.fail(error)
         return loading
 
     def close(self) -> None:
@@ -313,16 +331,20 @@ class Loaders:
         reading.add_done_callback(partial(self._was_read, loading, at))
 
     def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
-        error = reading.exception()
-        if error is not None:
+        try:
+            if loading.put(at, reading.result()):
+                self._process(loading)
+        except BaseException as error:  # also of what comes next: a future's callback tells nobody
             loading.fail(error)
-        elif loading.put(at, reading.result()):
-            self._process(loading)
 
     def _process(self, loading: Loading) -> None:
         pool = self._long_work if loading.question.is_long else self._work
         working = pool.submit(partial(self._prepare, loading.question, loading.cancelled), loading.cancelled)
         working.add_done_callback(partial(_was_processed, loading))
+
+
+def _no_thread() -> Exception:
+    return RuntimeError("the system gives no thread to read the request's pictures on")
 
 
 def _was_processed(loading: Loading, working: Future[Prepared]) -> None:

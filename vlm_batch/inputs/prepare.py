@@ -15,12 +15,24 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import as_numpy
-from vlm_batch.errors import InvalidCache, InvalidImage, InvalidPrompt, InvalidRequest, InvalidVideo, PromptTooLong
-from vlm_batch.inputs.chats import shortened, split_messages
+from vlm_batch.errors import (
+    InvalidCache,
+    InvalidImage,
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidVideo,
+    PromptTooLong,
+    describe,
+    shown,
+)
+from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
+from vlm_batch.inputs.grammar import Form, Forms
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
-from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
+from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
     Clip,
@@ -33,7 +45,17 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, Video, VideoInput
+from vlm_batch.types import (
+    FetchPolicy,
+    ImageInput,
+    Message,
+    Request,
+    SamplingParams,
+    Thinking,
+    Video,
+    VideoInput,
+    put_pixels,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +64,19 @@ class Limits:
 
     ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
     of a video, before these are. ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context
-    bounds them as well. ``fetch`` says which paths and URLs are read, and how much of them.
+    bounds them as well. ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the
+    second. ``fetch`` says which paths and URLs are read, and how much of them.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
     prompt_tokens: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
+
+    def __post_init__(self) -> None:
+        put_pixels(self, self.min_pixels, self.max_pixels)
 
 
 #: Characters that a token stands for at most on average in a prompt that is tokenized: words of English have four to five.
@@ -81,6 +109,9 @@ class Question:
     images: tuple[ImageInput, ...] = ()
     videos: tuple[Video, ...] = ()
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    thinking: Thinking | None = None
+    pixels: PixelBounds | None = None
 
     @property
     def media(self) -> tuple[ImageInput | Video, ...]:
@@ -109,11 +140,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height)."""
+    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height).
+
+    ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
+    """
 
     inputs: Mapping[str, Any]
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    form: Form | None = None
+    thinking: Thinking | None = None
 
     @property
     def nbytes(self) -> int:
@@ -140,9 +177,10 @@ class Preparer:
         self.processing = processing
         self.spec = spec
         self.limits = limits or Limits()
-        self._max_context = max_context
+        self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._reserved = ReservedWords(processing, image_token_ids)
+        self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._processor_lock = Lock()  # processors and tokenizers are not made for two threads at once
         self._long_lock = Lock()
         self._long_processing: Processing | None = None
@@ -155,7 +193,48 @@ class Preparer:
 
         Raises InvalidRequest.
         """
+        self._forms.check(request.params)
+        question = replace(self._checked(request), params=request.params, pixels=self._pixels(request))
+        return replace(question, thinking=self._thinking(question, request))
+
+    def _pixels(self, request: Request) -> PixelBounds | None:
+        """How large the model is to see pictures; None as the checkpoint says. Raises InvalidImage."""
+        limits, own = self.limits, self.processing.pixels
+        if request.min_pixels is None and request.max_pixels is None and limits.min_pixels is limits.max_pixels is None:
+            return None
+        if own is None:
+            raise InvalidImage(f"min_pixels and max_pixels: the processor of {self.spec.family} has no such bounds")
+        most = next(value for value in (request.max_pixels, limits.max_pixels, own.most) if value is not None)
+        if limits.max_pixels is not None and most > limits.max_pixels:
+            raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limits.max_pixels:,}")
+        least = next(value for value in (request.min_pixels, limits.min_pixels, own.least) if value is not None)
+        if request.min_pixels is not None and least > most:
+            raise InvalidImage(f"min_pixels is {least:,}, above max_pixels, which is {most:,}")
+        return PixelBounds(min(least, most), most)
+
+    def _thinking(self, question: Question, request: Request) -> Thinking | None:
+        """Where the prompt leaves thinking; None if nobody asks."""
+        params, marks = request.params, self.processing.template.thinking
+        if params.form is None and params.thinking_budget is None:
+            return None
+        if marks is None:
+            if params.thinking_budget is not None:
+                raise InvalidParameters("thinking_budget: this model's chat template does not mark thinking")
+            return None
+        start, end = (self.processing.ids_of(word) for word in (marks.start, marks.end))
+        if question.prompt is None:
+            given = question.token_ids if question.inputs is None else question.inputs["input_ids"][0].tolist()
+            return Thinking(start, end, is_open=rfind(given, start) > rfind(given, end))
+        is_open = marks.is_open(question.prompt)
+        is_asked = params.form is None or request.enable_thinking is True
+        may_begin = is_asked and not is_open and not marks.is_over(question.prompt) and len(start) == 1
+        return Thinking(start, end, is_open=is_open, may_begin=may_begin)
+
+    def _checked(self, request: Request) -> Question:
         _check_types(request)
+        options = TemplateOptions.of(request)
+        if request.inputs is not None or request.token_ids is not None or request.rendered:
+            options.refuse("the prompt is final already; a chat template's arguments go with prompt or messages")
         images, videos = tuple(request.images), tuple(request.videos)
         turns: list[Message] = []
         if request.messages is not None:
@@ -168,19 +247,22 @@ class Preparer:
             ids = _checked_ids(request.token_ids, self._image_token_ids)
             self._check_length(len(ids), 1, "token_ids has {} ids")
             return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
+        for text in texts_of([request.prompt, turns]):
+            _check_unicode(text)
         if request.prompt is not None:
             self._check_length(len(request.prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
-            prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips))
+            prompt = self._rendered(request.prompt, request.rendered, len(images), len(clips), options)
         else:
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
             self._reserved.check_chat(turns)
-            prompt = self.processing.render(turns, len(images), len(clips))
+            self._reserved.check_arguments(options.arguments)
+            prompt = self.processing.render(turns, len(images), len(clips), options)
         return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
         """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
-        most = min((n for n in (self._max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
+        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
         if size > most * per_token:
             raise PromptTooLong(
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
@@ -199,10 +281,11 @@ class Preparer:
             raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
         return tuple(own_video(as_video(video)) for video in videos)
 
-    def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int) -> str:
+    def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int, options: TemplateOptions) -> str:
         if not is_final:
             self._reserved.check_prompt(prompt)
-            return self.processing.render(prompt, num_images, num_videos)
+            self._reserved.check_arguments(options.arguments)
+            return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
         for kind, noun, given in (("image", "picture", num_images), ("video", "video", num_videos)):
@@ -221,7 +304,7 @@ class Preparer:
         set.
         """
         if question.inputs is not None:
-            return Prepared(question.inputs)
+            return Prepared(question.inputs, **self._answer_facts(question))
         cancelled, limits = cancelled or Cancelled(), self.limits
         images = []
         for source in question.images:
@@ -234,7 +317,15 @@ class Preparer:
             clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, limits.fetch, cancelled))
         cancelled.check()
         found = self._processed(question, images, clips)
-        return Prepared(found, tuple(image.size for image in images), tuple(clip.size for clip in clips))
+        sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)
+        return Prepared(found, *sizes, **self._answer_facts(question))
+
+    def _answer_facts(self, question: Question) -> dict[str, Any]:
+        """What the engine is told of the answer besides its parameters."""
+        words = [spelled for word in question.params.bad_words for spelled in (word, f" {word.lstrip()}")]
+        bad_words = tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words))))
+        form = self._forms.compiled(question.params)
+        return {"bad_words": bad_words, "form": form, "thinking": question.thinking}
 
     def _processed(
         self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]
@@ -246,8 +337,9 @@ class Preparer:
                     with self._processor_lock:
                         self._long_processing = self.processing.copy()
                 assert question.prompt is not None
-                return as_numpy(self._long_processing.inputs(question.prompt, images, clips))
-        with self._processor_lock:
+                with self._long_processing.seeing(question.pixels):
+                    return as_numpy(self._long_processing.inputs(question.prompt, images, clips))
+        with self._processor_lock, self.processing.seeing(question.pixels):
             if question.prompt is not None:
                 return as_numpy(self.processing.inputs(question.prompt, images, clips))
             found = self.processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
@@ -283,11 +375,28 @@ def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidReques
     )
 
 
+def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Where ``wanted`` comes last in ``ids``; -1 if it does not."""
+    size = len(wanted)
+    return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
+
+
 def _nbytes(value: Any) -> int:
     """Bytes of the arrays in a value of a processor's output."""
     if isinstance(value, (list, tuple)):
         return sum(map(_nbytes, value))
     return int(value.nbytes) if isinstance(value, np.ndarray) else 0
+
+
+def _check_unicode(text: str) -> None:
+    """Refuse text that no tokenizer takes. Raises InvalidPrompt."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(
+            f"the text holds {text[error.start]!r} at character {error.start:,}, half of a surrogate pair: it is no Unicode "
+            "text (what read it may have guessed another encoding)"
+        ) from error
 
 
 def _check_types(request: Request) -> None:
@@ -310,7 +419,7 @@ def _check_types(request: Request) -> None:
     )
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
-            raise error(f"{name} is {shortened(value)}; it must be {right}")
+            raise error(f"{name} is {shown(value)}; it must be {right}")
 
 
 def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
@@ -318,13 +427,14 @@ def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]
     try:
         array = np.asarray(given)
     except Exception as error:
-        raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array of integers is expected") from error
+        raise InvalidPrompt(f"token_ids is {shown(given)}; a list or array of integers is expected") from error
     if array.size == 0:
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidPrompt(f"token_ids is {shortened(given)}; a list or array (L,) of integers is expected")
+    holds_truths = isinstance(given, Sequence) and any(isinstance(token, bool) for token in given)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or holds_truths:
+        raise InvalidPrompt(f"token_ids is {shown(given)}; a list or array (L,) of integers is expected")
     ids = tuple(map(int, array.tolist()))
     for token in ids:
         if not 0 <= token < 2**31 and token not in image_token_ids:
@@ -337,10 +447,18 @@ def _checked_inputs(inputs: Mapping[str, Any], media: tuple[Any, ...]) -> dict[s
         raise InvalidPrompt("inputs= are processed already: their pictures belong into pixel_values, not into images")
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
-    arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
-    shape = arrays["input_ids"].shape
+    try:
+        arrays = copy.deepcopy(as_numpy(inputs))  # the caller's buffers stay the caller's
+    except Exception as error:
+        raise InvalidPrompt(f"inputs= cannot be copied: {describe(error)}") from error
+    ids = arrays["input_ids"]
+    if not isinstance(ids, np.ndarray):
+        raise InvalidPrompt(f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}")
+    shape = ids.shape
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
         raise InvalidPrompt(f"inputs= needs input_ids of shape (1, L), one request a submit; given: {tuple(shape)}")
-    if arrays["input_ids"].dtype.kind not in "iu":
-        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {arrays['input_ids'].dtype}")
+    if ids.dtype.kind not in "iu":
+        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")
+    if ids.min() < -(2**31) or ids.max() >= 2**31:  # MLX would cut them to 32 bits
+        raise InvalidPrompt("inputs= has input_ids beyond 32 bits")
     return arrays

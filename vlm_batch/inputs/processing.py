@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +24,17 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
 from vlm_batch.inputs.processors import copy_for_thread, without_text_options
+from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
+
+
+@dataclass(frozen=True)
+class PixelBounds:
+    """Between how many pixels a processor scales a picture."""
+
+    least: int
+    most: int
 
 
 class Processing:
@@ -37,8 +48,12 @@ class Processing:
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.template = ChatTemplate(processor)
+        self._thinks = config.model_type == "qwen3_omni_moe"  # unless it is told otherwise, as in mlx-vlm
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy_for_thread(self.tokenizer)
+        self._encoder: Any = None  # for words by themselves, from any thread
+        self._encoder_lock = Lock()
 
     def copy(self) -> Processing:
         """The same with a processor of its own, for another thread."""
@@ -47,21 +62,32 @@ class Processing:
     # Text
     # ---------------------------------------------------------------------------------------------------------------
 
-    def render(self, prompt: str | Sequence[Message], num_images: int, num_videos: int = 0) -> str:
+    def render(
+        self,
+        prompt: str | Sequence[Message],
+        num_images: int,
+        num_videos: int = 0,
+        options: TemplateOptions | None = None,
+    ) -> str:
         """Put a prompt or a chat through the model's chat template, with a placeholder for each picture and video.
 
         Raises InvalidPrompt.
         """
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        turns = prompt if isinstance(prompt, str) else list(prompt)
+        options = options or TemplateOptions()
+        self.template.check(options)
+        rendered: Any
         try:
-            # mlx-vlm's template function knows videos of single prompts only, by their paths, and no types but its own
-            if num_videos or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
-                marked = with_parts(turns, num_images, num_videos)
-                rendered = get_chat_template(self.processor, marked, add_generation_prompt=True)
+            messages = self._messages(prompt, num_images, num_videos)
+            if isinstance(messages, (str, Mapping)):
+                options.refuse("this family's processor takes the last message alone")
+                rendered = messages
+            elif options.is_plain:
+                thinks = {"enable_thinking": True} if self._thinks else {}
+                rendered = get_chat_template(self.processor, messages, add_generation_prompt=True, **thinks)
             else:
-                rendered = apply_chat_template(self.processor, self.config, turns, num_images=num_images)
+                rendered = self.template.fill(messages, options, thinks=self._thinks)
         except Exception as error:
             raise InvalidPrompt(
                 f"the chat template cannot render this prompt: {error}; a prompt that is final already goes with rendered=True"
@@ -71,6 +97,24 @@ class Processing:
         if not isinstance(rendered, str):
             raise InvalidPrompt(f"the chat template gave {type(rendered).__name__}, not text")
         return rendered
+
+    @property
+    def chat_template(self) -> Any:
+        """The checkpoint's template as transformers holds it: text, several of them by name, or None."""
+        return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+
+    def _messages(self, prompt: str | Sequence[Message], num_images: int, num_videos: int) -> Any:
+        """The turns as mlx-vlm gives them to the family's template; the last one alone where there is none."""
+        turns = prompt if isinstance(prompt, str) else list(prompt)
+        # mlx-vlm's function knows videos of single prompts only, by their paths, and no types but its own
+        if num_videos or (num_images and str(self.config.model_type).lower() not in MODEL_CONFIG):
+            return with_parts(turns, num_images, num_videos)
+        made = apply_chat_template(self.processor, self.config, turns, num_images=num_images, return_messages=True)
+        if self.config.model_type in _LAST_MESSAGE:
+            return made[-1]
+        if isinstance(turns, str):
+            return made
+        return [_with_fields(message, turn) for message, turn in zip(made, turns, strict=True)]
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count the pictures or videos ("image", "video") that a rendered prompt has room for.
@@ -85,6 +129,13 @@ class Processing:
         """Text of token ids, special tokens left out."""
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=True)) if len(token_ids) else ""
 
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text by itself."""
+        with self._encoder_lock:
+            if self._encoder is None:
+                self._encoder = copy_for_thread(self.tokenizer)
+            return tuple(self._encoder.encode(text, add_special_tokens=False))
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: the checkpoint's and the tokenizer's."""
@@ -92,6 +143,26 @@ class Processing:
 
     # Inputs
     # -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def pixels(self) -> PixelBounds | None:
+        """Between how many pixels the checkpoint has pictures scaled; None for a processor without such bounds."""
+        part = getattr(self.processor, "image_processor", None)
+        least, most = getattr(part, "min_pixels", None), getattr(part, "max_pixels", None)
+        return PixelBounds(least, most) if isinstance(least, int) and isinstance(most, int) else None
+
+    @contextmanager
+    def seeing(self, bounds: PixelBounds | None) -> Iterator[None]:
+        """Have pictures scaled to ``bounds``, in the processor calls within; one thread at a time."""
+        own, part = self.pixels, getattr(self.processor, "image_processor", None)
+        if bounds is None or own is None or part is None:
+            yield
+            return
+        try:
+            part.min_pixels, part.max_pixels = bounds.least, bounds.most
+            yield
+        finally:
+            part.min_pixels, part.max_pixels = own.least, own.most
 
     def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
         """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
@@ -124,7 +195,7 @@ class Processing:
         given = _count(ids, image_ids)
         if needed != given:
             raise InvalidPrompt(f"the pictures and videos need {needed} placeholder tokens; the token ids hold {given}")
-        return {**found, "input_ids": ids}
+        return moved(found, ids, image_ids)
 
     def _video_arguments(self, clips: Sequence[Clip]) -> dict[str, Any]:
         """Decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken."""
@@ -139,6 +210,51 @@ class Processing:
         if not clips or frames is None:
             return {}
         return {"second_per_grid_ts": np.array([frames / clip.sampled_fps for clip in clips], dtype=np.float32)}
+
+
+#: Families without a template, whose processors take the last message alone (``mlx_vlm.prompt_utils``).
+_LAST_MESSAGE = ("paligemma", "florence2", "falcon_ocr")
+
+
+def _with_fields(message: Any, turn: Message) -> Any:
+    """A message with the fields of its turn that mlx-vlm leaves out, such as a name or earlier reasoning."""
+    if not isinstance(message, Mapping):
+        return message
+    return {**{name: value for name, value in turn.items() if name not in ("role", "content")}, **message}
+
+
+#: What processors say of positions by number: it holds for the prompt that they were given, and for no other.
+BY_POSITION = frozenset({"image_input_idx", "image_bound", "cross_attention_mask"})
+
+
+def moved(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) -> dict[str, Any]:
+    """A processor's output of one prompt, for other ``ids`` (1, N) with as many placeholders.
+
+    What it has for each position is made anew where it says no more than which positions hold pictures. Raises InvalidPrompt
+    where it says more.
+    """
+    before, after = np.array(found["input_ids"]), np.array(ids)
+    if np.array_equal(before, after):
+        return dict(found)
+    marks = list(image_ids)
+    is_picture, will_be = np.isin(before, marks), np.isin(after, marks)
+    result = {**found, "input_ids": ids}
+    for name, value in found.items():
+        if name in BY_POSITION:
+            values = [np.zeros(0)] * 2
+        elif name == "input_ids" or getattr(value, "shape", None) != before.shape:
+            continue
+        else:
+            array = np.array(value)
+            values = [np.unique(array[is_picture]), np.unique(array[~is_picture])]
+        if not all(len(value) == 1 for value in values):
+            raise InvalidPrompt(
+                f"this model's processor says by position what a prompt holds ({name}): token ids with pictures cannot be "
+                "given to it; give a prompt with rendered=True, or inputs="
+            )
+        inside, outside = (value[0] for value in values)
+        result[name] = mx.array(np.where(will_be, inside, outside))
+    return result
 
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ _PLACEHOLDER_NAMES = (
     "vision_end_token",
     "fake_image_token",
 )
+_NUMBER = re.compile(r"\d+")
 #: Chats whose renderings show the words with which a template marks turns.
 _PROBES: tuple[list[Message], ...] = (
     [{"role": "user", "content": "x"}],
@@ -52,8 +54,23 @@ class ReservedWords:
         marked = [special[token] for token in self._image_token_ids if token in special]
         around = self._rendering("x", num_images=1) or ""  # a picture's beginning and end
         framing = [word for word in special.values() if word in around and word not in self.turns and _is_mark(word)]
-        words = (*named, *marked, *framing)
+        written = [word for word in self._written if not _NUMBER.search(word)]
+        words = (*named, *marked, *framing, *written)
         return frozenset(word for word in words if isinstance(word, str) and len(word.strip()) > 1)
+
+    @cached_property
+    def numbered(self) -> tuple[re.Pattern[str], ...]:
+        """Placeholders with a number (``<|image_1|>``): any number is taken for a picture's."""
+        written = sorted(word for word in self._written if _NUMBER.search(word))
+        return tuple(re.compile(r"\d+".join(map(re.escape, _NUMBER.split(word)))) for word in written)
+
+    @cached_property
+    def _written(self) -> frozenset[str]:
+        """What the template writes for a picture or a video, whether or not it is a token: processors look for it in text."""
+        without = self._rendering("x") or ""
+        renderings = [self._rendering("x", 1), self._rendering("x", 0, 1)]
+        words = [_added(without, text).strip() for text in renderings if text is not None]
+        return frozenset(word for word in words if len(word) > 1 and _is_mark(word))
 
     @cached_property
     def turns(self) -> frozenset[str]:
@@ -69,15 +86,19 @@ class ReservedWords:
         """Refuse a chat that holds one; an assistant's turn may repeat what the model itself writes."""
         for message in messages:
             words = self.placeholders if message.get("role") == "assistant" else self.placeholders | self.turns
-            for text in texts_of(message):
+            for text in (*texts_of(message), _in_one(message.get("content"))):
                 self._check(text, words, "render the chat yourself and give it as prompt with rendered=True")
+
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse what a template is told besides, such as tools and documents, if it holds one."""
+        for text in texts_of(arguments):
+            self._check(text, self.placeholders | self.turns, "leave that argument out")
 
     def _check(self, text: str, words: Iterable[str], way_out: str) -> None:
         found = sorted(word for word in words if word in text)
+        found += [match.group() for pattern in self.numbered if (match := pattern.search(text))]
         if found:
-            meaning = (
-                "a picture's or video's place" if found[0] in self.placeholders else "the beginning or end of a turn"
-            )
+            meaning = "the beginning or end of a turn" if found[0] in self.turns else "a picture's or video's place"
             raise InvalidPrompt(
                 f"the text holds {found[0]!r}, which this model's processor reads as {meaning}; leave it out "
                 f"(pictures get their places by themselves), or {way_out}"
@@ -89,9 +110,9 @@ class ReservedWords:
         added = getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
         return {int(token): str(word) for token, word in added.items() if getattr(word, "special", False)}
 
-    def _rendering(self, chat: str | list[Message], num_images: int = 0) -> str | None:
+    def _rendering(self, chat: str | list[Message], num_images: int = 0, num_videos: int = 0) -> str | None:
         try:
-            return self._processing.render(chat, num_images)
+            return self._processing.render(chat, num_images, num_videos)
         except InvalidPrompt:  # not every template takes a system turn, or a picture
             return None
 
@@ -101,14 +122,37 @@ def _is_mark(word: str) -> bool:
     return not word.isalnum()
 
 
-def texts_of(value: Any, key: str = "") -> Iterator[str]:
-    """Every text in a message; of what a template writes in its place."""
+def _added(without: str, text: str) -> str:
+    """What ``text`` has between the beginning and the end that it shares with ``without``."""
+    start = _common(without, text)
+    return text[start : len(text) - _common(without[start:][::-1], text[start:][::-1])]
+
+
+def _common(one: str, other: str) -> int:
+    """How many first characters two texts share."""
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Every text in a message or an argument that a template may write: values and names."""
     if isinstance(value, str):
-        if key not in ("role", "type"):
-            yield value
+        yield value
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            yield from texts_of(part, str(name))
+            yield str(name)
+            yield from texts_of(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from texts_of(part)
+
+
+def _in_one(content: Any) -> str:
+    """The texts of a content's parts as templates write them, one after the other."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return "".join(text for part in parts if (text := _piece(part)) is not None)
+
+
+def _piece(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None

@@ -47,6 +47,10 @@ class Florence2(CrossingAdapter):
     def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return super().split({name: value for name, value in features.items() if name != "length"})
 
+    def image_token_ids(self) -> frozenset[int]:
+        """No position of a prompt stands for a picture: the encoder reads it before the words."""
+        return frozenset()
+
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         """Whatever the encoder reads besides the prompt's words is counted with the prompt, not here."""
         return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.registry import ModelSpec, register
@@ -12,6 +14,10 @@ class Idefics3(Adapter):
     """Tiles of one size, and a language model without a trunk of its own."""
 
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
+
+    @property
+    def token_table(self) -> Any:
+        return self.language.embed_tokens
 
     def last_position_logits(self) -> None:
         self.language.norm = LastPosition(self.language.norm)

@@ -43,6 +43,10 @@ class JinaVLM(Adapter):
 
         return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
 
+    @property
+    def token_table(self) -> Any:
+        return self.language.embedding
+
     def last_position_logits(self) -> None:
         self.language.ln_f = LastPosition(self.language.ln_f)
 

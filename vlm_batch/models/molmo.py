@@ -27,6 +27,10 @@ class Molmo(Adapter):
 
         return {Embedding: two_tables(Embedding)}
 
+    @property
+    def token_table(self) -> Any:
+        return self.language.model.wte
+
     def last_position_logits(self) -> None:
         """The trunk has the head in it."""
         self.language.model.ln_f = LastPosition(self.language.model.ln_f)

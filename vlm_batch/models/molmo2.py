@@ -45,6 +45,10 @@ class Molmo2(Adapter):
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
+    @property
+    def token_table(self) -> Any:
+        return self.language.model.wte
+
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_id})
 

@@ -232,10 +232,10 @@ class MolmoPoint(Adapter):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_id, self.config.image_non_indexable_patch_id})
 
-    def check_ids(self, ids: mx.array) -> None:
+    def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
         """Points of earlier answers have no embedding of their own: what they stood for is not in the prompt."""
         size = self.num_words
-        beyond = [token for token in np.array(ids[0]).tolist() if token >= size]
+        beyond = [token for token in np.array(ids[0]).tolist() if not 0 <= token < size]
         if beyond:
             raise InvalidPrompt(
                 f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model? A point of "

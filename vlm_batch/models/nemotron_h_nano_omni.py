@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.registry import ModelSpec, register
@@ -21,6 +23,10 @@ class NemotronHNanoOmni(Adapter):
 
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
+
+    @property
+    def token_table(self) -> Any:
+        return self.language.backbone.embeddings
 
     def last_position_logits(self) -> None:
         """The trunk has another name here."""

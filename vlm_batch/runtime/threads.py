@@ -27,6 +27,8 @@ _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Work, Running]]"
 #: Seconds that the end of the interpreter waits at most for work that was told to stop.
 EXIT_SECONDS = 10.0
 
+#: The parent process, in a child that was forked after threads of this module had begun.
+_forked_from: int | None = None
 _idle: list[_Tasks] = []
 _running: set[Running] = set()
 
@@ -42,8 +44,12 @@ class Running:
         self._after: Callable[[], None] | None = None
 
     def join(self, timeout: float | None = None) -> None:
-        if threading.get_ident() != self._thread:
+        if not self.is_here():
             self._ended.wait(timeout)
+
+    def is_here(self) -> bool:
+        """Whether the work is done on the thread that asks."""
+        return threading.get_ident() == self._thread
 
     def watch(self, *, stop: Callable[[], None], after: Callable[[], None]) -> None:
         """Have ``stop`` called before the interpreter ends, and ``after`` when the work has ended however it came to it: at
@@ -109,9 +115,22 @@ def _stop_all() -> None:
         running.join(max(0.0, deadline - time.monotonic()))
 
 
+def check_not_forked() -> None:
+    """Raise RuntimeError in a child of a process that had threads of this module: MLX's own did not come along either, and
+    whoever waits for them waits for ever."""
+    if _forked_from is not None:
+        raise RuntimeError(
+            f"this process was forked from {_forked_from} after a batcher was made there, and MLX does not outlive a fork: "
+            "start it with multiprocessing.get_context('spawn'), or before the first batcher is made"
+        )
+
+
 def _lose_all() -> None:
     """In a child process: a fork takes no threads along, and locks may be held for ever."""
+    global _forked_from
     lost = tuple(_running)
+    if lost or _idle:
+        _forked_from = os.getppid()
     _idle.clear()
     _running.clear()
     for running in lost:

@@ -1,0 +1,773 @@
+"""What goes wrong ends the request that it belongs to, and nobody waits for a thread that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.harness import NUM_TOKENS, inputs_of, oracle, shared_adapter
+from vlm_batch import (
+    BatcherClosed,
+    FetchPolicy,
+    Handle,
+    InvalidImage,
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidRequest,
+    Request,
+    Result,
+    SamplingParams,
+    Video,
+    VLMBatcher,
+    assets,
+)
+from vlm_batch.arrays import as_mlx
+from vlm_batch.engine.admission import Admission
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.runtime import threads
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.types import Event
+
+CHECKPOINT = assets.default_checkpoint()
+CIRCLE = Path(__file__).parent.parent / "fixtures" / "images" / "red_circle.png"
+DESCRIBE = "describe the picture"
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+FAMILY = "qwen2_vl"
+
+
+@pytest.fixture(scope="module")
+def batcher() -> Iterator[VLMBatcher]:
+    with VLMBatcher(CHECKPOINT) as shared:
+        yield shared
+
+
+def answers(batcher: VLMBatcher) -> bool:
+    return batcher.submit(None, "count to 3").result(timeout=60).text == "1 2 3"
+
+
+# Types and bounds -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("priority", ["high", None, 10**400, 1.5, True, math.nan])
+def test_a_priority_that_cannot_be_ordered_is_refused_at_submit(batcher: VLMBatcher, priority: Any) -> None:
+    with pytest.raises(InvalidRequest, match="priority is"):
+        batcher.submit(None, "count to 3", priority=priority)
+    with pytest.raises(InvalidRequest, match="request_id is"):
+        batcher.submit(None, "count to 3", request_id=[])  # type: ignore[arg-type]
+    assert answers(batcher)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_rows": 1.5},
+        {"max_rows": "8"},
+        {"max_rows": True},
+        {"prefill_budget": 0},
+        {"token_gap": math.nan},
+        {"token_gap": "fast"},
+        {"max_prompt_tokens": 1.5},
+        {"max_image_pixels": "many"},
+        {"max_video_pixels": -1},
+        {"look_ahead": None},
+        {"cache_bytes": 1.5},
+        {"cache_dir": 3},
+        {"cache_dir_bytes": "1"},
+        {"kv_bits": "8"},
+        {"kv_bits": 8, "kv_group_size": 64.0},
+        {"kv_bits": 8, "quantized_kv_start": -1},
+        {"trust_remote_code": "yes"},
+        {"fetch": "all"},
+    ],
+    ids=str,
+)
+def test_every_option_is_checked_when_the_batcher_is_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(reversed(wrong))):
+        VLMBatcher(CHECKPOINT, **wrong)
+
+
+def test_a_model_is_a_path_or_a_model() -> None:
+    with pytest.raises(ValueError, match="model is a NoneType"):
+        VLMBatcher(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": 2**70},
+        {"temperature": 1e-40},
+        {"temperature": 1e30},
+        {"temperature": 10**400},
+        {"repetition_penalty": 1e-40},
+        {"repetition_context_size": 2**70},
+        {"max_tokens": 2**70},
+        {"stop_token_ids": [2**40]},
+        {"top_p": 1e-46},
+        {"logits_processors": 3},
+        {"ignore_eos": "no"},
+    ],
+    ids=str,
+)
+def test_sampling_parameters_have_bounds(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameters, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_what_is_natural_is_taken(batcher: VLMBatcher) -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(5),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop=None,  # type: ignore[arg-type]
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+    )
+    assert (params.max_tokens, params.stop, params.stop_token_ids) == (5, (), (3, 4))
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    result = batcher.submit(None, "count to 9", params={"max_tokens": 2}, priority=np.int32(3)).result(60)  # type: ignore[arg-type]
+    assert len(result.token_ids) == 2
+    with pytest.raises(InvalidParameters, match=r"params has no max_token; it has .*max_tokens"):
+        batcher.submit(None, "count to 9", params={"max_token": 2})
+
+
+def test_facts_of_the_family_are_asked_at_submit(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = batcher.spec
+    monkeypatch.setattr(batcher._preparer, "spec", replace(spec, multi_image=False))
+    with pytest.raises(InvalidImage, match="takes one picture a request; given: 2"):
+        batcher.submit([CIRCLE, CIRCLE], DESCRIBE)
+    assert batcher.submit(CIRCLE, DESCRIBE).result(60).ok
+    monkeypatch.setattr(batcher._preparer, "spec", replace(spec, images=False))
+    with pytest.raises(InvalidImage, match="takes no pictures"):
+        batcher.submit(CIRCLE, DESCRIBE)
+    part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}
+    with pytest.raises(InvalidImage, match="takes no pictures"):
+        batcher.submit(messages=[{"role": "user", "content": [part]}])
+
+
+class Unspeakable:
+    """A value whose ``repr`` raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+#: Ways to hand a value over, by name: each must refuse it with an error of its own, or take it.
+DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
+    "priority": lambda batcher, value: batcher.submit(prompt="count to 3", priority=value),
+    "request_id": lambda batcher, value: batcher.submit(prompt="count to 3", request_id=value),
+    "cache": lambda batcher, value: batcher.submit(prompt="count to 3", cache=value),
+    "rendered": lambda batcher, value: batcher.submit(prompt="count to 3", rendered=value),
+    "return_cache": lambda batcher, value: batcher.submit(prompt="count to 3", return_cache=value),
+    "params": lambda batcher, value: batcher.submit(prompt="count to 3", params=value),
+    "prompt": lambda batcher, value: batcher.submit(prompt=value),
+    "messages": lambda batcher, value: batcher.submit(messages=value),
+    "role": lambda batcher, value: batcher.submit(messages=[{"role": value, "content": "a"}]),
+    "content": lambda batcher, value: batcher.submit(messages=[{"role": "user", "content": value}]),
+    "part": lambda batcher, value: batcher.submit(messages=[{"role": "user", "content": [{"type": value}]}]),
+    "text": lambda batcher, value: batcher.submit(messages=chat_of({"type": "text", "text": value})),
+    "token_ids": lambda batcher, value: batcher.submit(token_ids=value),
+    "a token id": lambda batcher, value: batcher.submit(token_ids=[value]),
+    "inputs": lambda batcher, value: batcher.submit(inputs=value),
+    "input_ids": lambda batcher, value: batcher.submit(inputs={"input_ids": value}),
+    "cancel": lambda batcher, value: batcher.cancel(value),
+    "timeout": lambda batcher, value: batcher.submit(prompt="count to 3").result(timeout=value),
+    **{
+        name: lambda _, value, name=name: SamplingParams(**{name: value})  # type: ignore[misc]
+        for name in (
+            "max_tokens",
+            "temperature",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "logprobs",
+            "logits_processors",
+        )
+    },
+    **{
+        name: lambda _, value, name=name: Video("a.mp4", **{name: value})  # type: ignore[misc]
+        for name in ("fps", "num_frames", "max_frames", "max_pixels")
+    },
+    **{
+        name: lambda _, value, name=name: FetchPolicy(**{name: value})  # type: ignore[misc]
+        for name in (
+            "allow_http",
+            "allow_private",
+            "allow_files",
+            "directories",
+            "max_bytes",
+            "seconds",
+            "max_redirects",
+        )
+    },
+    **{
+        name: lambda _, value, name=name: VLMBatcher(CHECKPOINT, **{name: value})  # type: ignore[misc]
+        for name in ("token_gap", "cache_bytes", "cache_dir", "kv_bits", "trust_remote_code", "fetch")
+    },
+    "kv_quant_scheme": lambda _, value: VLMBatcher(CHECKPOINT, kv_bits=4, kv_quant_scheme=value),
+}
+
+
+def chat_of(part: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part]}]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_of_another_kind_is_refused_in_a_line_whatever_it_is(batcher: VLMBatcher, door: str) -> None:
+    """Also what cannot be shown in a message, or compared, or hashed."""
+    for value in (Unspeakable(), -(10**5000), object(), np.array([["a", "b"]]), {"a": []}):
+        with pytest.raises(
+            (ValueError, TimeoutError), match=r"\A.{10,500}\Z"
+        ) as found:  # the library's own are ValueErrors
+            DOORS[door](batcher, value)
+        said = str(found.value)
+        assert "no repr" not in said and "ambiguous" not in said and "digits" not in said
+    assert answers(batcher)
+
+
+@pytest.mark.parametrize("ids", [[[1, -1, 2]], [[1, -(2**31), 2]], [[1, 2**40, 2]]])
+@pytest.mark.parametrize("family", ["embedded", "molmo_point"])
+def test_ids_that_no_embedding_has_are_refused(batcher: VLMBatcher, ids: list[list[int]], family: str) -> None:
+    """MLX reads other memory for them: a wrong answer, or the end of the process."""
+    if family == "embedded":
+        with suppress(InvalidRequest):
+            result = batcher.submit(inputs={"input_ids": np.array(ids)}).result(timeout=60)
+            assert "InvalidPrompt: token id" in str(result.error)
+    else:
+        with pytest.raises(InvalidRequest, match="token id"):
+            shared_adapter(family).encode({"input_ids": mx.array(np.array(ids).clip(-(2**31), 2**31 - 1))})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop": ["a"] * 2000}, {"stop": "a" * 2**21}, {"stop_token_ids": range(2**15)}], ids=["1", "2", "3"]
+)
+def test_stops_that_would_hold_up_everybody_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameters, match="are looked for"):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("where", ["prompt", "chat"])
+def test_half_a_surrogate_pair_is_no_text(batcher: VLMBatcher, where: str) -> None:
+    given: dict[str, Any] = {"prompt": "a\ud800b"} if where == "prompt" else {"messages": chat_of("a\ud800b")}
+    with pytest.raises(InvalidPrompt, match=r"'\\ud800' at character 1, half of a surrogate pair"):
+        batcher.submit(**given)
+
+
+def test_errors_can_be_written_to_any_file(batcher: VLMBatcher) -> None:
+    error = batcher.submit("caf\udce9.png", DESCRIBE).result(timeout=60).error
+    assert error is not None and "caf\\udce9.png" in error
+    error.encode("utf-8")
+
+
+def test_pictures_may_come_from_an_iterator(batcher: VLMBatcher) -> None:
+    first, second = (batcher.submit(images, DESCRIBE) for images in (iter([CIRCLE]), [CIRCLE]))
+    assert first.result(timeout=60).text == second.result(timeout=60).text
+    assert first.result().usage.image_tokens > 0
+
+
+# One request never takes the others with it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
+def test_whatever_a_processor_raises_ends_its_request_alone(batcher: VLMBatcher, kind: type[BaseException]) -> None:
+    def raises(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise kind("of the test")
+
+    beside = batcher.submit(None, "count to 5")
+    bad = batcher.submit(None, "count to 3", params=SamplingParams(logits_processors=[raises]))
+    result = bad.result(timeout=60)
+    assert result.finish_reason == "error" and kind.__name__ in str(result.error)
+    assert beside.result(timeout=60).text == "1 2 3 4 5"
+    assert answers(batcher)
+
+
+class Speechless(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+def test_an_error_without_a_text_ends_its_request_alone(batcher: VLMBatcher) -> None:
+    def raises(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise Speechless
+
+    def talks(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("x" * 10**6)
+
+    beside = batcher.submit(None, "count to 9", params=LONG)
+    next(iter(beside))
+    bad = [
+        batcher.submit(None, "count to 3", params=SamplingParams(logits_processors=[one])) for one in (raises, talks)
+    ]
+    assert bad[0].result(timeout=60).error == "Speechless"
+    assert len(str(bad[1].result(timeout=60).error)) < 2100
+    assert not beside.done()
+    beside.cancel()
+    assert beside.result(timeout=60).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("kind", [SystemExit, ValueError])
+def test_a_listener_that_raises_is_no_part_of_the_engine(
+    batcher: VLMBatcher, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises() -> None:
+        raise kind("of the test")
+
+    beside = batcher.submit(None, "count to 9", params=LONG)
+    next(iter(beside))
+    heard, others = batcher.submit(None, "count to 3"), [batcher.submit(None, "count to 5") for _ in range(3)]
+    heard.when_done(raises)
+    assert heard.result(timeout=60).text == "1 2 3"
+    assert [other.result(timeout=60).text for other in others] == ["1 2 3 4 5"] * 3
+    assert not beside.done()
+    beside.cancel()
+    assert beside.result(timeout=60).error is None
+    assert "a listener of request" in caplog.text
+
+
+@pytest.mark.parametrize("waits", ["result", "for", "generate"])
+def test_nobody_waits_on_the_engines_own_thread(batcher: VLMBatcher, waits: str) -> None:
+    """A listener or a processor that waits for an answer would wait for ever, and everybody with it."""
+    said: list[str] = []
+    other = batcher.submit(None, "count to 9", params=LONG)
+
+    def wait() -> None:
+        try:
+            if waits == "generate":
+                batcher.generate([Request(prompt="count to 3")])
+            else:
+                other.result() if waits == "result" else list(other)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    heard = batcher.submit(None, "count to 3")
+    heard.when_done(wait)
+    heard.result(timeout=60)
+    assert answers(batcher)
+    assert "is waited for on the engine's own thread" in said[0]
+    other.cancel()
+    other.result(timeout=60)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
+def test_whatever_loading_raises_ends_its_request_alone(
+    batcher: VLMBatcher, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = batcher._preparer.processing.inputs
+
+    def inputs(prompt: str, *media: Any) -> Any:
+        if "repeat" in prompt:
+            raise kind("of the test")
+        return render(prompt, *media)
+
+    monkeypatch.setattr(batcher._preparer.processing, "inputs", inputs)
+    bad = batcher.submit(None, "repeat: a")
+    beside = batcher.submit(None, "count to 5")
+    assert kind.__name__ in str(bad.result(timeout=60).error)
+    assert beside.result(timeout=60).text == "1 2 3 4 5"
+
+
+def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give no thread to any pool: to read on, to process on, or for what is watched."""
+    begin = threads.start
+    monkeypatch.setattr("vlm_batch.inputs.loaders.IDLE_SECONDS", 0.01)
+    for lacking in ("reader", "loader", "watch"):
+        with VLMBatcher(CHECKPOINT) as own:
+
+            def start(work: Any, name: str, lacking: str = lacking) -> Any:
+                if lacking in name:
+                    raise RuntimeError("can't start new thread")
+                return begin(work, name)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(threads, "start", start)
+                results = [own.submit(CIRCLE, DESCRIBE) for _ in range(6)]
+                for handle in results:
+                    assert lacking == "watch" or "can't start new thread" in str(handle.result(timeout=60).error)
+                    assert handle.result(timeout=60).ok is (lacking == "watch")
+            assert own.submit(CIRCLE, DESCRIBE).result(timeout=60).ok
+
+
+def test_loaders_that_cannot_start_end_the_request(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(question: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batcher._loop._loaders, "start", start)
+        assert "can't start new thread" in str(batcher.submit(None, "count to 3").result(timeout=60).error)
+    assert answers(batcher)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyError])
+def test_a_defect_of_admission_ends_what_there_is_and_the_engine_goes_on(
+    batcher: VLMBatcher, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = batcher.submit(None, "count to 9", params=LONG)
+    next(iter(running))
+
+    def broken(*_: Any) -> Any:
+        raise kind("the admission is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Admission, "next_to_prepare", broken)
+        late = batcher.submit(None, "count to 3")
+        results = [running.result(timeout=60), late.result(timeout=60)]
+    assert all("the admission is broken" in str(result.error) for result in results)
+    assert results[0].text == "".join(running) != ""  # what it had is not lost
+    assert answers(batcher)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["raises", "returns"])
+def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last resort fails, too: every way of waiting ends, and what comes later is refused."""
+    own = VLMBatcher(CHECKPOINT, max_rows=1)
+    handles = [own.submit(None, "count to 9", params=LONG) for _ in range(4)]
+    next(iter(handles[0]))
+    waiting = threading.Thread(target=lambda: list(handles[3]))
+    waiting.start()
+
+    def dies(*_: Any) -> bool:
+        if how == "raises":
+            raise SystemError("the engine is broken beyond repair")
+        return False
+
+    monkeypatch.setattr(EngineLoop, "_serve", dies)
+    monkeypatch.setattr(EngineLoop, "_finish", lambda *_: None)
+    monkeypatch.setattr(EngineLoop, "_recover", dies)
+    handles[3].cancel()
+
+    async def wait() -> Result:
+        return await handles[1]
+
+    assert asyncio.run(asyncio.wait_for(wait(), 60)).finish_reason == "error"
+    assert all("engine has stopped" in str(handle.result(timeout=60).error) for handle in handles)
+    assert list(handles[2]) == []
+    waiting.join(60)
+    assert not waiting.is_alive()
+    with pytest.raises(BatcherClosed, match="engine has stopped"):
+        own.submit(None, "count to 3")
+    own.close()
+
+
+def test_a_sampler_error_is_the_culprits_alone() -> None:
+    def raises(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
+        if any(row.seed == 13 for row in rows):
+            raise RuntimeError("std::bad_cast")
+        return sample(logits, rows)
+
+    generator = BatchGenerator(shared_adapter(FAMILY), sampler=raises)
+    keys = {"a": "text:4:9", "bad": "text:5:26", "b": "image:2:1"}
+    for name, key in keys.items():
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=13 if name == "bad" else 1)
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), params)
+    results = _finish(generator)
+    assert "std::bad_cast" in str(results["bad"].error)
+    for name in ("a", "b"):
+        assert list(results[name].token_ids) == oracle(FAMILY, keys[name]).tokens[:NUM_TOKENS]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_whose_logits_are_not_finite_ends_with_an_error(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(FAMILY)
+    generator = BatchGenerator(adapter)
+    for name, key in (("a", "text:4:9"), ("bad", "text:5:26")):
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS))
+    while len(generator.batch) < 2:
+        generator.step()
+    decode = adapter.decode
+
+    def spoilt(step: Any) -> mx.array:
+        logits = decode(step)
+        rows = [row is not None and row.request_id == "bad" for row in generator.batch.places]
+        return mx.where(mx.array(rows)[:, None], value, logits)
+
+    monkeypatch.setattr(adapter, "decode", spoilt)
+    results = _finish(generator)
+    assert results["bad"].finish_reason == "error"
+    assert "not finite" in str(results["bad"].error)
+    assert 0 < len(results["bad"].token_ids) < NUM_TOKENS
+    assert list(results["a"].token_ids) == oracle(FAMILY, "text:4:9").tokens[:NUM_TOKENS]
+
+
+def test_a_prompt_that_overflows_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(FAMILY)
+    prefix = PrefixCache(ByteBudget(2**28))
+    generator = BatchGenerator(adapter, reuse=Reuse(adapter, prefix))
+    prefill = adapter.prefill
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "prefill", lambda *given: prefill(*given) * math.nan)
+        generator.insert("bad", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=4))
+        assert "not finite" in str(_finish(generator)["bad"].error)
+    assert len(prefix) == 0
+    generator.insert("good", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
+    assert list(_finish(generator)["good"].token_ids) == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
+    assert len(prefix) == 1
+
+
+def test_an_entry_that_cannot_be_kept_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("the budget is broken")
+
+    adapter = shared_adapter(FAMILY)
+    generator = BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
+    monkeypatch.setattr(PrefixCache, "store", broken)
+    generator.insert("a", as_mlx(inputs_of(FAMILY, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
+    assert list(_finish(generator)["a"].token_ids) == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
+
+
+def _finish(generator: BatchGenerator) -> dict[str, Result]:
+    results: dict[str, Result] = {}
+    while generator.has_work:
+        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+    return results
+
+
+def test_an_urgent_request_goes_before_all_that_wait() -> None:
+    """Also before what is prepared ahead: only those that have a place are not overtaken."""
+    ended: list[str] = []
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    with VLMBatcher(CHECKPOINT, max_rows=2) as own:
+        first = own.submit(None, "count to 9", params=LONG)
+        next(iter(first))
+        for index in range(40):
+            handle = own.submit(None, f"count to {index % 9 + 1}", params=params)
+            handle.when_done(lambda name=handle.request_id: ended.append(name))  # type: ignore[misc]
+        while own.stats().waiting < 10:
+            time.sleep(0.001)
+        before = len(ended)
+        own.submit(None, "count to 9", params=params, priority=10, request_id="urgent").result(timeout=60)
+        assert len(ended) - before <= 4  # the one that decodes beside it, and what ended while it was prepared
+
+
+# Nothing lost -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_cancelling_twice_loses_nothing(closes: bool) -> None:
+    with VLMBatcher(CHECKPOINT) as own:
+        handles = [own.submit(None, "count to 9", params=LONG) for _ in range(8)]
+        streams = [iter(handle) for handle in handles]
+        heads = [next(stream) for stream in streams]
+        for _ in range(3):
+            for handle in handles:
+                handle.cancel()
+        if closes:
+            own.close()
+        for handle, head, stream in zip(handles, heads, streams, strict=True):
+            result = handle.result(timeout=60)
+            assert result.finish_reason == "cancelled"
+            assert result.text == head + "".join(stream)
+            assert result.usage.completion_tokens == len(result.token_ids) > 0
+
+
+def test_a_bad_item_is_a_bad_result(batcher: VLMBatcher) -> None:
+    good = Request(prompt="count to 2")
+    results = batcher.generate([good, "a.png", 5, {"promt": "x"}, {"prompt": "x", "priority": "high"}, good])  # type: ignore[list-item]
+    assert [result.ok for result in results] == [True, False, False, False, False, True]
+    assert "item 1 is a str; it must be a Request" in str(results[1].error)
+    assert "promt" in str(results[3].error)
+
+
+def test_an_iterator_that_raises_loses_nothing(batcher: VLMBatcher) -> None:
+    def source() -> Iterator[Request]:
+        for index in range(6):
+            yield Request(prompt=f"count to {index + 1}")
+        raise OSError("the disk is gone")
+
+    results = batcher.generate(source())
+    assert [result.ok for result in results] == [True] * 6 + [False]
+    assert "the disk is gone" in str(results[6].error)
+    assert isinstance(results[6].exception, OSError)
+
+
+def test_as_completed_for_asyncio(batcher: VLMBatcher) -> None:
+    async def source() -> AsyncIterator[Any]:
+        for index in range(5):
+            await asyncio.sleep(0)
+            yield {"prompt": f"count to {index + 1}", "request_id": f"async-{index}"}
+        yield "no request"
+        yield None  # an item like any other, and no end
+        yield {"prompt": "count to 9", "request_id": "async-last"}
+
+    async def main() -> list[Result]:
+        found = [result async for result in batcher.as_completed_async(source())]
+        found += [result async for result in batcher.as_completed_async([Request(prompt="count to 3")])]
+        return found
+
+    results = asyncio.run(main())
+    assert {result.request_id for result in results if result.ok} > {f"async-{index}" for index in range(5)}
+    assert "async-last" in {result.request_id for result in results if result.ok}
+    assert sum(not result.ok for result in results) == 2
+    assert results[-1].text == "1 2 3"
+
+
+def test_a_timeout_of_asyncio_does_not_cancel_and_cancel_does(batcher: VLMBatcher) -> None:
+    async def main() -> Result:
+        handle = batcher.submit(None, "count to 9", params=LONG)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handle, 0.05)
+        assert not handle.done()
+        handle.cancel()
+        return await handle
+
+    assert asyncio.run(main()).finish_reason == "cancelled"
+
+
+def test_awaits_that_are_given_up_leave_nothing(batcher: VLMBatcher) -> None:
+    async def main(handle: Handle) -> int:
+        for _ in range(20):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(handle, 0.001)
+        return len(handle._listeners)
+
+    before = [batcher.submit(None, "count to 9", params=LONG) for _ in range(9)]  # the last waits for a place
+    assert asyncio.run(main(before[-1])) == 0
+    for handle in before:
+        handle.cancel()
+
+
+def test_events_have_all_that_is_known_of_each_step(batcher: VLMBatcher) -> None:
+    handle = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(max_tokens=6, logprobs=2))
+
+    async def read() -> list[Event]:
+        return [event async for event in handle.events()]
+
+    events = list(handle.events())
+    assert asyncio.run(read()) == events == list(handle.events())
+    result = handle.result()
+    assert events[-1].result is result
+    assert all(event.result is None for event in events[:-1])
+    assert tuple(event.token for event in events) == result.token_ids
+    assert tuple(event.logprobs for event in events) == result.logprobs
+    assert "".join(event.text for event in events) == result.text == "".join(handle)
+
+
+def test_timeouts_that_are_no_time(batcher: VLMBatcher) -> None:
+    handle = batcher.submit(None, "count to 9", params=LONG)
+    with pytest.raises(ValueError, match="timeout is nan"):
+        handle.result(timeout=math.nan)
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=-1)
+    handle.cancel()
+    assert handle.result(timeout=math.inf).finish_reason == "cancelled"
+    assert handle.result(timeout=1e300) is handle.result()
+
+
+# Processes --------------------------------------------------------------------------------------------------------------
+
+
+def python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run a script with this tree's package."""
+    root = Path(__file__).parent.parent
+    head = f"import sys; sys.path.insert(0, {str(root)!r})\n"
+    command = [sys.executable, "-c", head + textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_child_says_that_the_batcher_is_another_processes_and_ends() -> None:
+    done = python("""
+        import os, warnings
+        warnings.simplefilter("ignore")
+        from vlm_batch import BatcherClosed, SamplingParams, VLMBatcher, assets
+        batcher = VLMBatcher(assets.default_checkpoint())
+        ended = batcher.submit(prompt="count to 3")
+        ended.result()
+        running = batcher.submit(prompt="count to 9", params=SamplingParams(max_tokens=1500, ignore_eos=True))
+        next(iter(running))
+        child = os.fork()
+        if child == 0:
+            assert ended.result().text == "1 2 3"
+            assert "made in another process" in running.result().error, running.result()
+            assert not running.cancel()
+            list(running)
+            try:
+                batcher.submit(prompt="count to 3")
+            except BatcherClosed as error:
+                assert "made in another process" in str(error)
+            else:
+                raise AssertionError("the child may submit")
+            batcher.close()
+            try:
+                VLMBatcher(assets.default_checkpoint())
+            except RuntimeError as error:
+                assert "MLX does not outlive a fork" in str(error)
+            else:
+                raise AssertionError("the child may make one")
+            sys.exit(7)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7, status
+        assert not running.done()
+        running.cancel()
+        assert batcher.submit(prompt="count to 3").result().text == "1 2 3"
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+def test_a_batcher_that_nobody_holds_does_not_abort_the_exit(end: str) -> None:
+    """The answer is there and the interpreter goes at once: its thread is stopped first, in the middle of other work, too."""
+    script = f"""
+        from vlm_batch import SamplingParams, VLMBatcher, assets
+        long = SamplingParams(max_tokens=1500, ignore_eos=True)
+        def work():
+            batcher = VLMBatcher(assets.default_checkpoint())
+            for _ in range(6):
+                batcher.submit(prompt="count to 9", params=long)
+            return batcher.submit(prompt="count to 3").result().text
+        print(work())
+        print(VLMBatcher(assets.default_checkpoint()).submit(prompt="count to 3").result().text)
+        {end}
+    """
+    for _ in range(2):
+        done = python(script)
+        assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["1 2 3", "1 2 3"]), done.stderr
+
+
+def test_a_child_forked_before_the_first_batcher_makes_its_own() -> None:
+    done = python("""
+        import os
+        from vlm_batch import VLMBatcher, assets
+        child = os.fork()
+        if child == 0:
+            assert VLMBatcher(assets.default_checkpoint()).submit(prompt="count to 3").result().text == "1 2 3"
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_exit_waits_for_a_batcher_that_is_being_made() -> None:
+    """A thread within MLX when the interpreter goes would abort the process: at whatever moment of loading it is."""
+    done = python("""
+        import threading, time
+        import mlx.core as mx
+        from vlm_batch import VLMBatcher, assets, loading
+        begun, load = threading.Event(), loading.read_model
+        def slow(*given, **how):
+            begun.set()
+            for _ in range(400):
+                mx.eval(mx.ones((50, 50)) @ mx.ones((50, 50)))
+            return load(*given, **how)
+        loading.read_model = slow
+        threading.Thread(target=lambda: VLMBatcher(assets.default_checkpoint()), daemon=True).start()
+        begun.wait()
+        time.sleep(0.05)
+    """)
+    assert done.returncode == 0, done.stderr

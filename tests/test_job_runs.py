@@ -1,0 +1,724 @@
+"""Jobs from their first check to their last answer: resumed, killed, sharded, on full disks, by two processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from vlm_batch.cli import main as cli
+from vlm_batch.handle import Handle
+from vlm_batch.jobs import journal
+from vlm_batch.jobs.rows import InvalidJob, Shard
+from vlm_batch.types import Event, Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
+
+ROOT = Path(__file__).parent.parent
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Echo:
+    """Answers with prompt and picture; "bad" in a picture's name is a failure. Three requests are in flight, out of order."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.asked: list[str] = []
+        self.stop_after = stop_after
+        self.opened = 0
+
+    def __call__(self, args: object) -> AbstractContextManager[Echo]:
+        self.opened += 1
+        return nullcontext(self)
+
+    def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
+        alive: list[Request] = []
+        source = iter(requests)
+        while True:
+            while len(alive) < 3 and (request := next(source, None)) is not None:
+                alive.append(request)
+            if not alive:
+                return
+            yield self.answer(alive.pop(len(alive) // 2))
+
+    def submit_request(self, request: Request) -> Handle:
+        handle = Handle("some", lambda request_id: False)
+        handle.push(Event("some", result=self.answer(replace(request, request_id="some"))))
+        return handle
+
+    def answer(self, request: Request) -> Result:
+        assert request.request_id is not None
+        if self.stop_after is not None and len(self.asked) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.asked.append(request.request_id)
+        names = [image if isinstance(image, str) else "picture" for image in request.images]
+        if any("bad" in name for name in names):
+            return Result(
+                request_id=request.request_id, finish_reason="error", error=f"InvalidImage: {names[0]} is bad"
+            )
+        return Result(
+            request_id=request.request_id,
+            text=f"{request.prompt}: {' '.join(names)}",
+            usage=Usage(prompt_tokens=4, completion_tokens=2, cached_tokens=1),
+            timings=Timings(total=0.25, ttft=0.1, queue=0.05),
+        )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twenty rows, two of them bad, in a table."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"id": f"r{number}", "image": f"{'bad' if number in (3, 11) else 'p'}{number}.png", "kind": f"k{number % 2}"}
+        for number in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+RUN = ["run", "rows.jsonl", "--prompt", "what {kind}?", "--quiet"]
+OUTPUTS = ["out.jsonl", "out.csv", "out.parquet"]
+
+
+def answers(out: str | Path) -> list[dict[str, Any]]:
+    path = Path(out)
+    if path.suffix == ".parquet":
+        return list(pq.read_table(path).to_pylist())
+    if path.suffix == ".csv":
+        with open(path, newline="") as file:
+            return [{name: value or None for name, value in row.items()} for row in csv.DictReader(file)]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def told(out: str | Path) -> dict[str, tuple[Any, Any]]:
+    """Answers by id; every id must be there once."""
+    rows = answers(out)
+    by_id = {row["id"]: (row["text"] or None, row["error"]) for row in rows}
+    assert len(by_id) == len(rows)
+    return by_id
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.test_job_runs import Echo
+from vlm_batch.cli import main as cli
+
+class Slow(Echo):
+    def answer(self, request):
+        time.sleep(0.002)
+        return super().answer(request)
+
+sys.exit(cli.main({command!r}, open_batcher=Slow()))
+"""
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_a_job_that_is_cut_short_goes_on(folder: Path, out: str) -> None:
+    assert cli.main([*RUN, "--out", "whole" + Path(out).suffix], open_batcher=Echo()) == 1
+    first, second = Echo(stop_after=7), Echo()
+    assert cli.main([*RUN, "--out", out], open_batcher=first) == 130
+    assert len(answers(out)) == 7
+    assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=second) == 1
+    assert not set(first.asked) & set(second.asked)
+    assert len(first.asked) + len(second.asked) == 20
+    assert told(out) == told("whole" + Path(out).suffix)
+    third = Echo()
+    assert cli.main([*RUN, "--out", out, "--resume", "--max-errors", "2"], open_batcher=third) == 0
+    assert third.opened == 0  # nothing is left: no model is loaded
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_output_that_is_there_is_refused_resumed_or_replaced(
+    folder: Path, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main([*RUN, "--out", out], open_batcher=Echo())
+    before = Path(out).read_bytes()
+    refused = Echo()
+    assert cli.main([*RUN, "--out", out], open_batcher=refused) == 2
+    said = capsys.readouterr().err
+    assert "--resume goes on with them, --overwrite replaces them" in said
+    assert Path(out).read_bytes() == before and not refused.opened
+    assert cli.main([*RUN, "--out", out, "--resume", "--overwrite"], open_batcher=refused) == 2
+    again = Echo()
+    assert cli.main([*RUN, "--out", out, "--overwrite"], open_batcher=again) == 1
+    assert len(again.asked) == 20 == len(told(out))
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_errors_are_asked_again_when_told(folder: Path, out: str) -> None:
+    cli.main([*RUN, "--out", out], open_batcher=Echo())
+    assert sum(error is not None for _, error in told(out).values()) == 2
+    again = Echo()
+    again.answer = lambda request: Result(request_id=request.request_id or "", text="now")  # type: ignore[method-assign]
+    assert cli.main([*RUN, "--out", out, "--resume", "--retry-errors"], open_batcher=again) == 0
+    assert {row for row, (text, _) in told(out).items() if text == "now"} == {"r3", "r11"}
+    assert len(told(out)) == 20
+
+
+def test_other_settings_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo(stop_after=5))
+    other = ["run", "rows.jsonl", "--prompt", "where {kind}?", "--max-tokens", "9", "--out", "out.jsonl", "--resume"]
+    refused = Echo()
+    assert cli.main(other, open_batcher=refused) == 2
+    said = capsys.readouterr().err
+    assert "max_tokens was 256 and is 9" in said
+    assert 'prompts was ["what {kind}?"] and is ["where {kind}?"]' in said
+    assert not refused.opened
+    assert cli.main([*other, "--force"], open_batcher=Echo()) == 1
+    assert len(told("out.jsonl")) == 20
+    (folder / "out.jsonl.job.json").unlink()
+    assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=Echo()) == 2
+    assert "no header beside it" in capsys.readouterr().err
+    (folder / "out.jsonl.job.json").write_text("{")
+    assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=Echo()) == 2
+
+
+def test_a_table_whose_rows_have_moved_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where ids are places in the file; where rows have ids, rows may be added anywhere."""
+    (folder / "t.csv").write_text("image\na.png\nb.png\n")
+    run = ["run", "t.csv", "--out", "out.jsonl", "--quiet"]
+    cli.main(run, open_batcher=Echo(stop_after=1))
+    (folder / "t.csv").write_text("image\nnew.png\na.png\nb.png\n")
+    assert cli.main([*run, "--resume"], open_batcher=Echo()) == 2
+    assert "tables was" in capsys.readouterr().err
+    (folder / "t.csv").write_text("id,image\na,a.png\n")
+    run = ["run", "t.csv", "--out", "ids.jsonl", "--quiet"]
+    cli.main(run, open_batcher=Echo())
+    (folder / "t.csv").write_text("id,image\nnew,new.png\na,a.png\n")
+    echo = Echo()
+    assert cli.main([*run, "--resume"], open_batcher=echo) == 0
+    assert echo.asked == ["new"]
+
+
+@pytest.mark.parametrize("torn", [b'{"id": "r1", "te', b"\0" * 700, b'{"id": "x"', "né".encode()[:2]])
+def test_a_torn_last_line_is_repaired(folder: Path, torn: bytes) -> None:
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo(stop_after=5))
+    with open("out.jsonl", "ab") as file:
+        file.write(torn)
+    echo = Echo()
+    assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=echo) == 1
+    assert len(echo.asked) == 15
+    assert len(told("out.jsonl")) == 20
+
+
+def test_a_line_that_only_lacks_its_end_is_kept(folder: Path) -> None:
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo(stop_after=5))
+    text = Path("out.jsonl").read_text()
+    Path("out.jsonl").write_text(text.rstrip("\n"))
+    echo = Echo()
+    cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=echo)
+    assert len(echo.asked) == 15 and len(told("out.jsonl")) == 20
+
+
+def test_a_file_that_is_no_output_is_not_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "out.jsonl").write_text('{"name": 1}\n{"name": 2}\n')
+    assert cli.main([*RUN, "--out", "out.jsonl", "--resume", "--force"], open_batcher=Echo()) == 2
+    assert "out.jsonl is no output of a job" in capsys.readouterr().err
+    (folder / "out.jsonl").write_text('{"id": "a"}\nbroken\n{"id": "b"}\n')
+    assert cli.main([*RUN, "--out", "out.jsonl", "--resume", "--force"], open_batcher=Echo()) == 2
+    assert "out.jsonl, line 2 is not JSON" in capsys.readouterr().err
+
+
+def test_two_processes_on_one_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys\nfrom pathlib import Path\nfrom vlm_batch.jobs import journal\n"
+    code += "with journal.locked(Path('out.jsonl')):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here())
+    assert other.stdin is not None and other.stdout is not None
+    try:
+        assert other.stdout.readline() == b"held\n"
+        echo = Echo()
+        assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=echo) == 2
+        assert "out.jsonl is being written by another process" in capsys.readouterr().err
+        assert not echo.opened
+    finally:
+        other.kill()
+        other.communicate()
+    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo()) == 1  # a killed process holds nothing
+    assert not Path("out.jsonl.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "said"),
+    [
+        (['{"id": "a", "image": "x.png"}'] * 2, [], "1 rows have an id that another row has: 'a'"),
+        (
+            ['{"id": "a", "image": "x.png"}'],
+            ["--prompt", "{size}?"],
+            "the prompt names {size}, which is no column of any row",
+        ),
+        (['{"id": "a", "image": "x.png"}'], ["--columns", "size"], "'size' is neither a column of any row nor a field"),
+        ([], [], "there are no rows in rows.jsonl"),
+        (
+            ['{"id": "a", "image": "x.png"}'],
+            ["--out", "no/out.csv"],
+            "cannot write no/out.csv: there is no such folder",
+        ),
+        (['{"id": "a", "image": "x.png"}'], ["--out", "."], "cannot write .: it is a folder"),
+        (['{"id": "a", "image": "x.png"}'], ["--shard", "3/2"], "shard 3/2 is not one of 1/2 to 2/2"),
+        (['{"id": "a", "image": "x.png"}'], ["--sidecar", ".png"], "--sidecar .png is no suffix for text"),
+        (['{"id": "a", "image": "x.png"}'], ["--out", "./rows.jsonl", "--overwrite"], "rows.jsonl is read by this job"),
+        (
+            ['{"id": "a", "image": "x.png"}'],
+            ["--report", "no/r.html"],
+            "cannot write no/r.html: there is no such folder",
+        ),
+        (['{"id": "a", "image": "x.png"}'], ["--report", "rows.jsonl"], "give it a name that ends in .html"),
+        (
+            ['{"id": "a", "image": "x.png"}'],
+            ["--prompt", "{size}?", "--shard", "1/9"],
+            "names {size}, which is no column",
+        ),
+        (['{"id": "a", "image": "x.png"}'], ["--resume"], "--resume needs a file to go on with"),
+    ],
+)
+def test_what_is_wrong_with_a_job_is_said_before_it_begins(
+    folder: Path, lines: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    echo = Echo()
+    assert cli.main(["run", "rows.jsonl", *options], open_batcher=echo) == 2
+    assert said in capsys.readouterr().err
+    assert not echo.opened
+
+
+def test_missing_columns_of_a_table_are_said_before_it_begins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "t.csv").write_text("image,kind\na.png,x\n")
+    echo = Echo()
+    assert cli.main(["run", "t.csv", "--prompt", "{Kind}?"], open_batcher=echo) == 2
+    assert "{Kind}, which is no column of t.csv; columns: image, kind" in capsys.readouterr().err
+    assert not echo.opened
+
+
+def test_rows_that_cannot_be_asked_are_errors_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.jsonl").write_text(
+        '{"id": "a", "image": "x.png", "kind": 1}\nbroken\n{"id": "b", "image": "y.png"}\n'
+    )
+    assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo()) == 1
+    rows = told("out.jsonl")
+    assert rows["a"][1] is None
+    assert "rows.jsonl:2: the line is not JSON" in rows["rows.jsonl:2"][1]
+    assert "'kind' is not there" in rows["b"][1]
+    assert "1 row cannot be asked: ...: the line is not JSON" in capsys.readouterr().err
+
+
+def test_columns_of_answers_and_rows(folder: Path) -> None:
+    for out in OUTPUTS:
+        cli.main([*RUN, "--out", out, "--columns", "kind,text,completion_tokens"], open_batcher=Echo())
+        rows = answers(out)
+        assert list(rows[0]) == ["id", "kind", "text", "completion_tokens", "error"]
+        row = next(row for row in rows if row["id"] == "r5")
+        assert (row["kind"], row["text"], str(row["completion_tokens"])) == ("k1", "what k1?: p5.png", "2")
+
+
+def test_parquet_columns_keep_their_types(folder: Path) -> None:
+    values: Any = (
+        [2**70, 1, None],
+        ["\udce9", ["\udce9"], None],
+        [1, 2.5, None],
+        ["a", 1, None],
+        [[1], [2], []],
+        [True, False, None],
+        [None, None, None],
+    )
+    names = ("large", "bytes", "number", "mixed", "list", "flag", "nothing")
+    lines = [
+        {
+            "id": str(index),
+            "image": "a.png",
+            **{name: column[index] for name, column in zip(names, values, strict=True)},
+        }
+        for index in range(3)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["run", "rows.jsonl", "--out", "o.parquet", "--columns", ",".join(names)], open_batcher=Echo()) == 0
+    table = pq.read_table("o.parquet")
+    kinds = ["string", "string", "double", "string", "list<element: int64>", "bool", "string"]
+    assert [str(table.schema.field(name).type) for name in names] == kinds
+    assert {row["id"]: row["large"] for row in table.to_pylist()} == {"0": str(2**70), "1": "1", "2": None}
+    assert {row["id"]: row["mixed"] for row in table.to_pylist()} == {"0": "a", "1": "1", "2": None}
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_names_that_are_no_utf8_are_gone_on_with(folder: Path, out: str) -> None:
+    name = os.fsdecode(b"pics/caf\xe9.png")
+    Path("pics").mkdir()
+    try:
+        Path(name).touch()
+    except OSError:
+        pytest.skip("this file system takes UTF-8 only")
+    command = ["run", "pics", "--quiet", "--out", out, "--prompt", "what is {name}?"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    again = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=again) == 0
+    assert not again.opened and len(told(out)) == 1
+
+
+def test_log_probabilities_of_a_row_are_written(folder: Path) -> None:
+    class Likely(Echo):
+        def answer(self, request: Request) -> Result:
+            return replace(super().answer(request), logprobs=(TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0))),))
+
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Likely())
+    assert answers("out.jsonl")[0]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5], [6, -1.0]]}]
+
+
+def test_text_files_of_another_job_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(name)
+    Path("a.txt").write_text("mine")
+    command = ["run", "a.png", "b.png", "--sidecar", ".txt", "--out", "out.jsonl", "--quiet"]
+    for options in ([], ["--resume"]):
+        assert cli.main([*command, *options], open_batcher=Echo()) == 2
+    assert Path("a.txt").read_text() == "mine"
+    Path("a.txt").unlink()
+    assert cli.main(command, open_batcher=Echo(stop_after=1)) == 130
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    assert Path("a.txt").exists() and Path("b.txt").exists() and len(told("out.jsonl")) == 2
+
+
+def test_sidecars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.png", "sub/b.jpg", "sub/bad.png"):
+        (folder / "pics" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(folder / "pics" / name)
+    run = ["run", "pics", "--sidecar", ".txt", "--prompt", "what?", "--quiet"]
+    assert cli.main(run, open_batcher=Echo()) == 1
+    assert (folder / "pics/a.txt").read_text() == "what?: pics/a.png\n"
+    assert not (folder / "pics/sub/bad.txt").exists()
+    assert cli.main(run, open_batcher=Echo()) == 2
+    assert "2 pictures have .txt files already" in capsys.readouterr().err
+    echo = Echo()
+    (folder / "pics/a.txt").unlink()
+    assert cli.main([*run, "--resume"], open_batcher=echo) == 1
+    assert sorted(echo.asked) == ["pics/a.png", "pics/sub/bad.png"]
+    assert cli.main([*run[:-2], "else?", "--resume"], open_batcher=Echo()) == 2
+    assert "prompts was" in capsys.readouterr().err
+    Image.new("RGB", (4, 4)).save(folder / "pics" / "a.jpg")
+    assert cli.main([*run, "--overwrite"], open_batcher=Echo()) == 2
+    assert "would hold the answers for" in capsys.readouterr().err
+    (folder / "rows.jsonl").write_text('{"id": "a", "image": "https://x/y.png"}\n')
+    assert cli.main(["run", "rows.jsonl", "--sidecar", "txt"], open_batcher=Echo()) == 2
+    assert "--sidecar needs one picture on disk for each row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_shards_joined_are_the_whole(folder: Path, count: int) -> None:
+    cli.main([*RUN, "--out", "whole.jsonl"], open_batcher=Echo())
+    parts = []
+    for number in range(1, count + 1):
+        run = [*RUN, "--out", "part-{shard}.jsonl", "--shard", f"{number}/{count}"]
+        cli.main(run, open_batcher=Echo(stop_after=2))
+        cli.main([*run, "--resume"], open_batcher=Echo())
+        parts.append(Path(f"part-{number}-of-{count}.jsonl"))
+    (folder / "joined.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
+    assert told("joined.jsonl") == told("whole.jsonl")
+    assert cli.main([*RUN, "--out", str(parts[0]), "--resume", "--shard", f"2/{count}"], open_batcher=Echo()) == 2
+
+
+@pytest.mark.skipif(shutil.which("mlx.launch", path=str(Path(sys.executable).parent)) is None, reason="no mlx.launch")
+def test_shards_by_rank(folder: Path) -> None:
+    """Under mlx.launch each process takes its part, and none is ended because another had failures."""
+    cli.main([*RUN, "--out", "whole.jsonl"], open_batcher=Echo())
+    command = [*RUN, "--out", "part-{shard}.jsonl", "--shard", "auto"]
+    slow = KILLED.format(root=str(ROOT), command=command).replace("0.002", "0.2 * int(os.environ['MLX_RANK'])")
+    (folder / "work.py").write_text(f"import os\n{slow}")
+    launch = [
+        str(Path(sys.executable).parent / "mlx.launch"),
+        "-n",
+        "2",
+        "--starting-port",
+        str(random.randrange(33000, 60000)),
+    ]
+    run = subprocess.run([*launch, sys.executable, "work.py"], env=here(), capture_output=True, text=True, timeout=120)
+    parts = [told(f"part-{number}-of-2.jsonl") for number in (1, 2)]
+    assert all(parts), run.stderr
+    assert parts[0] | parts[1] == told("whole.jsonl") and not parts[0].keys() & parts[1].keys()
+    assert cli.main([*RUN, "--out", "one.jsonl", "--shard", "auto"], open_batcher=Echo()) == 2
+
+
+def test_a_terminated_job_makes_its_output(folder: Path) -> None:
+    code = KILLED.format(root=str(ROOT), command=[*RUN, "--out", "out.parquet"]).replace("0.002", "0.2")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=here(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    kept = Path("out.parquet.journal.jsonl")
+    while not (kept.exists() and kept.stat().st_size) and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert 0 < len(told("out.parquet")) < 20
+    assert cli.main([*RUN, "--out", "out.parquet", "--resume"], open_batcher=Echo()) == 1
+    assert len(told("out.parquet")) == 20
+
+
+def test_shards_are_the_same_on_every_machine() -> None:
+    """The digest must never change: machines of one job may run other versions."""
+    assert [Shard(number, 3).has("pictures/a.png") for number in (1, 2, 3)] == [False, True, False]
+    many = [sum(Shard(number, 4).has(f"row {row}") for row in range(4000)) for number in (1, 2, 3, 4)]
+    assert sum(many) == 4000 and min(many) > 900
+    with pytest.raises(InvalidJob, match="of the form 2/4"):
+        Shard.parse("2")
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_a_full_disk_leaves_a_job_that_goes_on(folder: Path, out: str) -> None:
+    code = f"""
+        import resource, signal, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.test_job_runs import RUN, Echo
+        from vlm_batch.cli import main as cli
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+        sys.exit(cli.main([*RUN, "--out", {out!r}], open_batcher=Echo()))
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, env=here()
+    )
+    assert run.returncode == 1, run.stderr
+    assert "File too large" in run.stderr and "--resume goes on from there" in run.stderr
+    assert "Traceback" not in run.stderr
+    echo = Echo()
+    assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=echo) == 1
+    assert 0 < len(echo.asked) < 20
+    assert len(told(out)) == 20
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_killed_twice_and_resumed(folder: Path, out: str) -> None:
+    """Every id once, with the answer of a run that nothing disturbed."""
+    rows = [
+        {"id": f"r{number}", "image": f"{'bad' if number % 100 == 7 else 'p'}{number}.png"} for number in range(600)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", "rows.jsonl", "--quiet", "--out", out]
+    journal_file = Path(out if out.endswith(".jsonl") else f"{out}.journal.jsonl")
+    for least in (100, 300):
+        code = KILLED.format(root=str(ROOT), command=[*command, "--resume"])
+        kill_when(code, lambda least=least: journal_file.exists() and journal_file.read_bytes().count(b"\n") >= least)
+    seen = journal_file.read_bytes().count(b"\n")
+    assert 300 <= seen < 600
+    last = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=last) == 1
+    assert seen - 1 <= 600 - len(last.asked) <= seen
+    whole = "whole" + Path(out).suffix
+    assert cli.main([*command[:-1], whole], open_batcher=Echo()) == 1
+    assert told(out) == told(whole)
+    assert not Path(f"{out}.journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.parquet"])
+def test_killed_between_the_file_and_the_end_of_its_journal(folder: Path, out: str) -> None:
+    """Both have the answers then, and the file must have each once."""
+    cli.main([*RUN, "--out", out], open_batcher=Echo(stop_after=9))
+    before = told(out)
+    with open(f"{out}.journal.jsonl", "w") as file:
+        for row in answers(out):
+            file.write(json.dumps(row) + "\n")
+    echo = Echo()
+    assert cli.main([*RUN, "--out", out, "--resume"], open_batcher=echo) == 1
+    assert len(echo.asked) == 11 and len(told(out)) == 20
+    assert before.items() <= told(out).items()
+
+
+@pytest.mark.parametrize("out", ["out.jsonl", "out.parquet"])
+def test_killed_with_a_model_and_resumed(tmp_path: Path, out: str) -> None:
+    """The same through the real engine; JOB_ROWS=2000 is the long form. One picture in a hundred is damaged."""
+    count = int(os.environ.get("JOB_ROWS", "60"))
+    chosen = random.Random(5)
+    pictures = sorted((ROOT / "fixtures/images").glob("*_*.png"))[:8]
+    (tmp_path / "damaged.png").write_bytes(pictures[0].read_bytes()[:60])
+    lines = [
+        {
+            "id": f"r{n}",
+            "image": str(tmp_path / "damaged.png" if n % 100 == 7 else chosen.choice(pictures)),
+            "params": {"max_tokens": 6},
+        }
+        for n in range(count)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = str(ROOT / "fixtures/checkpoints/qwen2_vl")
+    code = "import sys\nfrom vlm_batch.cli import main as cli\nsys.exit(cli.main(sys.argv[1:]))"
+    command = ["run", str(tmp_path / "rows.jsonl"), "--model", model, "--prompt", "describe the picture", "--quiet"]
+    written = tmp_path / (out if out.endswith(".jsonl") else f"{out}.journal.jsonl")
+    for share in (0.2, 0.6):
+        enough = int(share * count)
+        arguments = [*command, "--out", str(tmp_path / out), "--resume"]
+        kill_when(
+            code, lambda enough=enough: written.exists() and written.read_bytes().count(b"\n") >= enough, *arguments
+        )
+    for name, more in ((out, ["--resume"]), ("whole" + Path(out).suffix, [])):
+        run = [sys.executable, "-c", code, *command, "--out", str(tmp_path / name), *more]
+        assert subprocess.run(run, env=here(), timeout=900, capture_output=True).returncode == 1
+    assert told(tmp_path / out) == told(tmp_path / ("whole" + Path(out).suffix))
+    assert sum(error is not None for _, error in told(tmp_path / out).values()) == (count + 92) // 100
+
+
+def kill_when(code: str, enough: Any, *arguments: str) -> None:
+    """Run code in a process of its own, and kill it (SIGKILL) when there is enough."""
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=here(), stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 600
+        while not enough():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(process.stderr and process.stderr.read().decode())
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def here() -> dict[str, str]:
+    """An environment in which a process finds this tree."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_standard_input_is_answered_as_it_comes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of rows that can be read once only, one whose id has come before is skipped and counted."""
+    import io
+
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO('{"id": "a", "image": "x.png"}\n' * 2 + '{"id": "b", "image": "y.png"}\n')
+    )
+    echo = Echo()
+    assert cli.main(["run", "-", "--out", "out.jsonl"], open_batcher=echo) == 0
+    assert sorted(echo.asked) == ["a", "b"]
+    assert "1 row skipped whose id had come before" in capsys.readouterr().out
+
+
+def test_a_dry_run_keeps_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    echo = Echo()
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl", "--dry-run", "--system", "Be brief."], open_batcher=echo) == 1
+    )  # r3 is bad
+    out = capsys.readouterr().out
+    assert "user: what k0?" in out and "system: Be brief." in out
+    assert "20 rows, about 0 s" in out
+    assert len(echo.asked) == 8 and not Path("out.jsonl").exists()
+
+
+def test_the_report_is_one_page_that_shows_markup_as_text(folder: Path) -> None:
+    Image.new("RGB", (40, 30), "red").save("p<b>.png")
+    (folder / "rows.jsonl").write_text(
+        '{"id": "one", "image": "p<b>.png", "prompt": "<script>alert(1)</script>"}\n{"id": "two", "image": "bad.png"}\n'
+    )
+    assert cli.main(["run", "rows.jsonl", "--report", "r.html", "--quiet"], open_batcher=Echo()) == 1
+    page = Path("r.html").read_text()
+    assert "data:image/jpeg;base64," in page and "<svg" in page
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "InvalidImage: bad.png is bad" in page
+    assert "http://" not in page and "https://" not in page and "<link" not in page
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium: apt-get install chromium")
+def test_the_report_in_a_browser(folder: Path) -> None:
+    """Laid out without a network: plots and pictures have sizes."""
+    Image.new("RGB", (40, 30), "red").save("p0.png")
+    cli.main([*RUN, "--report", "r.html"], open_batcher=Echo())
+    page = Path("r.html").read_text()
+    measure = "<script>document.title = [...document.querySelectorAll('rect, .sample img')].map(e => "
+    measure += "Math.round(e.getBoundingClientRect().height)).join(',')</script></body>"
+    Path("r.html").write_text(page.replace("</body>", measure))
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=2000",
+        f"--user-data-dir={folder}/browser",
+    ]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
+    run = subprocess.run([str(BROWSER), *options, str(folder / "r.html")], capture_output=True, text=True, timeout=120)
+    heights = re.findall(r"<title>([\d,]+)</title>", run.stdout)[0].split(",")
+    assert len(heights) > 2 and max(map(int, heights[:-1])) > 50 and heights[-1] == "30"
+
+
+def test_progress_in_plain_lines_and_figures(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.0)
+    cli.main(RUN, open_batcher=Echo())
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("[")]
+    assert len(lines) == 20
+    assert lines[-1].startswith("[20 of 20] 2 failed, 0 in flight") and "25% of prompts cached" in lines[-1]
+    assert "seconds a row" in out and "where a row's time goes" in out
+    assert "InvalidImage" in out
+
+
+def test_memory_does_not_grow_with_the_rows(folder: Path) -> None:
+    """Nothing of a row is kept but its id's digest."""
+    code = """
+        import json, resource
+        from tests.test_job_runs import Echo
+        from vlm_batch.jobs import Questions, open_sink, open_sources, run
+
+        class Forgets(Echo):
+            def answer(self, request):
+                self.asked.clear()
+                return super().answer(request)
+
+        for count in (1_000, 12_000):
+            with open("many.jsonl", "w") as file:
+                for number in range(count):
+                    file.write(json.dumps({"id": f"row {number}", "image": "a.png", "text": "x" * 5000}) + "\\n")
+            sources, _ = open_sources(["many.jsonl"])
+            echo = Forgets()
+            run(sources, open_sink(f"{count}.jsonl"), lambda: echo(None), questions=Questions(("?",)))
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=here(), capture_output=True, text=True, timeout=300
+    )
+    assert not run.stderr
+    small, large = map(int, run.stdout.split())
+    assert large - small < 8_000_000  # the rows are 55 MB
+    assert Path("12000.jsonl").read_bytes().count(b"\n") == 12_000
+
+
+def test_rows_with_prompts_of_their_own_are_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.jsonl").write_text('{"id": "a", "image": "x.png", "prompt": "mine"}\n{"id": "b", "image": "y.png"}')
+    assert cli.main(["run", "rows.jsonl", "--prompt", "theirs", "--out", "out.jsonl"], open_batcher=Echo()) == 0
+    assert {row["id"]: row["prompt"] for row in answers("out.jsonl")} == {"a": "mine", "b": "theirs"}
+    assert "1 row with a prompt or messages of its own: asked that, not --prompt" in capsys.readouterr().err
+
+
+def test_params_of_rows_reach_their_requests(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(
+        '{"id": "a", "image": "x.png", "params": {"max_tokens": 5}}\n{"id": "b", "image": "y.png"}'
+    )
+    seen: dict[str, SamplingParams] = {}
+
+    class Keeps(Echo):
+        def answer(self, request: Request) -> Result:
+            seen[request.request_id or ""] = request.params
+            return super().answer(request)
+
+    cli.main(["run", "rows.jsonl", "--max-tokens", "9", "--quiet"], open_batcher=Keeps())
+    assert {name: params.max_tokens for name, params in seen.items()} == {"a": 5, "b": 9}
+
+
+def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
+    journal.write_header(tmp_path / "out.jsonl", {"model": "m"})
+    assert journal.read_header(tmp_path / "out.jsonl") == {"model": "m"}
+    path = journal.header_path(tmp_path / "out.jsonl")
+    path.write_text(path.read_text().replace('"form": 1', '"form": 2'))
+    with pytest.raises(InvalidJob, match="another version"):
+        journal.read_header(tmp_path / "out.jsonl")

@@ -1,0 +1,142 @@
+"""Penalties, biases and tokens that may not come: right numbers, row by row, and the same answer in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.engine.penalties import RowRules
+from vlm_batch.engine.sampling import SamplingRow, process
+from vlm_batch.errors import InvalidParameters
+
+VOCABULARY = 20
+CIRCLE = str(sample_images()[3])
+
+
+def logits_of(seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).normal(0, 2, (1, VOCABULARY)).astype(np.float32))
+
+
+def processed(params: SamplingParams, history: list[int], rules: RowRules, step: int = 3) -> np.ndarray:
+    row = SamplingRow(params, 0, step, mx.array(history), rules=rules)
+    return np.array(process(logits_of(), row))[0]
+
+
+@pytest.fixture(scope="module")
+def batcher() -> Iterator[VLMBatcher]:
+    with VLMBatcher(default_checkpoint()) as made:
+        yield made
+
+
+def test_penalties_count_the_answer_and_not_the_prompt() -> None:
+    """OpenAI's definition: logit - frequency * count - presence * (count > 0)."""
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.5)
+    found = processed(params, [4, 4, 7, 7, 9, 30], RowRules(num_prompt=2))
+    right = np.array(logits_of())[0]
+    right[7] -= 2 * 0.5 + 1.5
+    right[9] -= 0.5 + 1.5
+    np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+def test_biases_are_added() -> None:
+    found = processed(SamplingParams(logit_bias={3: 5, 0: -100.0, 999: 1}), [1], RowRules())
+    right = np.array(logits_of())[0]
+    right[3] += 5
+    right[0] -= 100
+    np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+def test_only_what_is_allowed_comes() -> None:
+    found = processed(SamplingParams(allowed_token_ids=[2, 5, 999]), [1], RowRules())
+    assert set(np.flatnonzero(np.isfinite(found))) == {2, 5}
+    with pytest.raises(ValueError, match="none of allowed_token_ids is a token of this model"):
+        processed(SamplingParams(allowed_token_ids=[999]), [1], RowRules())
+
+
+def test_ends_wait_for_the_fewest_tokens() -> None:
+    params, rules = SamplingParams(min_tokens=4), RowRules(end_ids=(6, 8, 999))
+    assert set(np.flatnonzero(np.isinf(processed(params, [1], rules, step=3)))) == {6, 8}
+    assert np.isfinite(processed(params, [1], rules, step=4)).all()
+
+
+def test_bad_words_end_nowhere() -> None:
+    params, rules = SamplingParams(bad_words=["x"]), RowRules(bad_words=((3,), (4, 5, 6)), num_prompt=2)
+    assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 1, 4, 5], rules)))) == {3, 6}
+    assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 4, 5, 1], rules)))) == {3}
+    assert set(np.flatnonzero(np.isinf(processed(params, [4, 5], rules, step=0)))) == {3}, (
+        "the prompt is not the answer"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": "high"},
+        {"logit_bias": {-1: 0}},
+        {"logit_bias": {1: 101}},
+        {"logit_bias": [1]},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [-1]},
+        {"bad_words": [""]},
+        {"bad_words": [3]},
+        {"min_tokens": -1},
+        {"min_tokens": 300},
+        {"n": 0},
+        {"n": 129},
+        {"thinking_budget": -1},
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameters, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_through_the_door(batcher: VLMBatcher) -> None:
+    """What the parameters promise, in words."""
+
+    def said(**params: Any) -> Any:
+        return batcher.submit(prompt="count to 9", params=SamplingParams(**params)).result(timeout=60)
+
+    plain = said()
+    assert plain.text == "1 2 3 4 5 6 7 8 9"
+    ids = batcher._preparer.processing.ids_of
+    assert "3" not in said(bad_words=["3"]).text
+    assert "2 3" not in said(bad_words=["2 3"], max_tokens=40).text
+    assert said(min_tokens=40, max_tokens=50).usage.completion_tokens >= 40
+    stopped = said(min_tokens=10, stop="5", max_tokens=50)
+    assert stopped.usage.completion_tokens >= 10
+    assert "5" in stopped.text
+    (four,) = ids("4")
+    assert said(logit_bias={four: -100}).text.count("4") == 0
+    assert set(said(allowed_token_ids=[four], max_tokens=3).token_ids) == {four}
+    assert said(presence_penalty=2.0, frequency_penalty=2.0).token_ids != plain.token_ids
+
+
+def test_in_company_as_alone(batcher: VLMBatcher) -> None:
+    rules: list[dict[str, Any]] = [
+        {},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"bad_words": ["red", "2 3"]},
+        {"logit_bias": {11: 4.0, 40: -50}},
+        {"min_tokens": 25},
+        {"allowed_token_ids": list(range(0, 400, 3))},
+        {"logprobs": 3, "presence_penalty": -1.0, "repetition_penalty": 1.2},
+    ]
+    asked = [
+        Request(
+            prompt=prompt, images=images, params=SamplingParams(**rule, temperature=heat, seed=index, max_tokens=30)
+        )
+        for index, rule in enumerate(rules)
+        for prompt, images, heat in (("count to 9", (), 0.0), ("describe the image", CIRCLE, 1.0))
+    ]
+    alone = [batcher.submit_request(one).result(timeout=60) for one in asked]
+    for expected, found in zip(alone, batcher.generate(asked), strict=True):
+        assert (found.error, found.token_ids, found.text) == (None, expected.token_ids, expected.text)

@@ -1,0 +1,83 @@
+"""How large the model sees a request's pictures: asked for by the request, bounded by the batcher, said in the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlm_batch import VLMBatcher
+from vlm_batch.assets import CHECKOUT, default_checkpoint, sample_images
+from vlm_batch.errors import InvalidImage
+from vlm_batch.inputs.processing import PixelBounds
+
+with Image.open(sample_images()[3]) as opened:
+    CIRCLE = np.asarray(opened.convert("RGB").resize((112, 112)))
+DESCRIBE = "describe the image"
+
+
+@pytest.fixture(scope="module")
+def batcher() -> Iterator[VLMBatcher]:
+    with VLMBatcher(default_checkpoint()) as made:
+        yield made
+
+
+def pixels(result: Any) -> int:
+    assert result.error is None, result.error
+    ((width, height),) = result.model_image_sizes
+    return int(width * height)
+
+
+def test_each_request_has_its_own_size(batcher: VLMBatcher) -> None:
+    """At once, beside requests that say nothing, which are as before; the same picture at two sizes is two pictures."""
+    plain = batcher.submit(CIRCLE, DESCRIBE).result(timeout=60)
+    bounds: list[dict[str, Any]] = [
+        {},
+        {"max_pixels": 3136},
+        {"min_pixels": 28000, "max_pixels": 40000},
+        {"max_pixels": 6272},
+    ] * 3
+    results = [handle.result(timeout=60) for handle in [batcher.submit(CIRCLE, DESCRIBE, **one) for one in bounds]]
+    for bound, result in zip(bounds, results, strict=True):
+        assert bound.get("min_pixels", 1) <= pixels(result) <= bound.get("max_pixels", 12544)
+        assert result.image_sizes == plain.image_sizes
+        if not bound:
+            assert (result.text, result.model_image_sizes) == (plain.text, plain.model_image_sizes)
+    assert pixels(results[1]) < pixels(plain) < pixels(results[2])
+    assert results[1].usage.image_tokens < plain.usage.image_tokens < results[2].usage.image_tokens
+    assert batcher._preparer.processing.pixels == PixelBounds(3136, 12544)
+
+
+def test_the_batchers_bounds() -> None:
+    with VLMBatcher(default_checkpoint(), max_pixels=6272) as batcher:
+        assert pixels(batcher.submit(CIRCLE, DESCRIBE).result(timeout=60)) <= 6272
+        assert pixels(batcher.submit(CIRCLE, DESCRIBE, max_pixels=3136).result(timeout=60)) <= 3136
+        with pytest.raises(InvalidImage, match="max_pixels is 9,000; the batcher's is 6,272"):
+            batcher.submit(CIRCLE, DESCRIBE, max_pixels=9000)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_pixels": 0}, "max_pixels is 0"),
+        ({"min_pixels": "large"}, "min_pixels is 'large'"),
+        ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5000, above max_pixels"),
+        ({"min_pixels": 50000}, "min_pixels is 50,000, above max_pixels, which is 12,544"),
+    ],
+    ids=str,
+)
+def test_bounds_that_are_none_are_refused(batcher: VLMBatcher, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidImage, match=said):
+        batcher.submit(CIRCLE, DESCRIBE, **wrong)
+
+
+def test_a_family_without_bounds_refuses_by_name() -> None:
+    with (
+        VLMBatcher(Path(CHECKOUT) / "checkpoints" / "falcon_ocr") as batcher,
+        pytest.raises(InvalidImage, match="the processor of falcon_ocr has no such bounds"),
+    ):
+        batcher.submit(CIRCLE, DESCRIBE, max_pixels=9000)

@@ -1,0 +1,160 @@
+"""Typed text is never a picture's place nor a turn's end: in prompts, messages, tools and their results, for each processor."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import mlx_vlm
+import pytest
+from mlx_vlm.prompt_utils import apply_chat_template
+
+from vlm_batch.assets import CHECKOUT
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.reserved import ReservedWords
+from vlm_batch.inputs.template import TemplateOptions
+from vlm_batch.models import adapter_for
+
+CHECKPOINTS = ["qwen2_vl", "qwen3_vl", "qwen3_5", "falcon_ocr", "aya_vision", "mllama"]
+
+
+@cache
+def of(name: str) -> tuple[Processing, ReservedWords, frozenset[int]]:
+    model, processor = mlx_vlm.load(str(CHECKOUT / "checkpoints" / name))
+    adapter = adapter_for(str(model.config.model_type))(model)
+    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
+    ids = adapter.image_token_ids()
+    return processing, ReservedWords(processing, ids), ids
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_control_token_of_a_prompt_with_a_picture_is_reserved(name: str) -> None:
+    """Ground truth from the tokenizer: the special tokens that the template's own text becomes, and the picture's."""
+    processing, reserved, ids = of(name)
+    text = processing.render("x", 1)
+    special = {token: str(word) for token, word in processing.tokenizer.added_tokens_decoder.items() if word.special}
+    written = {special[token] for token in processing.tokenizer.encode(text) if token in special}
+    written |= {special[token] for token in ids if token in special}
+    written -= {processing.tokenizer.bos_token}
+    assert written
+    words = reserved.placeholders | reserved.turns
+    assert not written - words, f"{name}: {written - words} can be typed"
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_reserved_word_is_refused_wherever_it_is_typed(name: str) -> None:
+    _, reserved, _ = of(name)
+    for word in reserved.placeholders | reserved.turns:
+        text = f"before {word} after"
+        half = len(word) // 2
+        pieces = [{"type": "text", "text": word[:half]}, {"type": "text", "text": word[half:]}]
+        chats: list[dict[str, Any]] = [
+            {"role": "user", "content": text},
+            {"role": "user", "content": pieces},
+            {"role": "user", "content": "x", "name": text},
+            {"role": "tool", "content": text},
+            {"role": "tool", "content": [{"type": "text", "text": text}]},
+        ]
+        with pytest.raises(InvalidPrompt):
+            reserved.check_prompt(text)
+        for message in chats:
+            with pytest.raises(InvalidPrompt):
+                reserved.check_chat([message])
+        for arguments in ({"tools": [{"function": {"description": text}}]}, {"documents": [{text: "x"}]}):
+            with pytest.raises(InvalidPrompt):
+                reserved.check_arguments(arguments)
+    for word in reserved.placeholders:
+        with pytest.raises(InvalidPrompt):
+            reserved.check_chat([{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": word}}}]}])
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_is_not_refused_becomes_no_control_token(name: str) -> None:
+    """Words that look like marks of other families are plain text here, and stay what was typed."""
+    processing, reserved, ids = of(name)
+    strange = [
+        "<image>",
+        "<|image_pad|>",
+        "<|im_end|>",
+        "[IMG]",
+        "<|image_1|>",
+        "</s>",
+        "<|eot_id|>",
+        "<start_of_turn>",
+        "<img>",
+    ]
+    words = reserved.placeholders | reserved.turns
+    special = {*ids, *(id for id, word in processing.tokenizer.added_tokens_decoder.items() if str(word) in words)}
+    for word in strange:
+        try:
+            reserved.check_prompt(f"a {word} b")
+        except InvalidPrompt:
+            continue
+        plain = processing.inputs(processing.render("a b", 0), [])["input_ids"].flatten().tolist()
+        typed = processing.inputs(processing.render(f"a {word} b", 0), [])["input_ids"].flatten().tolist()
+        count = [sum(token in special for token in tokens) for tokens in (plain, typed)]
+        assert count[0] == count[1], f"{name}: a typed {word} became a control token"
+
+
+@pytest.mark.parametrize("family", ["paligemma", "florence2", "falcon_ocr"])
+def test_families_that_take_the_last_message_alone_get_it_whole(family: str) -> None:
+    """Their processors take its text; nothing is put around it, and there is nothing that could read an argument."""
+    processing, _, _ = of("falcon_ocr")
+    bare = Processing(processing.processor, SimpleNamespace(model_type=family))
+    assert "a b" in bare.render("a b", 0)
+    assert len(bare.render("a b", 0)) < 20
+    assert "said" in bare.render([{"role": "user", "content": "x"}, {"role": "user", "content": "said"}], 0)
+    with pytest.raises(InvalidPrompt, match="takes the last message alone"):
+        bare.render("a b", 0, options=TemplateOptions(add_generation_prompt=False))
+
+
+class Written:
+    """A processing whose template writes a placeholder that is no token, as several families' processors look for."""
+
+    def __init__(self, placeholder: str) -> None:
+        self.processor = SimpleNamespace()
+        self.tokenizer = SimpleNamespace(added_tokens_decoder={})
+        self.placeholder = placeholder
+
+    def render(self, prompt: Any, num_images: int, num_videos: int = 0) -> str:
+        if num_videos:
+            raise InvalidPrompt("no videos")
+        marks = "".join(self.placeholder.format(index + 1) + "\n" for index in range(num_images))
+        words = prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+        return f"USER: {marks}{words} ASSISTANT:"
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "typed"),
+    [
+        ("<image>", "what is <image>?"),
+        ("<|image_{}|>", "see <|image_12|>"),
+        ("(<image>./</image>)", "(<image>./</image>)"),
+    ],
+)
+def test_placeholders_that_are_no_tokens(placeholder: str, typed: str) -> None:
+    """llava's, phi's with numbers, minicpm's: found in what the template writes for a picture."""
+    reserved = ReservedWords(Written(placeholder))  # type: ignore[arg-type]
+    with pytest.raises(InvalidPrompt, match="video's place"):
+        reserved.check_prompt(typed)
+    reserved.check_prompt("an <im age> of |image_1| (x)")
+
+
+@pytest.mark.parametrize(
+    "model_type", [None, "llava", "paligemma", "phi3_v", "internvl_chat", "gemma3", "unknown_type"]
+)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_says_nothing_is_rendered_as_mlx_vlm_does(name: str, model_type: str | None) -> None:
+    processing, _, _ = of(name)
+    config = SimpleNamespace(model_type=model_type or processing.config.model_type)
+    own = Processing(processing.processor, config)
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    for prompt in ("a b", chat):
+        for num_images in (0, 1):
+            if num_images and model_type == "unknown_type":
+                continue  # mlx-vlm writes no places for the pictures of types that it does not know
+            theirs = apply_chat_template(processing.processor, config, prompt, num_images=num_images)
+            theirs = theirs["content"] if isinstance(theirs, dict) else theirs
+            assert own.render(prompt, num_images) == theirs

@@ -1,0 +1,770 @@
+"""The server through the openai package and plain HTTP, on the embedded checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import openai
+import pytest
+
+from tests.serving import IMAGES, Running, data_uri, picture, serving, text, wait_until
+from vlm_batch import Request, SamplingParams, Video, VLMBatcher
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli import main as cli
+from vlm_batch.cli import serve
+from vlm_batch.server.config import InvalidConfig, ServerConfig
+
+DESCRIBED = {
+    "red_circle.png": "a red circle",
+    "digits_728.png": "the digits 728",
+    "red_circle_above_blue_triangle.png": "a red circle above a blue triangle",
+    "yellow_triangle_left_of_green_cross.png": "a yellow triangle left of a green cross",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def asked(*names: str, question: str = "describe the picture") -> list[Any]:
+    return [{"role": "user", "content": [*(picture(name) for name in names), text(question)]}]
+
+
+# The openai package ------------------------------------------------------------------------------------------------
+
+
+def test_an_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="qwen2_vl", messages=[{"role": "user", "content": "count to 5"}])
+    assert answer.choices[0].message.content == "1 2 3 4 5"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.object == "chat.completion"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens > 10
+
+
+@pytest.mark.parametrize(("name", "words"), DESCRIBED.items())
+def test_pictures(client: openai.OpenAI, name: str, words: str) -> None:
+    answer = client.chat.completions.create(model="qwen2_vl", messages=asked(name))
+    assert answer.choices[0].message.content == words
+
+
+def test_several_pictures_and_turns(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="qwen2_vl",
+        messages=[
+            {"role": "system", "content": "You are a helpful assistant."},
+            *asked("red_circle.png", "yellow_triangle_left_of_green_cross.png", question="which picture has a cross?"),
+        ],
+    )
+    assert answer.choices[0].message.content == "the second"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+
+
+def test_a_stream(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="qwen2_vl", messages=asked("red_circle.png"), stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == "a red circle"
+    assert sum(bool(piece) for piece in pieces) > 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 1
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_asynchronously(server: Running) -> None:
+    async def ask() -> tuple[str | None, str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            whole = await client.chat.completions.create(
+                model="qwen2_vl", messages=[{"role": "user", "content": "count to 3"}]
+            )
+            stream = await client.chat.completions.create(
+                model="qwen2_vl", messages=asked("red_circle.png"), stream=True
+            )
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return whole.choices[0].message.content, "".join(pieces)
+
+    assert asyncio.run(ask()) == ("1 2 3", "a red circle")
+
+
+def test_stops_and_lengths(client: openai.OpenAI) -> None:
+    counting: list[Any] = [{"role": "user", "content": "count to 12"}]
+    stopped = client.chat.completions.create(model="qwen2_vl", messages=counting, stop=" 5")
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("1 2 3 4", "stop")
+    cut = client.chat.completions.create(model="qwen2_vl", messages=counting, max_completion_tokens=3)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("1 2", "length")
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens == 3
+
+
+def test_several_answers_with_seeds_that_count_up(client: openai.OpenAI) -> None:
+    """Sampled, ``n`` answers of one seed are the answers of that seed and those after it, alone."""
+    options: dict[str, Any] = {
+        "model": "qwen2_vl",
+        "messages": asked("receipt.jpg"),
+        "temperature": 3.0,
+        "max_tokens": 8,
+    }
+    several = client.chat.completions.create(**options, n=3, seed=11)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    alone = [client.chat.completions.create(**options, seed=seed).choices[0].message.content for seed in (11, 12, 13)]
+    assert [choice.message.content for choice in several.choices] == alone
+    assert len(set(alone)) > 1
+    assert several.usage is not None
+    single = client.chat.completions.create(**options, seed=11)
+    assert single.usage is not None
+    assert several.usage.prompt_tokens == single.usage.prompt_tokens
+
+
+def test_several_answers_streamed(client: openai.OpenAI) -> None:
+    said = {0: "", 1: ""}
+    for chunk in client.chat.completions.create(model="qwen2_vl", messages=asked("red_circle.png"), n=2, stream=True):
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    assert said == {0: "a red circle", 1: "a red circle"}
+
+
+def test_text_completions(client: openai.OpenAI, server: Running) -> None:
+    prompts = [f"<|im_start|>user\ncount to {n}<|im_end|>\n<|im_start|>assistant\n" for n in (3, 4)]
+    answer = client.completions.create(model="qwen2_vl", prompt=prompts, max_tokens=30)
+    assert [choice.text for choice in answer.choices] == ["1 2 3", "1 2 3 4"]
+    pieces = client.completions.create(model="qwen2_vl", prompt=prompts[0], max_tokens=30, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in pieces) == "1 2 3"
+    tokenizer = server.server.service.model
+    assert tokenizer is not None
+    ids = tokenizer.batcher.processing.tokenizer.encode(prompts[1])
+    answer = client.completions.create(model="qwen2_vl", prompt=ids, max_tokens=30)
+    assert answer.choices[0].text == "1 2 3 4"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    facts = model.model_dump()
+    assert facts["id"] == "qwen2_vl"
+    assert facts["max_model_len"] == 2048
+    assert facts["vision"] is True
+    assert facts["video"] is True
+    assert facts["tools"] is False
+    assert client.models.retrieve("qwen2_vl").id == "qwen2_vl"
+    with pytest.raises(openai.NotFoundError, match="this server's model is 'qwen2_vl'"):
+        client.models.retrieve("gpt-4o")
+
+
+def test_errors_have_the_clients_types(client: openai.OpenAI) -> None:
+    hello: list[Any] = [{"role": "user", "content": "count to 3"}]
+    with pytest.raises(openai.NotFoundError, match="model"):
+        client.chat.completions.create(model="gpt-4o", messages=hello)
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+        client.chat.completions.create(model="qwen2_vl", messages=hello, temperature=-1)
+    assert caught.value.code == "InvalidParameters"
+    with pytest.raises(openai.NotFoundError, match="embeddings"):
+        client.embeddings.create(model="qwen2_vl", input="x")
+
+
+def test_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
+    """They are the library's own; streamed, the same ones come token by token."""
+    messages: list[Any] = [{"role": "user", "content": "count to 5"}]
+    with VLMBatcher(default_checkpoint()) as batcher:
+        result = batcher.submit(prompt="count to 5", params=SamplingParams(logprobs=2)).result()
+    assert result.logprobs is not None
+    options: dict[str, Any] = {"model": "qwen2_vl", "messages": messages, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.content is not None
+    assert [token.logprob for token in whole.content] == pytest.approx(
+        [step.logprob for step in result.logprobs], abs=1e-4
+    )
+    assert "".join(token.token for token in whole.content[:-1]) == "1 2 3 4 5"
+    for token in whole.content:
+        assert bytes(token.bytes or ()).decode() == token.token
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+    streamed: list[Any] = []
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            streamed += (choice.logprobs.content or []) if choice.logprobs else []
+    assert [token.token for token in streamed] == [token.token for token in whole.content]
+    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in whole.content], abs=1e-4)
+
+
+def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
+    prompt = "<|im_start|>user\ncount to 3<|im_end|>\n<|im_start|>assistant\n"
+    whole = client.completions.create(model="qwen2_vl", prompt=prompt, logprobs=1).choices[0].logprobs
+    assert whole is not None
+    assert whole.tokens is not None
+    assert "".join(whole.tokens[:-1]) == "1 2 3"
+    assert whole.text_offset == [0, 1, 2, 3, 4, 5]
+    assert whole.token_logprobs is not None
+    assert whole.top_logprobs is not None
+    assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
+
+
+# Concurrency -------------------------------------------------------------------------------------------------------
+
+
+def test_64_streams_are_each_answered_as_if_alone(server: Running) -> None:
+    """Pictures, pairs and text of different lengths, started together; compared with a batcher of one row."""
+    names = list(DESCRIBED)
+    asks: list[list[Any]] = []
+    for index in range(64):
+        name, other = names[index % 4], names[(index + 1) % 4]
+        kinds = (
+            asked(name),
+            asked(name, other, question="describe both pictures"),
+            [{"role": "user", "content": f"count to {index % 12 + 1}"}],
+            [{"role": "user", "content": "repeat: " + "a b c d e f g h"[: 2 * (index % 8) + 1]}],
+        )
+        asks.append(kinds[index // 4 % 4])
+    with VLMBatcher(default_checkpoint(), max_rows=1, cache_bytes=0) as alone:
+        params = SamplingParams(max_tokens=2048)
+        expected = [alone.submit(messages=messages, params=params).result().text for messages in asks]
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(messages: list[Any]) -> str:
+                stream = await client.chat.completions.create(model="qwen2_vl", messages=messages, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*(one(messages) for messages in asks))
+
+    assert asyncio.run(all_at_once()) == expected
+    assert len(set(expected)) > 16
+
+
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 2000, "temperature": 1.0, "seed": 3}
+
+
+def begin_stream(server: Running, **fields: Any) -> socket.socket:
+    """A stream that nobody reads beyond its first bytes."""
+    body = json.dumps({"messages": [{"role": "user", "content": "count to 12"}], "stream": True, **ENDLESS, **fields})
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+    return connection
+
+
+def rows(server: Running) -> int:
+    stats = server.server.service.stats()
+    assert stats is not None
+    return stats.queued + stats.waiting + stats.prefilling + stats.decoding
+
+
+def decoding(server: Running) -> bool:
+    stats = server.server.service.stats()
+    return stats is not None and stats.decoding > 0
+
+
+def test_a_client_that_leaves_ends_its_request(server: Running) -> None:
+    wait_until(lambda: rows(server) == 0, "the batch to be empty")
+    stats = server.server.service.stats()
+    assert stats is not None
+    before = stats.cancelled
+    for stream in (True, False):
+        connection = begin_stream(server, stream=stream)
+        wait_until(lambda: rows(server) == 1, "the request to run")
+        if stream:
+            assert connection.recv(10)
+        connection.close()
+        began = time.monotonic()
+        wait_until(lambda: rows(server) == 0, "the request to end", 5)
+        assert time.monotonic() - began < 2
+    stats = server.server.service.stats()
+    assert stats is not None
+    assert stats.cancelled == before + 2
+    assert b'finished_reason="abort"' in server.ask("GET", "/metrics").body
+
+
+def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
+    slow = begin_stream(server, n=8)
+    try:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        wait_until(lambda: rows(server) >= 1, "the slow request to run")
+        assert server.chat("count to 5").json["choices"][0]["message"]["content"] == "1 2 3 4 5"
+    finally:
+        slow.close()
+    wait_until(lambda: rows(server) == 0, "the slow request to end", 10)
+
+
+def test_priorities_are_taken_from_a_header(server: Running) -> None:
+    assert server.chat("count to 3", headers={"X-Priority": "5"}).status == 200
+    for wrong in ("1.5", "high", "1000", "--1", "", "-"):
+        assert server.chat("count to 3", headers={"X-Priority": wrong}).status == 400
+
+
+# The wire ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"functions": []}, "use tools"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 1000}, "n is 1000"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"store": True}, "store"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"seed": -1}, "seed"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type"),
+    ],
+    ids=str,
+)
+def test_a_field_is_honoured_or_refused_by_name(server: Running, fields: dict[str, Any], named: str) -> None:
+    reply = server.chat("count to 3", **fields)
+    assert reply.status == 400
+    assert named in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_schema_a_bias_and_several_answers(server: Running) -> None:
+    """What the library does for a request, by OpenAI's names."""
+    shape = {
+        "type": "object",
+        "properties": {"sides": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["sides"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": shape}}
+    reply = server.chat("count to 3", response_format=form, n=3, temperature=2.0, seed=1)
+    assert reply.status == 200
+    for choice in reply.json["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert set(json.loads(choice["message"]["content"])) == {"sides"}
+    wrong = {"type": "json_schema", "json_schema": {"name": "shape", "schema": {"type": "obect"}}}
+    reply = server.chat("count to 3", response_format=wrong)
+    assert (reply.status, "Invalid type: obect" in reply.error["message"]) == (400, True)
+    plain, held = (server.chat("count to 3", **more).json for more in ({}, {"guided_choice": ["4", "5"]}))
+    assert plain["choices"][0]["message"]["content"] == "1 2 3"
+    assert held["choices"][0]["message"]["content"] in ("4", "5")
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
+    neutral = {
+        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],
+        "n": None, "user": "me", "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tool_choice": "auto",
+    }  # fmt: skip
+    assert server.chat("count to 3", **neutral).json["choices"][0]["message"]["content"] == "1 2 3"
+
+
+def test_bodies_that_are_none(server: Running) -> None:
+    path = "/v1/chat/completions"
+    assert server.ask("POST", path, b"{").error["message"] == "the body is not JSON"
+    assert server.ask("POST", path, b"\xff\xfe").status == 400
+    assert server.ask("POST", path, b"[" * 100_000).status == 400
+    assert server.ask("POST", path, b"[]").status == 400
+    assert server.ask("POST", path, b'{"messages": [{"role": "user", "content": "\\ud800"}]}').status == 400
+    assert server.ask("POST", path, b'{"messages": [{"role": "user", "content": "x"}], "top_p": NaN}').status == 400
+    assert server.ask("POST", path, b"{}", headers={"Content-Type": "text/plain"}).status == 415
+    assert server.ask("PUT", path, b"{}").status == 405
+
+
+def test_what_is_not_served_is_said(server: Running) -> None:
+    for path, named in (("/v1/responses", "integrations"), ("/v1/audio/speech", "audio"), ("/v2", "/v1/chat")):
+        reply = server.ask("POST", path, {})
+        assert reply.status == 404
+        assert named in reply.error["message"]
+
+
+def test_request_ids_are_echoed(server: Running) -> None:
+    reply = server.chat("count to 3", headers={"X-Request-Id": "mine-7"})
+    assert reply.headers["x-request-id"] == "mine-7"
+    assert reply.json["id"] == "chatcmpl-mine-7"
+    made = server.chat("count to 3", headers={"X-Request-Id": "no good\u00e9"}).headers["x-request-id"]
+    assert made != "no good\u00e9"
+    twice = [
+        threading.Thread(target=server.chat, args=("count to 9",), kwargs={"headers": {"X-Request-Id": "same"}})
+    ] * 1
+    for thread in twice:
+        thread.start()
+    assert server.chat("count to 9", headers={"X-Request-Id": "same"}).status == 200
+    for thread in twice:
+        thread.join()
+
+
+def test_unreadable_pictures_fail_alone_and_before_the_stream(server: Running) -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    for stream in (False, True):
+        reply = server.chat([broken, text("describe the picture")], stream=stream)
+        assert reply.status == 400
+        assert reply.error["code"] == "InvalidImage"
+    assert server.chat("count to 3").status == 200
+
+
+def test_a_video_beside_a_picture(server: Running, tmp_path: Path) -> None:
+    """The answer is the library's own for the same file, and how frames are taken can be said."""
+    file = tmp_path / "clip.mp4"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"mp4v"), 4.0, (112, 112))  # type: ignore[attr-defined]
+    for shade in range(8):
+        frame = np.full((112, 112, 3), 255 - shade, dtype=np.uint8)
+        cv2.circle(frame, (56, 56), 40, (20, 20, 220), -1)
+        writer.write(frame)
+    writer.release()
+    clip = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
+    part = {"type": "video_url", "video_url": {"url": clip}, "num_frames": 4}
+    content = [part, picture("red_circle.png"), text("describe the picture")]
+    reply = server.chat(content, max_tokens=20).json
+    with VLMBatcher(default_checkpoint()) as batcher:
+        messages = [{"role": "user", "content": [{"type": "video"}, {"type": "image"}, text("describe the picture")]}]
+        request = Request(
+            messages=messages,
+            images=[IMAGES / "red_circle.png"],
+            videos=[Video(file, num_frames=4)],
+            params=SamplingParams(max_tokens=20),
+        )
+        alone = batcher.submit_request(request).result()
+    assert alone.error is None
+    assert reply["choices"][0]["message"]["content"] == alone.text
+    assert reply["usage"]["prompt_tokens"] == alone.usage.prompt_tokens
+    assert server.chat([{**part, "speed": 2}, text("x")]).status == 400
+
+
+def test_pictures_in_plain_base64(server: Running) -> None:
+    part = {"type": "image_url", "image_url": data_uri("red_circle.png").partition(",")[2]}
+    assert server.chat([part, text("describe the picture")]).json["choices"][0]["message"]["content"] == "a red circle"
+
+
+def test_the_access_log_has_a_json_line_for_each_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="vlm_batch.server.access"):
+        server.chat(
+            [picture("red_circle.png"), text("describe the picture")],
+            user="someone",
+            headers={"X-Request-Id": "logged"},
+        )
+        wait_until(lambda: any("logged" in record.message for record in caplog.records), "the line")
+    (line,) = [json.loads(record.message) for record in caplog.records if "logged" in record.message]
+    assert line["status"] == 200
+    assert line["path"] == "/v1/chat/completions"
+    assert line["pictures"] == 1
+    assert line["user"] == "someone"
+    assert line["finish_reasons"] == ["stop"]
+    assert line["seconds"] > 0
+    assert "describe" not in json.dumps(line)
+
+
+def test_metrics_count_what_happened(server: Running) -> None:
+    def value(name: str) -> float:
+        lines = server.ask("GET", "/metrics").body.decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    names = (
+        "vllm:request_success_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_count",
+        "vlm_batch:pictures_total",
+        "vllm:e2e_request_latency_seconds_count",
+    )
+    before = [value(name) for name in names]
+    reply = server.chat([picture("digits_728.png"), text("read the digits")]).json
+    gained = [value(name) - old for name, old in zip(names, before, strict=True)]
+    usage = reply["usage"]
+    assert gained == [1, usage["prompt_tokens"], usage["completion_tokens"], 1, 1, 1]
+    assert value("vllm:num_requests_running") == 0
+
+
+def test_health_and_readiness(server: Running) -> None:
+    assert server.ask("GET", "/health").json == {"status": "ok"}
+    ready = server.ask("GET", "/ready")
+    assert (ready.status, ready.json["status"]) == (200, "ready")
+
+
+# Settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "example.org"},
+        {"host": "::"},
+        {"api_key": " "},
+        {"api_key": "x", "no_auth": True},
+        {"max_queue": 0},
+        {"request_seconds": 0},
+        {"idle_unload": 0},
+        {"port": -1},
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig):
+        ServerConfig(model="m", **settings)
+
+
+def test_other_machines_need_a_key_or_to_be_told_otherwise() -> None:
+    assert ServerConfig(model="m", host="0.0.0.0", api_key="k").hosts is None
+    assert ServerConfig(model="m", host="0.0.0.0", no_auth=True).hosts is None
+    assert ServerConfig(model="m", host="localhost").is_loopback
+    assert ServerConfig(model="m", host="127.0.0.3").is_loopback
+
+
+def test_the_command_lines_flags_become_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--port",
+        "0",
+        "--max-tokens",
+        "9",
+        "--allow-urls",
+        "--idle-unload",
+        "5",
+        "--max-memory-gb",
+        "1.5",
+        "--no-warm-up",
+    ]
+    args = cli.parser().parse_args(["serve", *flags])
+    config = serve.config_of(args, {serve.API_KEY: "from the environment"})
+    assert config.name == "qwen2_vl"
+    assert config.api_key == "from the environment"
+    assert (config.default_max_tokens, config.allow_urls, config.idle_unload, config.warm_up) == (9, True, 5.0, False)
+    assert config.max_memory == 1.5 * 2**30
+    for wrong in (["--host", "0.0.0.0"], ["--allow-dir", "/no/such/folder"], ["--max-queue", "0"]):
+        assert cli.main(["serve", *wrong]) == 2
+    said = capsys.readouterr().err
+    assert "--no-auth" in said
+    assert "/no/such/folder" in said
+
+
+def test_defaults_that_cannot_be_followed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from vlm_batch.server.openai import unknown_to_the_library
+
+    for flags in (["--enable-thinking"], ["--max-pixels", "1000"], ["--min-pixels", "1000"]):
+        if flags[0][2:].replace("-", "_") in unknown_to_the_library():
+            assert cli.main(["serve", *flags]) == 2
+            assert "not supported yet" in capsys.readouterr().err
+
+
+def test_a_request_has_so_much_time() -> None:
+    with serving(request_seconds=0.3, warm_up=False) as hurried:
+        late = hurried.chat("count to 12", **ENDLESS)
+        assert late.status == 504
+        wait_until(lambda: rows(hurried) == 0, "the late request to end", 5)
+        streamed = hurried.chat("count to 12", stream=True, **ENDLESS).body.decode()
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        assert "not done within" in events[-1]["error"]["message"]
+        assert streamed.endswith("data: [DONE]\n\n")
+
+
+def test_a_full_queue_sends_others_away() -> None:
+    def one_row() -> VLMBatcher:
+        return VLMBatcher(default_checkpoint(), max_rows=1)
+
+    with serving(one_row, max_queue=2, warm_up=False) as busy:
+        streams: list[socket.socket] = []
+        try:
+            for count in (1, 2, 3):
+                streams.append(begin_stream(busy))
+                wait_until(lambda count=count: rows(busy) == count and decoding(busy), "the queue to fill", 5)  # type: ignore[misc]
+            reply = busy.chat("count to 3")
+            assert reply.status == 429
+            assert 1 <= int(reply.headers["retry-after"]) <= 60
+            assert "wait already" in reply.error["message"]
+        finally:
+            for stream in streams:
+                stream.close()
+        wait_until(lambda: rows(busy) == 0, "the queue to empty", 10)
+        assert busy.chat("count to 3").status == 200
+
+
+def test_nobody_waits_while_memory_is_short() -> None:
+    def one_row() -> VLMBatcher:
+        return VLMBatcher(default_checkpoint(), max_rows=1)
+
+    with serving(one_row, max_memory=1, warm_up=False) as busy:
+        assert busy.chat("count to 3").status == 200  # nobody waits
+        streams: list[socket.socket] = []
+        try:
+            for count in (1, 2):
+                streams.append(begin_stream(busy))
+                wait_until(lambda count=count: rows(busy) == count and decoding(busy), "a row", 5)  # type: ignore[misc]
+            reply = busy.chat("count to 3")
+            assert reply.status == 429
+            assert "bytes" in reply.error["message"]
+        finally:
+            for stream in streams:
+                stream.close()
+
+
+def test_an_idle_model_is_let_go_of_and_comes_back() -> None:
+    with serving(idle_unload=0.5, warm_up=False) as server:
+        assert server.chat("count to 3").status == 200
+        wait_until(lambda: server.server.service.state == "idle", "the model to be let go of", 20)
+        assert server.ask("GET", "/ready").json["status"] == "idle"
+        assert server.ask("GET", "/stats").json["batch"] is None
+        assert server.chat("count to 4").json["choices"][0]["message"]["content"] == "1 2 3 4"
+
+
+def test_a_model_that_cannot_be_loaded_is_said() -> None:
+    def broken() -> VLMBatcher:
+        raise FileNotFoundError("/secret/place/model.safetensors is not there")
+
+    with serving(broken) as server:
+        reply = server.chat("count to 3")
+        assert reply.status == 503
+        assert "FileNotFoundError" in reply.error["message"]
+        assert "/secret" not in reply.body.decode()
+        assert server.ask("GET", "/ready").status == 503
+        assert server.ask("GET", "/health").status == 200
+
+
+def test_stopping_lets_answers_end_and_ends_the_rest_in_order() -> None:
+    with serving(shutdown_seconds=1.0, warm_up=False) as server:
+        connection = begin_stream(server)
+        wait_until(lambda: rows(server) == 1, "the stream to run")
+        server.server.should_exit = True
+        connection.settimeout(20)
+        said = b""
+        while part := connection.recv(65536):
+            said += part
+        connection.close()
+    assert b"shutting down" in said
+    assert said.rstrip().endswith(b"0")  # the last chunk: the stream was closed, not cut
+    assert b"data: [DONE]" in said
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    """A process of its own: it says where it listens, answers, and ends in order at SIGTERM."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vlm_batch", "serve", "--port", str(port), "--shutdown-timeout", "1"]
+    with (tmp_path / "err").open("wb") as errors, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=errors)
+        running = Running(None, port)  # type: ignore[arg-type]
+        try:
+            wait_until(lambda: process.poll() is not None or _is_up(port), "the server to listen")
+            assert running.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+            connection = begin_stream(running)
+            assert connection.recv(100)
+            process.terminate()
+            connection.settimeout(20)
+            said = b""
+            while part := connection.recv(65536):
+                said += part
+            connection.close()
+            assert said.endswith(b"0\r\n\r\n")
+            assert process.wait(30) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()
+            process.wait()
+    assert f"http://127.0.0.1:{port}" in (tmp_path / "err").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [line["status"] for line in lines if line["path"] == "/v1/chat/completions"] == [200, 200]
+
+
+def _is_up(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+# Faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_step_is_a_500_with_a_reason_and_the_next_request_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vlm_batch.engine.generator import BatchGenerator
+
+    step, failing = BatchGenerator.step, threading.Event()
+
+    def sometimes(self: BatchGenerator) -> Any:
+        if failing.is_set():
+            failing.clear()
+            raise RuntimeError("the device is gone: /usr/lib/metal/driver.so")
+        return step(self)
+
+    monkeypatch.setattr(BatchGenerator, "step", sometimes)
+    with serving(warm_up=False) as server:
+        failing.set()
+        whole = server.chat("count to 5")
+        assert whole.status == 500
+        assert "RuntimeError: the device is gone" in whole.error["message"]
+        assert "/usr" not in whole.body.decode()
+        assert "Traceback" not in whole.body.decode()
+        assert server.chat("count to 5").json["choices"][0]["message"]["content"] == "1 2 3 4 5"
+        failing.set()
+        assert server.chat("count to 5", stream=True).status == 500
+        connection = begin_stream(server)
+        wait_until(lambda: rows(server) == 1, "the stream to run")
+        assert connection.recv(200)
+        failing.set()
+        said = b""
+        while b"[DONE]" not in said:
+            said += connection.recv(65536)
+        connection.close()
+        assert b'"type":"server_error"' in said
+        assert server.chat("count to 5").status == 200
+
+
+def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlm_batch.engine.generator import BatchGenerator
+
+    step, go_on = BatchGenerator.step, threading.Event()
+
+    def hanging(self: BatchGenerator) -> Any:
+        assert go_on.wait(30)
+        return step(self)
+
+    monkeypatch.setattr(BatchGenerator, "step", hanging)
+    with serving(warm_up=False, stall_seconds=0.3) as server:
+        assert server.ask("GET", "/ready").status == 200
+        connection = begin_stream(server)
+        wait_until(lambda: server.ask("GET", "/ready").status == 503, "the stall to be noticed", 20)
+        assert server.ask("GET", "/ready").json["status"] == "stalled"
+        assert server.ask("GET", "/health").status == 200
+        go_on.set()
+        wait_until(lambda: server.ask("GET", "/ready").status == 200, "the engine to step", 20)
+        connection.close()
+
+
+def test_a_defect_of_the_server_is_a_500_without_a_trace(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlm_batch.server import app
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("at /home/somebody/app.py")
+
+    monkeypatch.setattr(app, "chat_ask", broken)
+    reply = server.chat("count to 3")
+    assert reply.status == 500
+    assert reply.headers["x-request-id"] in reply.error["message"]
+    assert b"somebody" not in reply.body
+    assert b"Zero" not in reply.body

@@ -1,0 +1,64 @@
+"""docs/server.md: its commands run, and its table of fields is what the server does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import server_fields
+from tests.serving import Running, serving
+from vlm_batch.cli import main as cli
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+CURL = [line for line in PAGE.splitlines() if re.match(r"(\(.*\| )?curl ", line)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(warm_up=False) as running:
+        yield running
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+@pytest.mark.parametrize("line", CURL, ids=range(len(CURL)))
+def test_the_curl_lines_run(server: Running, line: str) -> None:
+    here = line.replace("http://127.0.0.1:8080", server.url)
+    assert here != line
+    ran = subprocess.run(["bash", "-c", here], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert '"error": {' not in ran.stdout
+    assert '{"error":{' not in ran.stdout
+    if '"stream"' in line:
+        assert ran.stdout.rstrip().endswith("data: [DONE]")
+    elif "metrics" in line:
+        assert "vllm:num_requests_running" in ran.stdout
+    else:
+        found = json.loads(ran.stdout)
+        said = {"red_circle": "a red circle", "count to 5": "1 2 3 4 5", "count to 3": "1 2 3"}
+        for asked, answer in said.items():
+            if asked in line:
+                choice = found["choices"][0]
+                assert answer == (choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def test_there_are_curl_lines() -> None:
+    assert len(CURL) >= 7
+
+
+def test_the_table_of_fields_is_up_to_date() -> None:
+    assert server_fields.table() in PAGE, "run python -m tests.server_fields"
+
+
+def test_every_flag_that_is_named_is_one() -> None:
+    _, _, about = PAGE.partition("## Who may use it")
+    about = about.partition("## mlx-vlm's own server")[0]
+    parser = cli.parser()
+    help_text = parser._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore[union-attr,index]
+    for flag in set(re.findall(r"`(--[a-z-]+)", about)):
+        assert flag in help_text, flag

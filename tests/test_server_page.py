@@ -1,0 +1,208 @@
+"""The page at / in a headless Chromium, on the embedded checkpoint.
+
+``VLM_BATCH_SCREENSHOTS=docs/images`` writes the documentation's picture of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import chromium
+from tests.serving import Running, data_uri, serving
+
+BINARY = chromium.find()
+pytestmark = pytest.mark.skipif(
+    BINARY is None and "VLM_BATCH_BROWSER" not in os.environ,
+    reason="no Chromium here; VLM_BATCH_BROWSER=1 scripts/setup installs one where it can",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(server: Running) -> Iterator[chromium.Browser]:
+    assert BINARY is not None, "VLM_BATCH_BROWSER asks for this test, and there is no Chromium"
+    with chromium.browser(BINARY) as opened:
+        opened.size(1200, 900)
+        opened.open(server.url)
+        yield opened
+
+
+def drop(page: chromium.Browser, *names: str) -> None:
+    """Drop sample pictures onto the page, as a file manager does."""
+    before = page.run("document.querySelectorAll('#pictures li').length")
+    files = [[name, data_uri(name)] for name in names]
+    page.run(
+        f"""(async () => {{
+        const transfer = new DataTransfer();
+        for (const [name, uri] of {json.dumps(files)}) {{
+            const bytes = Uint8Array.from(atob(uri.split(",")[1]), (one) => one.charCodeAt(0));
+            transfer.items.add(new File([bytes], name, {{ type: "image/png" }}));
+        }}
+        const event = new DragEvent("drop", {{ dataTransfer: transfer, bubbles: true, cancelable: true }});
+        document.getElementById("drop").dispatchEvent(event);
+        }})()"""
+    )
+    page.wait(f"document.querySelectorAll('#pictures li').length === {before + len(names)}")
+
+
+def clear(page: chromium.Browser) -> None:
+    page.run("document.getElementById('clear').click()")
+    page.run("for (let one; (one = document.querySelector('#pictures button')); ) one.click()")
+    page.run("document.getElementById('times').value = 1; document.getElementById('each').checked = false;")
+    page.run("document.getElementById('question').value = 'describe the picture'")
+
+
+def answers(page: chromium.Browser) -> list[str]:
+    page.wait("document.querySelectorAll('.answer').length && !document.querySelector('.answer.running')")
+    found: list[str] = page.run("[...document.querySelectorAll('.answer .text')].map((one) => one.textContent)")
+    return found
+
+
+def test_dropped_pictures_are_asked_about_in_several_streams(page: chromium.Browser, tmp_path: Path) -> None:
+    clear(page)
+    names = (
+        "red_circle.png",
+        "digits_728.png",
+        "red_circle_above_blue_triangle.png",
+        "black_circle_left_of_blue_square.png",
+    )
+    drop(page, *names)
+    page.run("document.getElementById('each').checked = true")
+    page.run("document.getElementById('send').click()")
+    assert sorted(answers(page)) == [
+        "a black circle left of a blue square",
+        "a red circle",
+        "a red circle above a blue triangle",
+        "the digits 728",
+    ]
+    facts = page.run("document.querySelector('.answer .facts').textContent")
+    assert "first token after" in facts
+    assert "tokens/s" in facts
+    page.wait("Number(document.getElementById('cache-now').textContent.replace(/\\D/g, '')) >= 0")
+    page.wait("document.querySelectorAll('#speed rect').length > 0")
+    assert page.run("document.getElementById('model').textContent") == "qwen2_vl: ready"
+    shot = Path(os.environ.get("VLM_BATCH_SCREENSHOTS", tmp_path)) / "server-page.png"
+    page.screenshot(shot)
+    assert shot.stat().st_size > 10_000
+
+
+def test_by_keyboard_alone(page: chromium.Browser) -> None:
+    """Typed and sent from the keyboard, stopped by Escape; everything that can be used can be reached by Tab."""
+    clear(page)
+    page.run("const box = document.getElementById('question'); box.value = ''; box.focus()")
+    page.type("count to 7")
+    page.press("Enter", code=13, control=True)
+    assert answers(page) == ["1 2 3 4 5 6 7"]
+    reached = set()
+    page.run("document.activeElement.blur()")
+    for _ in range(20):
+        page.press("Tab", code=9)
+        reached.add(page.run("document.activeElement.id"))
+    assert {"files", "question", "max-tokens", "temperature", "times", "each", "send", "clear"} <= reached
+
+
+def test_a_stream_can_be_stopped(page: chromium.Browser, server: Running) -> None:
+    clear(page)
+    page.run("document.getElementById('question').value = 'repeat: ' + 'a b c d '.repeat(60)")
+    page.run("document.getElementById('temperature').value = 2")
+    page.run("document.getElementById('times').value = 16; document.getElementById('max-tokens').value = 1500")
+    page.run("document.getElementById('send').click()")
+    page.wait("document.querySelectorAll('.answer').length === 16")
+    page.press("Escape", code=27)
+    page.wait("!document.querySelector('.answer.running')")
+    page.run("document.getElementById('temperature').value = 0")
+    stats = server.server.service.stats()
+    assert stats is not None
+    page.wait("fetch('/stats').then((r) => r.json()).then((s) => s.batch.decoding + s.batch.prefilling === 0)")
+
+
+def test_a_pasted_picture(page: chromium.Browser) -> None:
+    clear(page)
+    page.run(
+        f"""(async () => {{
+        const bytes = Uint8Array.from(atob({json.dumps(data_uri("red_circle.png"))}.split(",")[1]), (c) => c.charCodeAt(0));
+        const clipboard = new DataTransfer();
+        clipboard.items.add(new File([bytes], "", {{ type: "image/png" }}));
+        document.dispatchEvent(new ClipboardEvent("paste", {{ clipboardData: clipboard, bubbles: true }}));
+        }})()"""
+    )
+    page.wait("document.querySelectorAll('#pictures li').length === 1")
+    page.run("document.getElementById('send').click()")
+    assert answers(page) == ["a red circle"]
+
+
+def test_a_refusal_is_shown_in_words(page: chromium.Browser) -> None:
+    clear(page)
+    page.run("pictures.push({ name: 'broken', url: 'data:image/png;base64,aGVsbG8=' })")
+    page.run("document.getElementById('send').click()")
+    answers(page)
+    assert "not a picture" in page.run("document.getElementById('problem').textContent")
+    page.run("pictures.length = 0")
+
+
+def test_what_a_model_writes_is_text_and_never_markup(page: chromium.Browser) -> None:
+    clear(page)
+    page.run("document.getElementById('question').value = '<img src=x onerror=window.caught=1>'")
+    page.run("document.getElementById('send').click()")
+    answers(page)
+    assert page.run("document.querySelector('.answer h2').textContent").startswith("<img")
+    assert page.run("window.caught") is None
+
+
+def test_on_a_phone(page: chromium.Browser, tmp_path: Path) -> None:
+    clear(page)
+    page.size(360, 740, mobile=True)
+    try:
+        assert page.run("document.documentElement.scrollWidth") <= 360
+        low = page.run("Math.min(...[...document.querySelectorAll('#ask button')].map((one) => one.offsetHeight))")
+        assert low >= 36
+        shot = tmp_path / "phone.png"
+        page.screenshot(shot)
+        assert struct.unpack(">II", shot.read_bytes()[16:24]) == (360, 740)
+    finally:
+        page.size(1200, 900)
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_is_complained_about(
+    page: chromium.Browser, server: Running
+) -> None:
+    sent = [
+        event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"
+    ]
+    assert any(url.endswith("/v1/chat/completions") for url in sent)
+    assert [url for url in sent if not url.startswith((server.url, "data:", "blob:", "about:"))] == []
+    logged = [event["params"]["entry"] for event in page.events if event["method"] == "Log.entryAdded"]
+    assert [entry["text"] for entry in logged if "400" not in entry["text"]] == []
+    thrown = [event for event in page.events if event["method"] == "Runtime.exceptionThrown"]
+    assert thrown == []
+
+
+def test_a_key_is_asked_for_when_one_is_needed() -> None:
+    assert BINARY is not None
+    with serving(api_key="open sesame", warm_up=False) as server, chromium.browser(BINARY) as page:
+        page.open(server.url)
+        page.wait("!document.getElementById('key-row').hidden")
+        page.run("document.getElementById('key').focus()")
+        page.type("open sesame")
+        page.press("Tab", code=9)
+        page.wait("document.getElementById('model').textContent === 'qwen2_vl: ready'")
+        page.run("document.getElementById('question').value = 'count to 3'; document.getElementById('send').click()")
+        assert answers(page) == ["1 2 3"]
+
+
+def test_the_page_travels_in_the_package() -> None:
+    from importlib.resources import files
+
+    page = files("vlm_batch.server") / "page"
+    assert {one.name for one in page.iterdir()} == {"index.html", "app.js", "style.css", "icon.svg"}

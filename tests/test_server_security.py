@@ -1,0 +1,447 @@
+"""What strangers may not do: reach other hosts and files through the server, come in without a key, or exhaust it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
+from vlm_batch.inputs import fetch
+from vlm_batch.inputs.fetch import FetchPolicy
+from vlm_batch.server import edge
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.errors import without_paths
+from vlm_batch.server.media import policy_of
+
+#: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.
+PUBLIC = "127.0.0.2"
+KEY = "s\u00e9same"
+SESAME = {"Authorization": "Bearer " + KEY.encode().decode("latin-1")}
+PICTURE = (IMAGES / "red_circle.png").read_bytes()
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """A web server that does whatever hurts; ``seen`` are the paths that were asked of it."""
+
+    seen: list[str] = []
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        with suppress(OSError):
+            getattr(self, "_" + self.path.strip("/").split("/")[0])()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _picture(self) -> None:
+        self._send(200, PICTURE)
+
+    def _secret(self) -> None:
+        self._send(200, PICTURE)
+
+    def _page(self) -> None:
+        self._send(200, b"<html>token=hunter2</html>", kind="text/html")
+
+    def _missing(self) -> None:
+        self._send(404, b"hunter2")
+
+    def _loopback(self) -> None:
+        self._redirect(f"http://127.0.0.1:{self.server.server_port}/secret")  # type: ignore[attr-defined]
+
+    def _metadata(self) -> None:
+        self._redirect("http://169.254.169.254/latest/meta-data/")
+
+    def _file(self) -> None:
+        self._redirect("file:///etc/passwd")
+
+    def _circle(self) -> None:
+        self._redirect("/circle")
+
+    def _slow(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        for _ in range(100):
+            self.wfile.write(b"x")
+            time.sleep(0.1)
+
+    def _silent(self) -> None:
+        time.sleep(10)
+
+    def _endless(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        while True:
+            self.wfile.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+
+    def _liar(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "99999999999999")
+        self.end_headers()
+        self.wfile.write(PICTURE)
+
+    def _redirect(self, where: str) -> None:
+        self.send_response(302)
+        self.send_header("Location", where)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send(self, status: int, body: bytes, kind: str = "image/png") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[int]:
+    """The port of a hostile web server on all loopback addresses."""
+    listener = ThreadingHTTPServer(("0.0.0.0", 0), Hostile)
+    listener.daemon_threads = True
+    thread = threading.Thread(target=listener.serve_forever, daemon=True)
+    thread.start()
+    yield listener.server_port
+    listener.shutdown()
+    listener.server_close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """Fetches URLs, with tight limits."""
+    policy = FetchPolicy(allow_http=True, allow_files=False, max_bytes=1 << 20, seconds=1.0, max_redirects=3)
+    with serving(policy=policy, warm_up=False) as running:
+        yield running
+
+
+@pytest.fixture
+def public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes one address count as public."""
+    monkeypatch.setattr(fetch, "is_public", lambda address: address == PUBLIC)
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    Hostile.seen.clear()
+
+
+def describe(server: Running, url: str) -> Reply:
+    return server.chat([{"type": "image_url", "image_url": {"url": url}}, text("describe the picture")])
+
+
+def refused(reply: Reply) -> str:
+    """The message of a refusal, which tells nothing of this machine's network."""
+    assert reply.status == 400, reply.body
+    assert reply.error["code"] == "unreadable"
+    for secret in ("127.0.0.1", "169.254", "hunter2", "root:", "HTTP 404", "refused", "/etc"):
+        assert secret not in reply.body.decode()
+    return str(reply.error["message"])
+
+
+# Other hosts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("public")
+def test_a_public_picture_is_fetched(server: Running, hostile: int) -> None:
+    reply = describe(server, f"http://{PUBLIC}:{hostile}/picture")
+    assert reply.json["choices"][0]["message"]["content"] == "a red circle"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "0x7f000001", "0177.0.0.1", "127.1",
+        "10.0.0.1", "192.168.0.1", "169.254.169.254", "[fe80::1]", "[fd00::1]", "100.64.0.1", "[64:ff9b::7f00:1]",
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("public")
+def test_private_hosts_are_never_asked(server: Running, hostile: int, host: str) -> None:
+    refused(describe(server, f"http://{host}:{hostile}/secret"))
+    assert Hostile.seen == []
+
+
+def test_urls_are_public_ones_only_where_they_are_allowed(hostile: int) -> None:
+    """The configuration's own policy, as ``--allow-urls`` makes it."""
+    policy = policy_of(ServerConfig(model="m", allow_urls=True, max_file=5, fetch_seconds=2.0))
+    assert policy == FetchPolicy(allow_http=True, allow_private=False, allow_files=False, max_bytes=5, seconds=2.0)
+    Hostile.seen.clear()
+    with serving(allow_urls=True, fetch_seconds=5.0, warm_up=False) as server:
+        refused(describe(server, f"http://127.0.0.1:{hostile}/secret"))
+    assert Hostile.seen == []
+
+
+@pytest.mark.parametrize("path", ["loopback", "metadata", "file", "circle"])
+@pytest.mark.usefixtures("public")
+def test_redirects_are_checked(server: Running, hostile: int, path: str) -> None:
+    refused(describe(server, f"http://{PUBLIC}:{hostile}/{path}"))
+    assert "/secret" not in Hostile.seen
+    assert len(Hostile.seen) <= 4
+
+
+@pytest.mark.parametrize("path", ["slow", "silent", "endless", "liar", "missing"])
+@pytest.mark.usefixtures("public")
+def test_size_and_time_are_bounded(server: Running, hostile: int, path: str) -> None:
+    began = time.monotonic()
+    refused(describe(server, f"http://{PUBLIC}:{hostile}/{path}"))
+    assert time.monotonic() - began < 8
+
+
+@pytest.mark.usefixtures("public")
+def test_what_is_no_picture_is_not_shown(server: Running, hostile: int) -> None:
+    reply = describe(server, f"http://{PUBLIC}:{hostile}/page")
+    assert (reply.status, reply.error["code"]) == (400, "InvalidImage")
+    assert b"hunter2" not in reply.body
+
+
+@pytest.mark.usefixtures("public")
+def test_a_name_that_changes_its_address_reaches_nothing_else(
+    server: Running, hostile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is resolved once for a connection, and the address that was checked is the one that is connected to."""
+    resolve, asked = socket.getaddrinfo, []
+
+    def changing(host: Any, port: Any, *args: Any, **options: Any) -> Any:
+        if host != "changing.test":
+            return resolve(host, port, *args, **options)
+        asked.append(host)
+        return resolve(PUBLIC if len(asked) == 1 else "127.0.0.1", port, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", changing)
+    reply = describe(server, f"http://changing.test:{hostile}/picture")
+    assert reply.json["choices"][0]["message"]["content"] == "a red circle"
+    assert len(asked) == 1
+    refused(describe(server, f"http://changing.test:{hostile}/secret"))
+    assert Hostile.seen == ["/picture"]
+
+
+@pytest.mark.usefixtures("public")
+def test_slow_hosts_hold_up_only_those_who_ask_for_them(server: Running, hostile: int) -> None:
+    asking = [
+        threading.Thread(target=describe, args=(server, f"http://{PUBLIC}:{hostile}/silent/{number}"))
+        for number in range(12)
+    ]
+    for thread in asking:
+        thread.start()
+    began = time.monotonic()
+    assert server.chat("count to 5").json["choices"][0]["message"]["content"] == "1 2 3 4 5"
+    assert time.monotonic() - began < 5
+    for thread in asking:
+        thread.join(30)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "http://example.org/x.png", "ftp://example.org/x.png", "gopher://x/", "file:///etc/passwd", "/etc/passwd",
+        "../../etc/passwd", "~/x", "x", "", "\0", "C:\\x.png",
+    ],
+)  # fmt: skip
+def test_by_default_nothing_is_read(locked: Running, source: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": source}}
+    reply = locked.chat([part, text("describe the picture")], headers=SESAME)
+    assert reply.status == 400
+    assert reply.error["code"] in ("url", "file")
+    assert "/etc" not in reply.body.decode()
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_only_below_allowed_folders(tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "allowed-not"
+    allowed.mkdir()
+    other.mkdir()
+    (allowed / "circle.png").write_bytes(PICTURE)
+    (other / "circle.png").write_bytes(PICTURE)
+    (allowed / "link.png").symlink_to(other / "circle.png")
+    os.mkfifo(allowed / "pipe.png")
+    with serving(allow_dirs=(allowed,), warm_up=False) as server:
+        for right in (f"file://{allowed}/circle.png", f"{allowed}/circle.png"):
+            assert describe(server, right).json["choices"][0]["message"]["content"] == "a red circle"
+        for wrong in (
+            f"{other}/circle.png",
+            f"{allowed}/../allowed-not/circle.png",
+            f"{allowed}/link.png",
+            f"{allowed}/missing.png",
+            f"{allowed}/pipe.png",
+            f"{allowed}",
+            "/etc/passwd",
+            "file:///etc/passwd",
+        ):
+            reply = describe(server, wrong)
+            assert reply.status == 400, wrong
+            assert str(tmp_path) not in reply.body.decode()
+        assert describe(server, "http://127.0.0.1/x.png").error["code"] == "url"
+
+
+def test_messages_for_strangers_have_no_paths() -> None:
+    assert without_paths("no /home/ann/models/x.safetensors here") == "no (a path) here"
+    assert without_paths("see file:///etc/passwd") == "see (a file)"
+    assert without_paths("[Errno 2] '/tmp/a b'") == "[Errno 2] '(a path) b'"
+    assert without_paths("either/or at 1/2, http://example.org/a/b") == "either/or at 1/2, http://example.org/a/b"
+    assert len(without_paths("x" * 10_000)) == 600
+
+
+# Who may come in ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    with serving(api_key=KEY, warm_up=False) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic s\u00e9same", "s\u00e9same", "Bearer s\u00e9same2"]
+)
+def test_a_wrong_key_is_refused(locked: Running, given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}
+    for method, path in (
+        ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/stats"), ("GET", "/openapi.json"), ("GET", "/no/such"),
+        ("POST", "/v1/chat/completions"), ("GET", "/page/../v1/models"), ("GET", "//v1/models"),
+    ):  # fmt: skip
+        reply = locked.ask(method, path, {} if method == "POST" else None, headers=headers)
+        assert reply.status in (401, 404), path
+        assert (reply.status == 404) == path.startswith("/page/")
+        assert b"qwen2_vl" not in reply.body
+
+
+def test_the_right_key_is_let_in(locked: Running) -> None:
+    assert locked.ask("GET", "/v1/models", headers=SESAME).status == 200
+    assert locked.ask("GET", "/health").status == 200
+    assert locked.ask("GET", "/ready").status == 200
+    assert locked.ask("GET", "/").status == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch, locked: Running) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare = edge.hmac.compare_digest
+
+    def noting(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return compare(a, b)
+
+    monkeypatch.setattr(edge.hmac, "compare_digest", noting)
+    locked.ask("GET", "/v1/models", headers={"Authorization": "Bearer x"})
+    assert [len(one) for one in compared[0]] == [32, 32]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "", "[::2]", "evil.example:80"]
+)
+def test_other_host_names_are_refused(server: Running, host: str) -> None:
+    """A page of another site whose name is made to resolve to this machine."""
+    assert server.ask("GET", "/v1/models", headers={"Host": host}).status == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:1234", "[::1]:80"])
+def test_own_host_names_are_let_in(server: Running, host: str) -> None:
+    assert server.ask("GET", "/v1/models", headers={"Host": host}).status == 200
+
+
+def test_other_sites_get_no_leave_to_read(server: Running) -> None:
+    origin = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for reply in (
+        server.ask("OPTIONS", "/v1/chat/completions", headers=origin),
+        server.chat("count to 3", headers=origin),
+    ):
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+    simple = server.ask("POST", "/v1/chat/completions", b"{}", headers={"Content-Type": "text/plain", **origin})
+    assert simple.status == 415
+
+
+def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
+    headers = server.ask("GET", "/").headers
+    assert headers["content-security-policy"].startswith("default-src 'self'")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "server" not in headers
+
+
+# Exhaustion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    with serving(max_body=100_000, max_images=2, max_videos=0, max_choices=2, max_prompts=2, warm_up=False) as running:
+        yield running
+
+
+def test_large_bodies_are_refused(small: Running) -> None:
+    reply = small.ask("POST", "/v1/chat/completions", b" " * 100_001)
+    assert reply.status == 413
+    connection = socket.create_connection(("127.0.0.1", small.port), timeout=20)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+    with suppress(OSError):  # the server may close before it has been sent everything
+        for _ in range(20):
+            connection.sendall(b"2710\r\n" + b" " * 10_000 + b"\r\n")
+    with suppress(ConnectionResetError):
+        assert b"413" in connection.recv(1000)
+    connection.close()
+    assert small.chat("count to 3").status == 200
+
+
+def test_bodies_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "BODY_SECONDS", 0.5)
+    connection = socket.create_connection(("127.0.0.1", small.port), timeout=20)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+    assert b"408" in connection.recv(1000)
+    connection.close()
+
+
+def test_counts_are_bounded(small: Running) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGVsbG8="}}
+    assert "at most 2" in small.chat([part] * 3).error["message"]
+    assert "at most 0" in small.chat([clip]).error["message"]
+    assert small.chat("count to 3", n=3).status == 400
+    assert small.ask("POST", "/v1/completions", {"prompt": ["a", "b", "c"]}).status == 400
+
+
+def test_a_prompt_beyond_the_context_is_refused(server: Running) -> None:
+    reply = server.chat("repeat: " + "a " * 5000)
+    assert (reply.status, reply.error["code"]) == (400, "PromptTooLong")
+
+
+def test_a_bomb_of_a_picture_is_refused(server: Running) -> None:
+    import base64
+
+    bomb = base64.b64encode((IMAGES / "awkward" / "decompression_bomb.png").read_bytes()).decode()
+    reply = describe(server, f"data:image/png;base64,{bomb}")
+    assert (reply.status, reply.error["code"]) == (400, "InvalidImage")
+
+
+def test_connections_that_say_nothing_stop_nobody(server: Running) -> None:
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(50)]
+    try:
+        assert server.chat("count to 3").status == 200
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) -> None:
+    body = b'{"messages":[{"role":"user","content":"count to 20"}],"stream":true,"ignore_eos":true,"max_tokens":1500}'
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    for number in range(40):
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[: len(body) - number % 2])
+        connection.close()
+    stats = server.server.service.stats
+    wait_until(
+        lambda: (now := stats()) is not None and now.queued + now.waiting + now.prefilling + now.decoding == 0,
+        "the batch to be empty",
+        20,
+    )
+    wait_until(lambda: not server.server.service._visits, "nobody to be there", 10)
+    assert server.chat("count to 3").status == 200

@@ -1,0 +1,253 @@
+"""Answers held to a form, and thinking that is to end: on the trained checkpoint, where words can be read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.harness import inputs_of, shared_adapter
+from tests.test_templates import with_template
+from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch.arrays import as_mlx
+from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.sampling import sample
+from vlm_batch.errors import InvalidParameters
+
+CIRCLE = str(sample_images()[3])
+DESCRIBE = "describe the image"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "blue", "black"]},
+        "sides": {"type": "integer", "minimum": 0, "maximum": 9},
+        "known": {"type": "boolean"},
+    },
+    "required": ["colour", "sides", "known"],
+    "additionalProperties": False,
+}
+#: Ends its prompts within thinking, if it is told to.
+THINKS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def batcher() -> Iterator[VLMBatcher]:
+    with VLMBatcher(default_checkpoint(), max_rows=12) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLMBatcher]:
+    with VLMBatcher(with_template(tmp_path_factory.mktemp("thinks"), THINKS)) as made:
+        yield made
+
+
+def has_the_schema(value: Any) -> bool:
+    return (
+        set(value) == {"colour", "sides", "known"}
+        and value["colour"] in ("red", "blue", "black")
+        and isinstance(value["sides"], int)
+        and 0 <= value["sides"] <= 9
+        and isinstance(value["known"], bool)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_json_parses_and_has_its_schema(batcher: VLMBatcher, temperature: float) -> None:
+    handles = [
+        batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(json_schema=SCHEMA, temperature=temperature, seed=seed))
+        for seed in range(6)
+    ]
+    for handle in handles:
+        result = handle.result(timeout=60)
+        assert (result.finish_reason, result.error) == ("stop", None)
+        assert json.loads(result.text) == result.parsed
+        assert has_the_schema(result.parsed), result.parsed
+
+
+def test_a_choice_is_what_the_model_finds_likeliest(batcher: VLMBatcher) -> None:
+    """The checkpoint sees the picture: among the colours that it knows it takes the right one."""
+    params = SamplingParams(choice=["a blue circle", "a red circle", "a green circle"])
+    result = batcher.submit(CIRCLE, DESCRIBE, params=params).result(timeout=60)
+    assert result.parsed == result.text == "a red circle"
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"[a-f]{3}-[0-9]{2}"}, r"[a-f]{3}-[0-9]{2}"),
+        ({"grammar": 'start: "<" word ">"\nword: /[xyz]{2,4}/'}, r"<[xyz]{2,4}>"),
+        ({"choice": ['say "so"', "back\\slash", "naïve\n"]}, r'say "so"|back\\slash|naïve\n'),
+    ],
+    ids=["regex", "grammar", "choice"],
+)
+def test_other_forms(batcher: VLMBatcher, form: dict[str, Any], pattern: str) -> None:
+    for seed in range(4):
+        params = SamplingParams(**form, temperature=2.0, seed=seed)
+        result = batcher.submit(prompt="count to 3", params=params).result(timeout=60)
+        assert result.finish_reason == "stop", result
+        assert re.fullmatch(pattern, result.text)
+        assert result.parsed == result.text
+
+
+def test_an_answer_that_is_cut_says_so(batcher: VLMBatcher) -> None:
+    result = batcher.submit(prompt="a", params=SamplingParams(json_schema=SCHEMA, max_tokens=5)).result(timeout=60)
+    assert (result.finish_reason, result.parsed) == ("length", None)
+    assert result.text
+
+
+def test_in_company_as_alone(batcher: VLMBatcher) -> None:
+    """Rows with and without forms, greedy and sampled, joining at different times: each has the answer that it has alone."""
+    asked = [
+        Request(prompt=DESCRIBE, images=CIRCLE, params=SamplingParams(json_schema=SCHEMA)),
+        Request(prompt="count to 9"),
+        Request(
+            prompt=DESCRIBE,
+            images=CIRCLE,
+            params=SamplingParams(json_schema=SCHEMA, temperature=1.0, seed=5, logprobs=2),
+        ),
+        Request(prompt="count to 7", params=SamplingParams(temperature=1.0, seed=3, max_tokens=30)),
+        Request(prompt=DESCRIBE, images=CIRCLE, params=SamplingParams(regex="[a-z ]{20,40}", temperature=0.8, seed=9)),
+        Request(prompt=DESCRIBE, images=CIRCLE),
+    ]
+    alone = [batcher.submit_request(one).result(timeout=60) for one in asked]
+    together = batcher.generate(asked * 3)
+    for index, result in enumerate(together):
+        expected = alone[index % len(asked)]
+        assert (result.text, result.token_ids, result.parsed) == (expected.text, expected.token_ids, expected.parsed)
+        if expected.logprobs is not None:
+            assert [one.logprob for one in result.logprobs or ()] == pytest.approx(
+                [one.logprob for one in expected.logprobs], abs=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"json_schema": {"type": "obect"}}, "json_schema: Invalid type: obect"),
+        ({"json_schema": {"type": "object", "if": {}}}, "json_schema: .*if"),
+        ({"regex": "([a"}, "regex: .*unclosed character class"),
+        ({"grammar": "start: nothing"}, "grammar: .*nothing"),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_none_is_refused_at_submit(batcher: VLMBatcher, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameters, match=said):
+        batcher.submit(prompt="a", params=SamplingParams(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "regex and choice exclude each other"),
+        ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": [1]}, "json_schema is .*mapping"),
+        ({"choice": []}, "choice is empty"),
+        ({"choice": [3]}, "choice is .*non-empty texts"),
+        ({"regex": ""}, "regex is ''"),
+        ({"regex": "a", "stop": "b"}, "stop would end the answer elsewhere"),
+    ],
+    ids=str,
+)
+def test_forms_are_checked_where_they_are_made(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameters, match=said):
+        SamplingParams(**wrong)
+
+
+def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(json_schema=schema)
+    schema.clear()
+    assert set(batcher.submit(prompt="a", params=params).result(timeout=60).parsed) == {"a"}
+
+
+def test_thinking_ends_when_its_budget_is_spent(thinker: VLMBatcher) -> None:
+    end = thinker._preparer.processing.ids_of("</think>")
+    for budget in (0, 1, 4):
+        params = SamplingParams(thinking_budget=budget, max_tokens=30)
+        result = thinker.submit(prompt="count to 9", enable_thinking=True, params=params).result(timeout=60)
+        assert result.token_ids[budget : budget + len(end)] == end
+        assert result.text.count("</think>") == 1
+
+
+def test_a_form_begins_after_thinking(thinker: VLMBatcher) -> None:
+    params = SamplingParams(json_schema=SCHEMA, thinking_budget=3, ignore_eos=False)
+    result = thinker.submit(CIRCLE, DESCRIBE, enable_thinking=True, params=params).result(timeout=60)
+    _, after = result.text.split("</think>")
+    assert result.finish_reason == "stop"
+    assert json.loads(after) == result.parsed
+    assert has_the_schema(result.parsed)
+    plain = thinker.submit(CIRCLE, DESCRIBE, params=SamplingParams(json_schema=SCHEMA)).result(timeout=60)
+    assert json.loads(plain.text) == plain.parsed
+
+
+def test_thinking_that_does_not_end_has_no_value(thinker: VLMBatcher) -> None:
+    """End tokens may not come before the answer has its form."""
+    params = SamplingParams(json_schema=SCHEMA, max_tokens=20)
+    result = thinker.submit(prompt="count to 2", enable_thinking=True, params=params).result(timeout=60)
+    assert (result.finish_reason, result.parsed) == ("length", None)
+    assert result.usage.completion_tokens == 20
+
+
+def test_a_template_without_thinking_has_no_budget_for_it(batcher: VLMBatcher) -> None:
+    with pytest.raises(InvalidParameters, match="does not mark thinking"):
+        batcher.submit(prompt="a", params=SamplingParams(thinking_budget=3))
+
+
+class AnyForm:
+    """Lets everything through, and notes when it is asked."""
+
+    is_whole = may_end = False
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+
+    def fill(self, bits: np.ndarray) -> None:
+        self.noted.append("mask")
+        bits[:] = 0xFFFFFFFF
+
+    def consume(self, token: int) -> None:
+        self.noted.append("token")
+
+    def copy(self) -> AnyForm:
+        return self
+
+    def read(self, text: str) -> str:
+        return text
+
+
+def test_nobody_waits_for_a_mask() -> None:
+    """In each step the plain row's token is launched before the held row's last token is read and its mask made."""
+    noted: list[str] = []
+
+    def recording(logits: Any, rows: Any) -> Any:
+        noted.append("plain" if rows[0].seed == 1 else "held")
+        return sample(logits, rows)
+
+    generator = BatchGenerator(shared_adapter("qwen2_vl"), sampler=recording)
+    for index in (1, 2):
+        params = SamplingParams(max_tokens=6, seed=index)
+        row = new_row(str(index), Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{index}:6"))), params)
+        row.answer.guide = Guide.of(params, AnyForm(noted) if index == 2 else None, None, ())
+        generator.add(row)
+    while generator.has_work:
+        generator.step()
+    steady = noted[noted.index("plain", 2) :]
+    assert steady[:8] == ["plain", "token", "mask", "held"] * 2, noted

@@ -1,0 +1,393 @@
+"""``vlm-batch run`` and ``vlm-batch demo``: faces of ``vlm_batch.jobs``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_batch.assets import is_sample, sample_images
+from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, add_batcher, add_model, at_least, load_model
+from vlm_batch.cli.watching import JobView, show_dry_run
+from vlm_batch.jobs import journal
+from vlm_batch.jobs.files import common_folder, is_url
+from vlm_batch.jobs.lines import CannotWrite
+from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
+from vlm_batch.jobs.rows import Row, Shard, Source
+from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
+from vlm_batch.jobs.runner import run as run_job
+from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sidecars, Sink, check_writable, open_sink
+from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Reading, open_sources
+from vlm_batch.jobs.summary import Summary
+from vlm_batch.jobs.tables import Columns
+from vlm_batch.types import SamplingParams, Video
+
+ANSWERED, FAILED, INTERRUPTED = 0, 1, 130
+
+#: What the demo asks beside a description of each sample picture: names of sample pictures, and the question.
+DEMO_QUESTIONS = (
+    (("digits_728",), "read the digits"),
+    (("red_circle_above_blue_triangle",), "what is below the circle?"),
+    (("black_circle_left_of_blue_square",), "what colour is the square?"),
+    (("red_circle", "red_circle_above_blue_triangle"), "are the pictures the same?"),
+    (("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"), "which picture has a cross?"),
+    (("black_circle_left_of_blue_square", "yellow_triangle_left_of_green_cross"), "describe both pictures"),
+    ((), "count to 12"),
+    ((), "repeat: a a a a"),
+    ((), "reverse: m l x"),
+    ((), "what is 4 + 7?"),
+)
+
+
+def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch run``: every row of the sources that the arguments name."""
+    questions = _questions(args)
+    Video("", fps=args.fps, max_frames=args.max_frames)  # its own check, before anything is read
+    reading = Reading(
+        columns=Columns(image=args.image_column, video=args.video_column, id=args.id_column, prompt=args.prompt_column),
+        recursive=args.recursive,
+        videos=args.videos,
+        pdfs=args.pdf,
+        fps=args.fps,
+        max_frames=args.max_frames,
+        dpi=args.dpi,
+        split=args.split,
+        own_prompts=not (args.prompt or args.prompt_file),
+    )
+    sources, found = open_sources(args.paths, reading)
+    if said := found.said():
+        print(f"vlm-batch: {said}", file=sys.stderr)
+    if args.model is None and open_batcher is load_model and not all(map(_is_samples, sources)):
+        raise UsageError(
+            f"these are more than the sample pictures: name a model with --model PATH|HUB_ID "
+            f"(without one {EMBEDDED} answers, which knows coloured shapes only)"
+        )
+    if args.dry_run:
+        return show_dry_run(Job(sources, questions, Nowhere(), _shard(args)), lambda: open_batcher(args), sys.stdout)
+    return _answer(sources, questions, args, open_batcher)
+
+
+def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch demo``: the sample pictures and a few questions, answered by the embedded checkpoint."""
+    return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Questions about one sample picture, about two, and about none."""
+
+    name: str = "demo"
+    columns: tuple[str, ...] | None = None
+    is_once: bool = False
+    numbered: bool = False
+
+    def rows(self) -> Iterator[Row]:
+        by_name = {picture.stem: picture for picture in sample_images()}
+        asked = [((name,), DEFAULT_PROMPT) for name in by_name] + list(DEMO_QUESTIONS)
+        for number, (names, prompt) in enumerate(asked):
+            yield Row(id=f"demo-{number}", images=tuple(str(by_name[name]) for name in names), prompt=prompt)
+
+    scan = rows
+
+
+def _answer(sources: list[Source], questions: Questions, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """Run the job, show it, and say how it went."""
+    shard = _shard(args)
+    target = _target(args, shard)
+    if args.report is not None:
+        if not args.report.lower().endswith((".html", ".htm")):
+            raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
+        check_writable(Path(args.report))
+    sink = _sink(target, sources, questions, args, shard)
+    view = JobView(
+        table_to=sys.stderr if target == "-" else sys.stdout,
+        quiet=args.quiet,
+        says_prompt=bool(args.prompt or args.prompt_file),
+        label=_labels(sources),
+        answers_in=None if target in (None, "-") else target,
+    )
+    try:
+        with view, _ended_by_signals():
+            summary = run_job(
+                sources,
+                sink,
+                lambda: open_batcher(args),
+                questions=questions,
+                shard=shard,
+                settings=_settings(args),
+                carried=tuple(name for name in args.columns or () if name not in ANSWER_FIELDS),
+                resume=args.resume,
+                overwrite=args.overwrite,
+                force=args.force,
+                retry_errors=args.retry_errors,
+                keeps_samples=args.report is not None,
+                watch=view,
+            )
+    except CannotWrite as error:
+        hint = "; --resume goes on from there" if target not in (None, "-") else ""
+        raise CannotWrite(f"{error}{hint}") from error
+    view.show(summary)
+    if args.report is not None and summary.ended_rows:  # nothing was left to ask: an earlier run's page stays
+        _write_report(args, summary, questions)
+    if summary.interrupted:
+        return INTERRUPTED
+    if args.shard == "auto":
+        _wait_for_all()
+    return ANSWERED if summary.num_failed <= args.max_errors else FAILED
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM end a job as an interrupt does, with its output made; other threads cannot set that, and do not."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_for_all() -> None:
+    """Wait for the other processes of mlx.launch, which ends them when one leaves with a status that is not 0."""
+    import mlx.core as mx
+
+    mx.eval(mx.distributed.all_sum(mx.ones(1)))
+
+
+def _write_report(args: argparse.Namespace, summary: Summary, questions: Questions) -> None:
+    from vlm_batch.jobs import report
+
+    page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
+    journal.replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
+
+
+def _is_samples(source: Source) -> bool:
+    return isinstance(source, Files) and all(map(is_sample, source.paths))
+
+
+def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
+    """Names of rows where they are shown: without the folder that all of them lie in."""
+    where = ""
+    if all(isinstance(source, Files) for source in sources):
+        where = common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
+    samples = {str(path): path.stem for path in sample_images()} if any(isinstance(s, Demo) for s in sources) else {}
+
+    def label(row: Row) -> str:
+        if samples:
+            return " + ".join(samples[str(image)] for image in row.images) or "(text only)"
+        return row.id[len(where) :]
+
+    return label
+
+
+def _questions(args: argparse.Namespace) -> Questions:
+    texts = list(args.prompt or ())
+    for file in args.prompt_file or ():
+        try:
+            texts.append(Path(file).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read {file}: {error}") from error
+    if not all(text.strip() for text in texts):
+        raise UsageError("--prompt is empty; say what is asked about the pictures")
+    return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args))
+
+
+def _shard(args: argparse.Namespace) -> Shard:
+    """This process's part; ``auto`` is its rank among those that mlx.launch started."""
+    if args.shard != "auto":
+        return Shard.parse(args.shard) if args.shard else Shard()
+    import mlx.core as mx
+
+    group = mx.distributed.init()
+    return Shard(group.rank() + 1, group.size())
+
+
+def _target(args: argparse.Namespace, shard: Shard) -> str | None:
+    """The output; ``{shard}`` in its name is the shard's number."""
+    if args.out is not None and args.json is not None:
+        raise UsageError("--out and --json exclude each other")
+    target: str | None = args.out if args.out is not None else args.json
+    if args.shard == "auto" and target is not None and "{shard}" not in target:
+        raise UsageError("--shard auto needs {shard} in the output's name, or its processes would write one file")
+    return None if target is None else target.replace("{shard}", f"{shard.number}-of-{shard.count}")
+
+
+def _sink(
+    target: str | None, sources: Sequence[Source], questions: Questions, args: argparse.Namespace, shard: Shard
+) -> Sink:
+    columns = tuple(dict.fromkeys(("id", *args.columns, "error"))) if args.columns else None
+    if target is None:
+        sink: Sink | None = None
+    elif args.json is not None and target != "-":
+        sink = JsonLines(Path(target).expanduser(), columns)
+    else:
+        sink = open_sink(target, columns)
+    if args.sidecar is None:
+        return Nowhere() if sink is None else sink
+
+    def pictures() -> Iterator[tuple[str, str]]:
+        for item in Job(sources, questions, Nowhere(), shard).items(scan=True):
+            files = [*item.row.images, *(video.source for video in item.row.videos)]
+            is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
+            if item.row.error is None:
+                yield item.id, str(files[0]) if is_file else ""
+
+    paths = [source.paths for source in sources if isinstance(source, Files)]
+    return Sidecars(args.sidecar, common_folder([path for some in paths for path in some]), pictures, sink)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that decide answers and output beside prompts and sampling."""
+    model = args.model
+    if model is not None and Path(model).expanduser().exists():
+        model = str(Path(model).expanduser().resolve())
+    names = (
+        "max_prompt_tokens",
+        "max_image_pixels",
+        "kv_bits",
+        "kv_group_size",
+        "kv_quant_scheme",
+        "quantized_kv_start",
+    )
+    said = {name: value for name, value in vars(args).items() if name in names}
+    return {"model": model, **said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+
+
+# ---- the command line ----
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The options of ``run``."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a picture, video, PDF, folder, pattern or URL; a table (.jsonl, .csv, .tsv, .parquet), an archive (.tar) or a "
+        "folder of the datasets library; - reads JSON lines or paths from standard input",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help=f"the question, with {{column}} for a row's own; several ask each row each (default: {DEFAULT_PROMPT})",
+    )
+    parser.add_argument("--prompt-file", action="append", metavar="FILE", help="a question from a file")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt, with {column} likewise")
+    add_model(parser)
+    reading = parser.add_argument_group("what is read")
+    reading.add_argument(
+        "--recursive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look into folders in folders (default: yes)",
+    )
+    reading.add_argument("--videos", action="store_true", help="look for videos in folders, too")
+    reading.add_argument("--pdf", action="store_true", help="look for PDF files in folders, too")
+    reading.add_argument(
+        "--dpi", type=at_least(1), default=DEFAULT_DPI, metavar="N", help="of PDF pages (default: %(default)s)"
+    )
+    reading.add_argument(
+        "--fps", type=float, default=None, metavar="R", help="frames a second of a video (default: the family's habit)"
+    )
+    reading.add_argument(
+        "--max-frames", type=at_least(1), default=None, metavar="N", help="most frames of a video (default: likewise)"
+    )
+    for what in ("image", "video", "id", "prompt"):
+        reading.add_argument(f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}")
+    reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
+    reading.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only part I of N (from 1), by the rows' ids; auto: under mlx.launch, a part for each process",
+    )
+    reading.add_argument(
+        "--dry-run", action="store_true", help="show the first prompts, sizes and an estimate, and stop"
+    )
+    _add_answering(parser)
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """The options of ``demo``."""
+    _add_answering(parser)
+    parser.set_defaults(
+        prompt=None,
+        prompt_file=None,
+        model=None,
+        trust_remote_code=False,
+        shard=None,
+        dpi=None,
+        fps=None,
+        max_frames=None,
+    )
+
+
+def _add_answering(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that asks a model."""
+    defaults = SamplingParams()
+    sampling = parser.add_argument_group("sampling")
+    for option, kind, default, metavar, said in (
+        ("--max-tokens", int, defaults.max_tokens, "N", "longest answer (default: %(default)s)"),
+        ("--temperature", float, defaults.temperature, "T", "0 is greedy (default: %(default)s)"),
+        ("--top-p", float, defaults.top_p, "P", "1 is off (default: %(default)s)"),
+        ("--top-k", int, defaults.top_k, "K", "0 is off (default: %(default)s)"),
+        ("--min-p", float, defaults.min_p, "P", "0 is off (default: %(default)s)"),
+        ("--seed", int, defaults.seed, "N", "makes sampled answers reproducible, whatever the batch"),
+    ):
+        sampling.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
+    add_batcher(parser.add_argument_group("the batch and its memory"))
+    writing = parser.add_argument_group("what is written")
+    writing.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="the answers as they come: JSON lines, or .csv, .tsv, .parquet by the suffix; - is standard output; {shard} is "
+        "the shard's number",
+    )
+    writing.add_argument("--json", metavar="FILE", help="the same, as JSON lines whatever the suffix")
+    writing.add_argument("--sidecar", metavar="SUFFIX", help="a text file beside each picture, such as .txt")
+    writing.add_argument(
+        "--columns",
+        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        metavar="A,B",
+        help="fields of the answers and columns of the rows, in this order (id and error are always there)",
+    )
+    writing.add_argument("--resume", action="store_true", help="go on where the run that wrote the output ended")
+    writing.add_argument("--overwrite", action="store_true", help="replace what the output has already")
+    writing.add_argument("--retry-errors", action="store_true", help="go on, and ask rows again that failed")
+    writing.add_argument(
+        "--force", action="store_true", help="with --resume: also with other settings than the first run's"
+    )
+    writing.add_argument(
+        "--report", metavar="FILE", help="a page (HTML, offline) with plots, failures and a sample of answers"
+    )
+    parser.add_argument(
+        "--max-errors",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="exit with 0 if no more than N fail (default: 0)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the progress, the table and the totals")

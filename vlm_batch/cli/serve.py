@@ -1,0 +1,175 @@
+"""``vlm-batch serve``: the flags of the HTTP server, and what they mean. ``mlx_vlm.server``'s keep their names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlm_batch.assets import default_checkpoint
+
+if TYPE_CHECKING:
+    from vlm_batch.server.config import ServerConfig
+    from vlm_batch.server.service import Batcher
+
+API_KEY = "VLM_BATCH_API_KEY"
+DEFAULT_ROWS = 16
+
+
+class MissingExtra(Exception):
+    """The server's own dependencies are not installed."""
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Serve until told to stop. False if the server could not begin. Raises MissingExtra, InvalidConfig."""
+    try:
+        from vlm_batch.server.run import serve
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"the server needs {error.name}: pip install 'vlm-batch[serve]'") from error
+    return serve(config_of(args, os.environ), lambda: open_batcher(args))
+
+
+def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
+    """The server's configuration. Raises InvalidConfig."""
+    from vlm_batch.server.config import MEGABYTE, ServerConfig
+
+    return ServerConfig(
+        model=str(args.model or default_checkpoint()),
+        served_name=args.served_model_name,
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key or environment.get(API_KEY) or None,
+        no_auth=args.no_auth,
+        allowed_hosts=tuple(args.allowed_host),
+        allow_urls=args.allow_urls,
+        allow_dirs=tuple(Path(folder).expanduser() for folder in args.allow_dir),
+        max_body=args.max_body_mb * MEGABYTE,
+        max_images=args.max_images,
+        max_videos=args.max_videos,
+        default_max_tokens=args.max_tokens,
+        max_queue=args.max_queue,
+        max_memory=None if args.max_memory_gb is None else round(args.max_memory_gb * 2**30),
+        request_seconds=args.request_timeout,
+        idle_unload=args.idle_unload,
+        shutdown_seconds=args.shutdown_timeout,
+        warm_up=args.warm_up,
+        enable_thinking=args.enable_thinking,
+        min_pixels=args.min_pixels,
+        max_pixels=args.max_pixels,
+        tool_parser=args.tool_parser,
+    )
+
+
+def open_batcher(args: argparse.Namespace) -> Batcher:
+    """Load the model. The batcher itself reads no path and no URL: the server hands it bytes and data URIs."""
+    from vlm_batch.batcher import VLMBatcher
+    from vlm_batch.inputs.fetch import FetchPolicy
+
+    return VLMBatcher(
+        str(args.model or default_checkpoint()),
+        max_rows=args.max_num_seqs,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_image_pixels=args.max_image_pixels,
+        fetch=FetchPolicy(allow_http=False, allow_files=False),
+        cache_dir=args.cache_dir,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        kv_quant_scheme=args.kv_quant_scheme,
+        quantized_kv_start=args.quantized_kv_start,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``vlm-batch serve``."""
+    _add_model(parser.add_argument_group("model"))
+    _add_network(parser.add_argument_group("network"))
+    _add_media(parser.add_argument_group("what requests may bring"))
+    _add_limits(parser.add_argument_group("limits"))
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)")
+    group.add_argument("--served-model-name", metavar="NAME", help="its name on the wire (default: the last part)")
+    group.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=DEFAULT_ROWS,
+        metavar="N",
+        help="most rows in the batch (default: %(default)s)",
+    )
+    group.add_argument("--kv-bits", type=float, metavar="BITS", help="store keys and values in so many bits")
+    group.add_argument("--kv-group-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    group.add_argument("--kv-quant-scheme", choices=("uniform", "turboquant"), default="uniform")
+    group.add_argument("--quantized-kv-start", type=int, default=0, metavar="N", help="first token in few bits")
+    group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
+    group.add_argument("--enable-thinking", action="store_true", help="think unless a request says otherwise")
+    group.add_argument("--tool-parser", metavar="NAME", help="mlx_vlm.tools' parser (default: by chat template)")
+    group.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="answer once before being ready (default: yes)",
+    )
+    group.add_argument("--idle-unload", type=float, metavar="SECONDS", help="let go of the model when nobody asks")
+
+
+def _add_network(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8080, help="default: %(default)s; 0 takes a free one")
+    group.add_argument("--api-key", metavar="KEY", help=f"the key that clients must send; better in {API_KEY}")
+    group.add_argument("--no-auth", action="store_true", help="need no key although others can reach the server")
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name that clients may use for this server",
+    )
+
+
+def _add_media(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--allow-urls", action="store_true", help="fetch http(s) pictures and videos, public hosts only")
+    group.add_argument(
+        "--allow-dir", action="append", default=[], metavar="FOLDER", help="let requests name files in this folder"
+    )
+    group.add_argument("--max-images", type=int, default=32, metavar="N", help="in one request (default: %(default)s)")
+    group.add_argument("--max-videos", type=int, default=4, metavar="N", help="in one request (default: %(default)s)")
+    group.add_argument(
+        "--max-image-pixels", type=int, default=89_478_485, metavar="N", help="of a picture (default: %(default)s)"
+    )
+    group.add_argument(
+        "--min-pixels", type=int, metavar="N", help="make smaller pictures larger, if a request does not say"
+    )
+    group.add_argument(
+        "--max-pixels", type=int, metavar="N", help="make larger pictures smaller, if a request does not say"
+    )
+    group.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="of a body (default: %(default)s)")
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="of an answer, unless it says so (default: %(default)s)",
+    )
+    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="of a prompt, pictures included")
+    group.add_argument(
+        "--max-queue", type=int, default=256, metavar="N", help="requests that may wait (default: %(default)s)"
+    )
+    group.add_argument("--max-memory-gb", type=float, metavar="GB", help="let nobody wait above so much memory")
+    group.add_argument(
+        "--request-timeout", type=float, default=600.0, metavar="SECONDS", help="of a request (default: %(default)s)"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="that answers have to end in when the server stops (default: %(default)s)",
+    )

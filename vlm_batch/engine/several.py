@@ -1,0 +1,29 @@
+"""Several answers to one prompt, as one request: events that say whose they are, and one result at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlm_batch.engine.row import sibling_id
+from vlm_batch.types import Event, Result
+
+
+class Several:
+    """The ``n`` answers of a request. Belongs to the engine's thread."""
+
+    def __init__(self, request_id: str, n: int) -> None:
+        self.request_id = request_id
+        self.row_ids = (request_id, *(sibling_id(request_id, index) for index in range(1, n)))
+        self._ended: dict[int, Result] = {}
+
+    def take(self, event: Event) -> Event:
+        """A row's event as the request's; the last row's end is the request's, with all results."""
+        index, result = self.row_ids.index(event.request_id), event.result
+        if result is None:
+            return replace(event, request_id=self.request_id, index=index)
+        self._ended[index] = replace(result, request_id=self.request_id)
+        whole = None
+        if len(self._ended) == len(self.row_ids):
+            first, *others = (self._ended[at] for at in range(len(self.row_ids)))
+            whole = replace(first, others=tuple(others))
+        return replace(event, request_id=self.request_id, index=index, answer=self._ended[index], result=whole)

@@ -1,0 +1,156 @@
+"""Forms that answers are held to: JSON schemas, regular expressions, grammars and choices, compiled by llguidance.
+
+A form is compiled once for each tokenizer, on a loader's thread, and copied for each request. What it says of a next token
+is a bit for each token, made on the CPU; the engine applies it (``vlm_batch.engine.constraints``).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from vlm_batch.errors import InvalidParameters
+from vlm_batch.types import SamplingParams
+
+#: Compiled forms that are kept.
+MOST_KEPT = 64
+#: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Form:
+    """Where an answer stands in its form. ``read`` makes the parsed value of a whole answer's text."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int, name: str, read: Callable[[str], Any]) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros(num_words, dtype=np.uint32)
+        self._name = name
+        self._read = read
+
+    def copy(self) -> Form:
+        """The same for another request; both go their own ways."""
+        return Form(self._matcher.deep_copy(), len(self._bits), self._name, self._read)
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Write which tokens may come next: bit i of (W,) uint32 for token i. Raises ValueError if the form is lost."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        known = min(len(bits), len(self._bits))  # a model may have more columns than tokens, or fewer
+        bits[:known], bits[known:] = self._bits[:known], 0
+
+    def consume(self, token: int) -> None:
+        """Go on by a token. Raises ValueError for one that does not fit."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer has its form and nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer has its form, though more could follow."""
+        return bool(self._matcher.is_accepting())
+
+    def read(self, text: str) -> Any:
+        """The parsed value of an answer."""
+        return self._read(text)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"{self._name} cannot be followed further: {_one_line(self._matcher.get_error())}")
+
+
+class Forms:
+    """The forms of one model's answers. ``check`` is for any thread, ``compiled`` for loaders' threads."""
+
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)  # written out while other threads encode
+        self._end_ids = list(end_ids)
+        self._lock = Lock()
+        self._compiled: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self._vocabulary: LLTokenizer | None = None
+        self._checked: OrderedDict[str, str] = OrderedDict()
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a form that is none. Raises InvalidParameters with what is wrong with it."""
+        if params.form is None:
+            return
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
+        text = _grammar(params)
+        with self._lock:
+            said = self._checked.get(text)
+        if said is None:
+            said = LLMatcher.validate_grammar(text)
+            with self._lock:
+                _keep(self._checked, text, said)
+        if said and not said.startswith("WARNING"):
+            raise InvalidParameters(f"{params.form}: {_one_line(said)}")
+
+    def compiled(self, params: SamplingParams) -> Form | None:
+        """A request's form, at its beginning; None if its parameters name none. Raises InvalidParameters."""
+        name = params.form
+        if name is None:
+            return None
+        text = _grammar(params)
+        with self._lock:
+            found = self._compiled.get((name, text))
+            if found is None:
+                if self._vocabulary is None:
+                    self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
+                matcher = LLMatcher(self._vocabulary, text, log_level=0)
+                if matcher.is_error():
+                    raise InvalidParameters(f"{name}: {_one_line(matcher.get_error())}")
+                num_words = -(-self._vocabulary.vocab_size // 32)
+                found = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
+                found.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
+            _keep(self._compiled, (name, text), found)
+            return found.copy()
+
+
+def _grammar(params: SamplingParams) -> str:
+    """llguidance's text of a request's form."""
+    makers: dict[str, Callable[[], str]] = {
+        "json_schema": partial(_of_schema, params.json_schema),
+        "regex": lambda: LLMatcher.grammar_from_regex(params.regex or ""),
+        "grammar": lambda: LLMatcher.grammar_from_lark(params.grammar or ""),
+        "choice": lambda: LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, params.choice or ()))),
+    }
+    assert params.form is not None
+    return makers[params.form]()
+
+
+def _of_schema(schema: Any) -> str:
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+    except ValueError as error:
+        raise InvalidParameters(f"json_schema: {_one_line(str(error))}") from error
+
+
+def _quoted(text: str) -> str:
+    """A text as Lark writes one."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > MOST_KEPT:
+        kept.popitem(last=False)
+
+
+def _one_line(text: str) -> str:
+    said = " ".join(text.split())
+    return said if len(said) <= 300 else f"{said[:300]}..."

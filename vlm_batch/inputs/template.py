@@ -1,0 +1,222 @@
+"""A checkpoint's chat template: which arguments it reads, how it is filled in, and how it marks thinking."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.inputs.chats import shown
+from vlm_batch.types import Request
+
+#: What fills a template in besides arguments: the chat, the tokenizer's own words and transformers' functions.
+_GIVEN = frozenset(
+    (
+        *("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+        *("raise_exception", "strftime_now", "kwargs", "args", "self", "processor_kwargs", "template_kwargs"),
+        *("tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation"),
+        *("sanitize_control_tokens", "max_length", "load_audio_from_video", "images", "image", "audio", "videos"),
+        *("video", "fps", "num_frames"),
+    )
+)
+#: How models mark that they think, begin and end; a template has the first whose end it writes.
+_THINKING = (
+    ("<think>", "</think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<thinking>", "</thinking>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """How a chat is put through its template: ``arguments`` by name, and how the prompt ends.
+
+    ``add_generation_prompt`` begins the assistant's turn; ``continue_final_message`` leaves the chat's last turn open
+    instead, so that the answer goes on with it.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything is as it is when nothing is said."""
+        return not self.arguments and self.add_generation_prompt and not self.continue_final_message
+
+    @classmethod
+    def of(cls, request: Request) -> TemplateOptions:
+        """What a request says. Raises InvalidPrompt for an argument that is said twice, or of another type."""
+        given = request.template_args
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise InvalidPrompt(f"template_args is {shown(given)}; it must be a mapping of names to values")
+        if taken := sorted(_GIVEN & set(given)):
+            raise InvalidPrompt(f"template_args holds {taken[0]!r}, which is not an argument of the template to set")
+        own = {
+            "tools": _mappings("tools", request.tools),
+            "documents": _mappings("documents", request.documents),
+            "enable_thinking": request.enable_thinking,
+            "reasoning_effort": request.reasoning_effort,
+        }
+        said = {name: value for name, value in own.items() if value is not None}
+        if twice := sorted(set(said) & set(given)):
+            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in template_args")
+        if not isinstance(said.get("enable_thinking", True), bool):
+            raise InvalidPrompt(f"enable_thinking is {shown(request.enable_thinking)}; it must be True, False or None")
+        if not isinstance(said.get("reasoning_effort", ""), str):
+            raise InvalidPrompt(f"reasoning_effort is {shown(request.reasoning_effort)}; it must be text, or None")
+        return cls(
+            arguments={**given, **said},
+            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            continue_final_message=request.continue_final_message,
+        )
+
+    def refuse(self, why: str) -> None:
+        """Raise InvalidPrompt if anything is said: nothing would read it."""
+        if self.is_plain:
+            return
+        said = sorted(self.arguments)
+        said += [] if self.add_generation_prompt or self.continue_final_message else ["add_generation_prompt=False"]
+        said += ["continue_final_message"] if self.continue_final_message else []
+        raise InvalidPrompt(f"{', '.join(said)}: {why}")
+
+
+@dataclass(frozen=True)
+class ThinkingMarks:
+    """The words between which a model thinks."""
+
+    start: str
+    end: str
+
+    def is_open(self, text: str) -> bool:
+        """Whether a prompt ends within thinking that it began."""
+        return text.rstrip().endswith(self.start) or text.rfind(self.start) > text.rfind(self.end) >= 0
+
+    def is_over(self, text: str) -> bool:
+        """Whether a prompt ends with thinking that is done, as templates write for answers without any."""
+        return text.rstrip().endswith(self.end)
+
+
+class ChatTemplate:
+    """The chat template of one processor, or its absence."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+
+    @cached_property
+    def owner(self) -> Any:
+        """The processor or tokenizer whose ``apply_chat_template`` is called (mlx-vlm's choice); None without a template."""
+        for part in (self._processor, self._tokenizer):
+            if hasattr(part, "apply_chat_template") and getattr(part, "chat_template", None) is not None:
+                return part
+        return None
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The template's text by name; most checkpoints have one, named "default"."""
+        given = getattr(self.owner, "chat_template", None)
+        if isinstance(given, str):
+            return {"default": given}
+        return {str(name): text for name, text in (given or {}).items() if isinstance(text, str)}
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The arguments that it reads, besides the chat."""
+        read: set[str] = set()
+        for source in self.sources.values():
+            read |= _variables(source)
+        if self.owner is not None:  # some processors render in Python, with arguments of their own
+            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            function = self.owner.apply_chat_template
+            parameters = _parameters(function) if function.__module__.startswith("mlx_vlm.") else {}
+            read |= {name for name, parameter in parameters.items() if parameter.kind in named}
+        special = getattr(self._tokenizer, "special_tokens_map", None) or {}
+        return frozenset(read - _GIVEN - set(special) - {f"{name}_token" for name in ("bos", "eos", "pad", "unk")})
+
+    @cached_property
+    def thinking(self) -> ThinkingMarks | None:
+        """How it marks thinking; None if it does not."""
+        text = "".join(self.sources.values())
+        return next((ThinkingMarks(start, end) for start, end in _THINKING if end in text), None)
+
+    def check(self, options: TemplateOptions) -> None:
+        """Refuse arguments that nothing would read. Raises InvalidPrompt with the names of those that would be."""
+        if self.owner is None:
+            options.refuse("this model has no chat template, which alone could read it")
+        if unknown := sorted(set(options.arguments) - self.reads):
+            known = f"it reads {', '.join(sorted(self.reads))}" if self.reads else "it reads none"
+            raise InvalidPrompt(f"{', '.join(unknown)}: this model's chat template does not read that; {known}")
+
+    def fill(self, messages: Sequence[Any], options: TemplateOptions, *, thinks: bool = False) -> str:
+        """The prompt of messages in the form that mlx-vlm gives them; it ``thinks`` where nothing is said of that.
+
+        As ``mlx_vlm.prompt_utils.get_chat_template`` does it, except that the tools' keys stay in their order: it sorts
+        them, and what a model has learnt to read is what transformers writes.
+        """
+        arguments: dict[str, Any] = {"enable_thinking": thinks, **options.arguments}
+        if arguments["enable_thinking"] is True and "thinking_mode" in self.reads:
+            arguments.setdefault("thinking_mode", "enabled")
+        if not _takes(self.owner.apply_chat_template, "enable_thinking") and "enable_thinking" not in options.arguments:
+            del arguments["enable_thinking"]
+        if options.continue_final_message:
+            arguments["continue_final_message"] = True
+        found = self.owner.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=options.add_generation_prompt, **arguments
+        )
+        assert isinstance(found, str)
+        return found
+
+
+class _Generation(Extension):
+    """transformers' ``{% generation %}``, which marks the assistant's words for training."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _variables(source: str) -> set[str]:
+    """The names that a template looks up and does not set itself."""
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
+    try:
+        return find_undeclared_variables(environment.parse(source))
+    except TemplateError:
+        return set()  # rendering says what is wrong with it
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = _parameters(function)
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _mappings(name: str, value: Any) -> list[dict[str, Any]] | None:
+    """Tools or documents as templates read them. Raises InvalidPrompt."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
+        raise InvalidPrompt(f"{name} is {shown(value)}; it must be a list of mappings, or None")
+    return [dict(one) for one in value]

@@ -1,0 +1,377 @@
+"""mlx-vlm's own server with this library's engine under it.
+
+::
+
+    python -m vlm_batch.integrations.mlx_vlm --model mlx-community/Qwen2.5-VL-3B-Instruct-4bit
+
+takes ``mlx_vlm.server``'s flags and serves its endpoints: chat completions, Responses, Anthropic Messages, realtime. One
+name of its application's module is replaced, ``ResponseGenerator``; ``Engine`` has the members of it that are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import vlm_batch  # noqa: F401  (before mlx.core: it chooses the BLAS)
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.sample_utils import make_logits_processors
+from mlx_vlm.server.generation import (
+    GenerationArguments,
+    GenerationContext,
+    PromptTooLongError,
+    StreamingToken,
+    get_configured_context_limit,
+    get_max_num_seqs,
+    get_server_max_tokens,
+    load_model_resources,
+)
+from mlx_vlm.utils import ThinkingBudgetCriteria
+
+from vlm_batch.batcher import VLMBatcher
+from vlm_batch.errors import InvalidParameters, PromptTooLong
+from vlm_batch.handle import Handle
+from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.processing import PixelBounds
+from vlm_batch.inputs.videos import as_video, load_video
+from vlm_batch.loading import load_model
+from vlm_batch.types import Event, Request, SamplingParams
+
+#: Threads of the event loop's own pool: their application holds one for each request that is not streamed.
+NUM_THREADS = 256
+DEFAULT_ROWS = 16
+LOOPBACK = "127.0.0.1"
+THINKING = ("<think>", "</think>")
+
+#: Arguments of theirs that this engine has nothing for, and the values that ask for nothing.
+UNSUPPORTED: Mapping[str, Any] = {"typical_p": 1.0, "top_n_sigma": 0.0, "p_less": False, "resize_shape": None}
+
+
+class Engine:
+    """``mlx_vlm.server.generation.ResponseGenerator`` as its application uses it, over a ``VLMBatcher``.
+
+    Raises ValueError for settings that this engine has nothing for: drafts, and keys and values in different bits.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        adapter_path: str | None = None,
+        vision_cache: Any = None,
+        kv_bits: float | None = None,
+        kv_key_bits: float | None = None,
+        kv_value_bits: float | None = None,
+        kv_key_scheme: str | None = None,
+        kv_value_scheme: str | None = None,
+        kv_group_size: int = 64,
+        kv_quant_scheme: str = "uniform",
+        quantized_kv_start: int = 0,
+        top_logprobs_k: int = 0,
+        apc_manager: Any = None,
+        draft_model_path: str | None = None,
+        draft_kind: str | None = None,
+        prefill_step_size: int | None = None,
+    ) -> None:
+        split = {"kv_key_bits": kv_key_bits, "kv_value_bits": kv_value_bits}
+        split |= {"kv_key_scheme": kv_key_scheme, "kv_value_scheme": kv_value_scheme}  # type: ignore[dict-item]
+        for name, value in {**split, "draft_model": draft_model_path}.items():
+            if value is not None:
+                raise ValueError(f"{name} is not supported by vlm_batch's engine")
+        self.model: Any = None
+        self.processor: Any = None
+        self.config: Any = None
+        self.tokenizer: Any = None
+        self.requests = Waiting(self)
+        self._source = model_path, adapter_path
+        self._quantisation = kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start
+        self._top_logprobs = top_logprobs_k
+        self._lock = threading.Lock()  # processors are not made for two threads at once; nor is loading
+        self.batcher: VLMBatcher | None = None
+
+    # What the application calls
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def wait_until_ready(self, timeout: float | None = None) -> tuple[Any, Any, Any]:
+        """Load the model, if that has not been done, and return (model, processor, config)."""
+        with self._lock:
+            if self.batcher is None:
+                self.batcher = self._load()
+                self.processor = self.batcher.processing.processor
+                self.tokenizer = self.batcher.processing.tokenizer
+                self.config = self.model.config
+                gc.collect()
+                gc.freeze()  # their application collects garbage after every request, on its event loop
+        return self.model, self.processor, self.config
+
+    def stop_and_join(self, timeout: float = 10.0) -> None:
+        """End every request, and the engine."""
+        if self.batcher is not None:
+            gc.unfreeze()
+            self.batcher.close()
+
+    def generate(
+        self,
+        prompt: str,
+        images: list[Any] | None = None,
+        audio: list[Any] | None = None,
+        args: GenerationArguments | None = None,
+        videos: list[Any] | None = None,
+    ) -> tuple[GenerationContext, Tokens]:
+        """Ask for an answer to a rendered prompt; returns its token count and its tokens, as they come."""
+        self.wait_until_ready()
+        assert self.batcher is not None
+        args = args or GenerationArguments(max_tokens=get_server_max_tokens())
+        inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
+        length = int(inputs["input_ids"].shape[-1])
+        _check_context(length, args.max_tokens)
+        params = sampling_params(args, self.tokenizer, inputs["input_ids"], self._top_logprobs)
+        try:
+            handle = self.batcher.submit_request(Request(inputs=inputs, params=params))
+        except PromptTooLong as error:
+            raise PromptTooLongError(str(error)) from error
+        shown = {} if args.skip_special_tokens else special_tokens(self.tokenizer)
+        return GenerationContext(uid=id(handle), prompt_tokens=length), Tokens(handle, shown)
+
+    def validate_context_budget(
+        self,
+        prompt: str,
+        images: list[Any] | None = None,
+        audio: list[Any] | None = None,
+        args: GenerationArguments | None = None,
+        videos: list[Any] | None = None,
+    ) -> None:
+        """Raise PromptTooLongError for a prompt and answer beyond the server's own limit."""
+        if get_configured_context_limit() is None:
+            return
+        args = args or GenerationArguments(max_tokens=get_server_max_tokens())
+        inputs = self._cpu_preprocess(prompt, images, audio, videos, **args.preprocessing_kwargs())
+        _check_context(int(inputs["input_ids"].shape[-1]), args.max_tokens)
+
+    def _cpu_preprocess(
+        self,
+        prompt: str,
+        images: list[Any] | None = None,
+        audio: list[Any] | None = None,
+        videos: list[Any] | None = None,
+        **preprocessing_kwargs: Any,
+    ) -> dict[str, Any]:
+        """What the model takes. Limits on pixels go to the processor, for this request alone."""
+        self.wait_until_ready()
+        assert self.batcher is not None
+        if audio:
+            raise ValueError("vlm_batch's engine takes no audio")
+        processing = self.batcher.processing
+        pictures = [load_image(image) for image in images or ()]
+        clips = [load_video(as_video(video), processing.sampling) for video in videos or ()]
+        unknown = preprocessing_kwargs.keys() - {"min_pixels", "max_pixels"}
+        if unknown:
+            raise ValueError(f"vlm_batch's engine does not know the processor's {', '.join(sorted(unknown))}")
+        with self._lock, processing.seeing(_pixels(processing.pixels, preprocessing_kwargs)):
+            return processing.inputs(prompt, pictures, clips)
+
+    def _load(self) -> VLMBatcher:
+        path, adapter = self._source
+        trusted = os.environ.get("MLX_TRUST_REMOTE_CODE", "false").lower() == "true"
+        if adapter is None:
+            self.model, processor = load_model(path, trust_remote_code=trusted)
+        else:
+            self.model, processor, _ = load_model_resources(path, adapter)
+        bits, group, scheme, start = self._quantisation
+        return VLMBatcher(
+            self.model,
+            processor,
+            max_rows=get_max_num_seqs() or DEFAULT_ROWS,
+            kv_bits=bits or None,
+            kv_group_size=group,
+            kv_quant_scheme=scheme,
+            quantized_kv_start=start,
+        )
+
+
+def _pixels(own: PixelBounds | None, asked: Mapping[str, Any]) -> PixelBounds | None:
+    """The bounds on a picture's pixels for one request: what is asked, and the processor's own for the rest."""
+    if not asked:
+        return None
+    if own is None:
+        raise ValueError("the model's processor has no bounds on pixels: leave min_pixels and max_pixels out")
+    return PixelBounds(asked.get("min_pixels") or own.least, asked.get("max_pixels") or own.most)
+
+
+class Waiting:
+    """The queue whose length the application reports."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def qsize(self) -> int:
+        """Requests that wait for a place."""
+        if self._engine.batcher is None:
+            return 0
+        stats = self._engine.batcher.stats()
+        return stats.queued + stats.waiting
+
+
+class Tokens:
+    """A request's tokens as the application takes them. ``shown`` are special tokens whose text is wanted, by id.
+
+    Raises RuntimeError, from ``next``, for a request that failed.
+    """
+
+    def __init__(self, handle: Handle, shown: Mapping[int, str]) -> None:
+        self._handle = handle
+        self._events = iter(handle.events())
+        self._shown = shown
+
+    def __iter__(self) -> Iterator[StreamingToken]:
+        return self
+
+    def __next__(self) -> StreamingToken:
+        event = next(self._events)
+        if event.result is not None:
+            event.result.raise_for_error()
+        return self._token(event)
+
+    def close(self) -> None:
+        """End the request, if it has not ended; from any thread."""
+        self._handle.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _token(self, event: Event) -> StreamingToken:
+        result, known = event.result, event.logprobs
+        reason = None if result is None else {"cancelled": "stop"}.get(result.finish_reason, result.finish_reason)
+        marker = "" if reason == "stop" or event.token is None else self._shown.get(event.token, "")
+        timings = None if result is None else result.timings
+        usage = None if result is None else result.usage
+        return StreamingToken(
+            text=marker + event.text,
+            token=event.token or 0,
+            logprobs=known.logprob if known is not None else 0.0,
+            finish_reason=reason,
+            peak_memory=mx.get_peak_memory() / 1e9 if result is not None else 0.0,
+            prompt_tps=usage.prompt_tokens / timings.prefill if usage and timings and timings.prefill else None,
+            top_logprobs=list(known.top) if known is not None else None,
+            cached_tokens=0 if usage is None else usage.cached_tokens,
+            token_count=0 if event.token is None else 1,
+        )
+
+
+class ThinkingBudget:
+    """A logits processor that closes a block of reasoning after so many tokens, by mlx-vlm's own rule."""
+
+    def __init__(self, criteria: ThinkingBudgetCriteria) -> None:
+        self._criteria = criteria
+        self._seen: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """``tokens`` (T,) so far, ``logits`` (1, V): only the closing token is left where one is due."""
+        forced = None
+        if self._seen is not None:
+            for token in np.array(tokens[self._seen :]).tolist():
+                forced = self._criteria(token)
+        self._seen = tokens.size
+        if forced is None:
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) == forced, logits, -mx.inf)
+
+
+def sampling_params(
+    args: GenerationArguments, tokenizer: Any, input_ids: mx.array, top_logprobs: int
+) -> SamplingParams:
+    """Their arguments as ours. Raises InvalidParameters for one that this engine has nothing for."""
+    for name, neutral in UNSUPPORTED.items():
+        if vars(args)[name] != neutral:
+            raise InvalidParameters(f"{name} is not supported by vlm_batch's engine")
+    processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
+        args.logit_bias,
+        args.repetition_penalty,
+        args.repetition_context_size,
+        args.presence_penalty,
+        args.presence_context_size,
+        args.frequency_penalty,
+        args.frequency_context_size,
+    )
+    if args.thinking_budget is not None:
+        processors.append(ThinkingBudget(_budget(args, tokenizer, input_ids)))
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        logprobs=top_logprobs if args.logprobs or top_logprobs else None,
+        logits_processors=[*processors, *(args.logits_processors or ())],
+    )
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The text of tokens that decoding leaves out, by id: parsers of tool calls look for it."""
+    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+
+
+def install() -> None:
+    """Put ``Engine`` under mlx-vlm's application, and give its event loop threads enough for its way of waiting."""
+    module = importlib.import_module("mlx_vlm.server.app")  # the attribute of that name is the application
+    module.ResponseGenerator = Engine  # type: ignore[attr-defined]
+    life: Callable[[Any], AbstractAsyncContextManager[Any]] = module.app.router.lifespan_context
+
+    @asynccontextmanager
+    async def with_threads(app: Any) -> AsyncIterator[Any]:
+        pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mlx-vlm-server")
+        asyncio.get_running_loop().set_default_executor(pool)
+        async with life(app) as state:
+            yield state
+
+    module.app.router.lifespan_context = with_threads
+
+
+def arguments(argv: Sequence[str]) -> list[str]:
+    """Their command line, on loopback unless ``--host`` says otherwise."""
+    named = any(flag == "--host" or flag.startswith("--host=") for flag in argv)
+    return [*argv] if named else [*argv, "--host", LOOPBACK]
+
+
+def main() -> None:
+    """Serve."""
+    from mlx_vlm.server.cli import main as serve
+
+    install()
+    sys.argv = [sys.argv[0], *arguments(sys.argv[1:])]
+    serve()
+
+
+def _budget(args: GenerationArguments, tokenizer: Any, input_ids: mx.array) -> ThinkingBudgetCriteria:
+    start, end = args.thinking_start_token or THINKING[0], args.thinking_end_token or THINKING[1]
+    opening, closing = (tokenizer.encode(marker, add_special_tokens=False)[-1] for marker in (start, end))
+    marks = [token for token in np.array(input_ids).reshape(-1).tolist() if token in (opening, closing)]
+    return ThinkingBudgetCriteria(
+        tokenizer=tokenizer,
+        thinking_budget=args.thinking_budget,
+        thinking_end_token=end,
+        thinking_start_token=start,
+        enable_thinking=args.enable_thinking,
+        prompt_preopens_thinking=bool(marks) and marks[-1] == opening,
+    )
+
+
+def _check_context(prompt: int, answer: int) -> None:
+    limit = get_configured_context_limit()
+    if limit is not None and prompt + answer > limit:
+        raise PromptTooLongError(f"{prompt} tokens of prompt and {answer} of answer; at most {limit} go together")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Jobs: many rows from files and tables in, their answers out, resumable.
+
+::
+
+    from vlm_batch import VLMBatcher, jobs
+
+    sources, _ = jobs.open_sources(["photos/", "receipts.parquet"])
+    with VLMBatcher("path or hub id") as batcher:
+        jobs.run(sources, jobs.open_sink("answers.jsonl"), batcher, questions=jobs.Questions(("What is the total?",)))
+
+A ``Source`` yields rows one at a time; a ``Sink`` keeps answers so that a process that is killed loses none of them;
+``run`` streams the one through a batcher into the other.
+"""
+
+from vlm_batch.jobs.lines import CannotWrite
+from vlm_batch.jobs.maps import map_table
+from vlm_batch.jobs.questions import Item, Questions
+from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
+from vlm_batch.jobs.runner import Batcher, Plan, Watch, run
+from vlm_batch.jobs.sinks import Sidecars, Sink, open_sink
+from vlm_batch.jobs.sources import Reading, open_sources
+from vlm_batch.jobs.summary import Summary
+from vlm_batch.jobs.tables import Columns
+
+__all__ = [
+    "Batcher",
+    "CannotWrite",
+    "Columns",
+    "InvalidJob",
+    "Item",
+    "Plan",
+    "Questions",
+    "Reading",
+    "Row",
+    "Shard",
+    "Sidecars",
+    "Sink",
+    "Source",
+    "Summary",
+    "Watch",
+    "map_table",
+    "open_sink",
+    "open_sources",
+    "run",
+]

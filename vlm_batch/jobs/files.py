@@ -1,0 +1,168 @@
+"""Pictures, videos and documents named by arguments: files, folders, globs and URLs, each once."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+
+HEIC_SUFFIXES = (".heic", ".heif")
+
+
+@dataclass
+class Found:
+    """Paths in order, each file once, and what folders hold besides: files by suffix, folders met again through a link."""
+
+    paths: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    unreadable: list[str] = field(default_factory=list)
+    num_folders_again: int = 0
+    known: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+
+    def add(self, path: str) -> bool:
+        """Add a file; False if it is there already, in whatever spelling."""
+        key = identity(path)
+        if key in self.known:
+            return False
+        self.known.add(key)
+        self.paths.append(path)
+        return True
+
+    def said(self) -> str:
+        """One line about what was left out; "" if nothing was."""
+        kinds = [
+            f"{count} {suffix or 'without a suffix'}{_hint(suffix)}" for suffix, count in self.skipped.most_common(6)
+        ]
+        if len(self.skipped) > 6:
+            kinds.append(f"{sum(self.skipped.values()) - sum(n for _, n in self.skipped.most_common(6))} others")
+        if self.num_folders_again:
+            kinds.append(f"{self.num_folders_again} folders that links lead to again")
+        kinds += [f"{folder} (cannot be read)" for folder in self.unreadable]
+        return f"skipped: {', '.join(kinds)}" if kinds else ""
+
+
+def _hint(suffix: str) -> str:
+    if suffix in VIDEO_SUFFIXES:
+        return " (--videos takes them)"
+    if suffix == ".pdf":
+        return " (--pdf takes them)"
+    if suffix in (".parquet", ".jsonl", ".tar"):
+        return f" (a pattern takes them: '*{suffix}')"
+    if suffix in HEIC_SUFFIXES:
+        return " (pip install 'vlm-batch[heic]' reads them)"
+    return ""
+
+
+def find_files(
+    paths: Sequence[str],
+    *,
+    suffixes: Sequence[str] = PICTURE_SUFFIXES,
+    recursive: bool = True,
+    found: Found | None = None,
+) -> list[str]:
+    """The files that the arguments name: files, URLs and names of nothing as they are, folders by suffix, globs filled in.
+
+    Linked folders are looked through like others, but none twice. A file that is named in two spellings is there once.
+    What ``found`` has already is left out, and what is new is noted there.
+    """
+    found = found if found is not None else Found()
+    begin = len(found.paths)
+    for argument in paths:
+        for path in expanded(argument):
+            if not os.path.isdir(path):
+                found.add(path)
+                continue
+            for file in _walk(path, found, recursive):
+                suffix = os.path.splitext(file)[1].lower()
+                if suffix in suffixes:
+                    found.add(file)
+                else:
+                    found.skipped[suffix] += 1
+    return found.paths[begin:]
+
+
+def expanded(argument: str) -> list[str]:
+    """The names that a pattern stands for, in order; anything else, and a pattern of nothing, is itself."""
+    if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
+        return [argument]
+    return sorted(glob.glob(argument, recursive=True)) or [argument]
+
+
+def picture_suffixes() -> tuple[str, ...]:
+    """The suffixes of pictures that can be read here: with pillow-heif, those of HEIC, too."""
+    return PICTURE_SUFFIXES + (HEIC_SUFFIXES if "pillow_heif" in sys.modules or find_spec("pillow_heif") else ())
+
+
+def prepare_for(path: str) -> None:
+    """Have Pillow read HEIC pictures, where there are any and pillow-heif is installed."""
+    if path.lower().endswith(HEIC_SUFFIXES):
+        with contextlib.suppress(ImportError):
+            import pillow_heif
+
+            pillow_heif.register_heif_opener()
+
+
+def is_url(path: str) -> bool:
+    """True for a source that is fetched from elsewhere, or carries its data itself."""
+    return path.startswith(("http://", "https://", "data:"))
+
+
+def is_video(path: str) -> bool:
+    """True for a path or URL of a video, by its suffix."""
+    return path.partition("?")[0].lower().endswith(VIDEO_SUFFIXES)
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """The folders that all paths begin with, to be left out where they are shown; "" if there are none."""
+    parents = {os.path.dirname(path) for path in paths}
+    if "" in parents:
+        return ""
+    folder = os.path.commonprefix([os.path.join(parent, "") for parent in parents])  # noqa: RUF071  (cut to whole folders below)
+    return folder[: folder.rfind(os.sep) + 1]
+
+
+def identity(path: str) -> str:
+    """One key for all spellings of a path. A link to a file has a name of its own, and stays a file of its own."""
+    if is_url(path):
+        return path
+    folder, name = os.path.split(os.path.expanduser(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _walk(folder: str, found: Found, recursive: bool) -> Iterator[str]:
+    """Files of a folder and of those in it, sorted, hidden ones left out; what cannot be read is noted in ``found``."""
+    real = os.path.realpath(folder)
+    if real in found.seen:
+        found.num_folders_again += 1
+        return
+    found.seen.add(real)
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        found.unreadable.append(folder)
+        return
+    inside = []
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        path = os.path.join(folder, entry.name)
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError:  # a link that leads to itself
+            is_folder = is_file = False
+        if is_folder:
+            inside.append(path)
+        elif is_file:
+            yield path
+        else:
+            found.unreadable.append(path)
+    for path in inside if recursive else ():
+        yield from _walk(path, found, recursive)

@@ -1,0 +1,113 @@
+"""Files of answers that are written as a whole: CSV, TSV and Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlm_batch.jobs.rows import InvalidJob
+
+Record = dict[str, Any]
+#: Answers of a row group of a Parquet file.
+GROUP_ROWS = 1000
+
+
+class Format(Protocol):
+    """Reads and makes a file."""
+
+    def read(self, path: Path) -> Iterator[Record]: ...
+    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
+        """Make the file. ``records`` gives them from the beginning each time."""
+        ...
+
+
+class DelimitedFile:
+    """CSV, or TSV: lists and objects are JSON in their cells."""
+
+    def __init__(self, separator: str = ",") -> None:
+        self._separator = separator
+
+    def read(self, path: Path) -> Iterator[Record]:
+        with open(path, encoding="utf-8", newline="") as file:
+            for record in csv.DictReader(file, delimiter=self._separator):
+                if "id" not in record:
+                    raise InvalidJob(f"{path} has no column id; it is no output of a job")
+                yield {name: value if value != "" else None for name, value in record.items()}
+
+    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
+        with open(path, "w", encoding="utf-8", newline="", errors="backslashreplace") as file:
+            writer = csv.writer(file, delimiter=self._separator, lineterminator="\n")
+            writer.writerow(columns)
+            for record in records():
+                writer.writerow([_cell(record.get(name)) for name in columns])
+
+
+class ParquetFile:
+    """Parquet, in row groups; a column's type is what its values are."""
+
+    def read(self, path: Path) -> Iterator[Record]:
+        import pyarrow.parquet as pq
+
+        try:
+            file = pq.ParquetFile(path)
+        except Exception as error:  # not Parquet, or damaged
+            raise InvalidJob(f"{path} cannot be read as Parquet: {error}") from error
+        if "id" not in file.schema_arrow.names:
+            raise InvalidJob(f"{path} has no column id; it is no output of a job")
+        for batch in file.iter_batches(batch_size=GROUP_ROWS):
+            yield from batch.to_pylist()
+
+    def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = _schema(records(), columns)
+        with pq.ParquetWriter(path, schema) as writer:
+            for group in _groups(records()):
+                cells = {
+                    one.name: [_typed(record.get(one.name), one.type == pa.string()) for record in group]
+                    for one in schema
+                }
+                writer.write_table(pa.Table.from_pydict(cells, schema=schema))
+
+
+def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
+    """A type for each column that all of its values have; text for what have none in common."""
+    import pyarrow as pa
+
+    fields = {name: pa.field(name, pa.null()) for name in columns}
+    for group in _groups(records):
+        for name in columns:
+            try:
+                here = pa.field(name, pa.array([_typed(record.get(name), False) for record in group]).type)
+                fields[name] = pa.unify_schemas(
+                    [pa.schema([fields[name]]), pa.schema([here])], promote_options="permissive"
+                ).field(0)
+            except (pa.ArrowException, OverflowError, TypeError, ValueError):  # no type holds all of them
+                fields[name] = pa.field(name, pa.string())
+    return pa.schema([pa.field(name, pa.string()) if one.type == pa.null() else one for name, one in fields.items()])
+
+
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
+    group: list[Record] = []
+    for record in records:
+        group.append(record)
+        if len(group) == GROUP_ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _typed(value: Any, as_text: bool) -> Any:
+    """A value that Arrow takes: names that are no UTF-8 are written out, and anything as text where that is its column."""
+    if value is not None and as_text and not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, tuple)) else value

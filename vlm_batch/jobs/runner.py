@@ -1,0 +1,298 @@
+"""Run a job: check it, plan it, then stream its rows through a batcher into a sink."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from vlm_batch.jobs.files import identity
+from vlm_batch.jobs.questions import Item, Questions
+from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
+from vlm_batch.jobs.sinks import Record, Sink
+from vlm_batch.jobs.sources import Files, fingerprint
+from vlm_batch.jobs.summary import Summary
+from vlm_batch.types import Request, Result, Usage
+
+
+class Batcher(Protocol):
+    """The part of a batcher that a job needs."""
+
+    def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
+
+
+OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
+
+
+class Watch:
+    """Told how a job goes on; the methods of this one do nothing."""
+
+    def planned(self, plan: Plan) -> None:
+        """The job is checked, and begins unless nothing is left of it. The model is loaded next."""
+
+    def began(self, batcher: Batcher, summary: Summary) -> None:
+        """The model is there, and the first row is about to be asked."""
+
+    def ended(self, item: Item, result: Result, in_flight: int) -> None:
+        """One more row has ended, and its answer is kept."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
+
+    ``wrong`` counts rows that can be seen to fail, by reason; ``own`` those that have a prompt or messages of their own.
+    """
+
+    total: int | None
+    done: int = 0
+    failed_before: int = 0
+    wrong: Mapping[str, int] = field(default_factory=dict)
+    own: int = 0
+
+    @property
+    def left(self) -> int | None:
+        return None if self.total is None else self.total - self.done - self.failed_before
+
+
+@dataclass
+class Job:
+    """Rows of ``sources`` asked ``questions``, answers into ``sink``. ``shard`` is the part of the rows that is this job's."""
+
+    sources: Sequence[Source]
+    questions: Questions
+    sink: Sink
+    shard: Shard = field(default_factory=Shard)
+    carried: tuple[str, ...] = ()
+
+    def items(self, *, scan: bool = False) -> Iterator[Item]:
+        """Every question of this shard, in order. ``scan``: without what pictures hold."""
+        return (item for item in self._all_items(scan) if self.shard.has(item.id))
+
+    def _all_items(self, scan: bool) -> Iterator[Item]:
+        rows = (row for source in self.sources for row in (source.scan() if scan else source.rows()))
+        asked = (item for row in rows for item in self.questions.ask(row))
+        return (replace(item, number=number) for number, item in enumerate(asked))
+
+    @property
+    def is_once(self) -> bool:
+        return any(source.is_once for source in self.sources)
+
+    def settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that make two runs the same job: compared when one goes on with the other's output."""
+        tables = {
+            source.name: fingerprint(
+                os.path.join(source.name, "state.json") if os.path.isdir(source.name) else source.name
+            )
+            for source in self.sources
+            if source.numbered and not source.is_once
+        }
+        return {**self.questions.settings(), "shard": str(self.shard), "tables": tables, **more}
+
+    def plan(self, done: Ids, failed: Ids) -> Plan:
+        """Count the rows. Raises InvalidJob for columns that are not there, and for ids that come twice."""
+        for source in self.sources:
+            if source.columns is not None:
+                self._check_columns(source.columns, source.name)
+        if self.is_once:
+            return Plan(None)
+        known, twice, wrong, columns = Ids(), Counter[str](), Counter[str](), set[str]()
+        num_done = num_failed = total = own = 0
+        is_empty = True
+        for item in self._all_items(scan=True):
+            is_empty = False
+            if not known.add(item.id):
+                twice[item.id] += 1
+            columns.update(item.row.columns)
+            if not self.shard.has(item.id):
+                continue
+            total += 1
+            own += item.row.prompt is not None or item.row.messages is not None
+            if item.id in done:
+                num_done += 1
+            elif item.id in failed:
+                num_failed += 1
+            elif item.error is not None:
+                wrong[item.error.replace(item.id, "...")[:120]] += 1
+        if twice:
+            named = ", ".join(repr(one) for one in list(twice)[:3])
+            raise InvalidJob(f"{sum(twice.values())} rows have an id that another row has: {named}")
+        if is_empty:
+            raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
+        self._check_columns(tuple(sorted(columns)), "any row")
+        return Plan(total, num_done, num_failed, dict(wrong), own)
+
+    def _check_columns(self, known: tuple[str, ...], where: str) -> None:
+        """Raise InvalidJob for a column that prompts or the output name, and that is not there."""
+        if missing := sorted(self.questions.columns - set(known)):
+            raise InvalidJob(
+                f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
+                "(write {{ and }} for braces)"
+            )
+        if lost := [name for name in self.carried if name not in known]:
+            raise InvalidJob(f"{lost[0]!r} is neither a column of {where} nor a field of an answer")
+
+
+def run(
+    source: Source | Sequence[Source],
+    sink: Sink,
+    batcher: Batcher | OpenBatcher,
+    *,
+    questions: Questions | None = None,
+    shard: Shard | None = None,
+    settings: Mapping[str, Any] | None = None,
+    carried: tuple[str, ...] = (),
+    resume: bool = False,
+    retry_errors: bool = False,
+    overwrite: bool = False,
+    force: bool = False,
+    keeps_samples: bool = False,
+    watch: Watch | None = None,
+) -> Summary:
+    """Answer a source's rows into a sink, in bounded memory, and go on where an earlier run ended (``resume``).
+
+    ``batcher`` is a batcher, or opens one when it is needed: after the checks, and not if nothing is left to be done.
+    ``settings`` are compared with the first run's beside prompts and sampling (the model's name, say); other ones are
+    refused unless ``force``. ``retry_errors`` resumes and asks failed rows again. ``carried`` are columns that the sink
+    takes along. An interrupt (KeyboardInterrupt) ends the job with what is done kept, and ``Summary.interrupted`` set.
+
+    Raises InvalidJob for a job that cannot be begun as asked, before anything is changed; CannotWrite when an answer
+    cannot be kept, with all earlier ones kept.
+    """
+    sources: Sequence[Source] = source if isinstance(source, Sequence) else [source]
+    job = Job(sources, questions or Questions(), sink, shard or Shard(), carried)
+    watch = watch or Watch()
+    resume = resume or retry_errors
+    _check_apart(sources, sink)
+    header = job.settings(settings or {})
+    with sink.locked():
+        sink.check(header, resume=resume, overwrite=overwrite, force=force)
+        done, failed = sink.existing() if resume else (Ids(), Ids())
+        plan = job.plan(done, Ids() if retry_errors else failed)
+        if plan.total is None:  # of rows that are not known yet, what the output has is what was done
+            plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
+        summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
+        watch.planned(plan)
+        if plan.left == 0:
+            return _nothing_left(sink, header, summary, retry_errors)
+        opened = batcher() if callable(batcher) else contextlib.nullcontext(batcher)
+        with opened as ready:
+            sink.begin(header, overwrite=overwrite, drop_errors=retry_errors)
+            try:
+                _stream(
+                    job, ready, summary, watch, lambda item: item.id in done or (not retry_errors and item.id in failed)
+                )
+                sink.finish()
+            finally:
+                sink.close()
+    return summary
+
+
+def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
+    """Raise InvalidJob for an output that is one of the job's own sources."""
+    output = identity(sink.name)
+    for source in sources:
+        paths = source.paths if isinstance(source, Files) else (source.name,)
+        if sink.name not in ("", "-") and any(identity(path) == output for path in paths):
+            raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
+
+
+def _nothing_left(sink: Sink, header: Mapping[str, Any], summary: Summary, retry_errors: bool) -> Summary:
+    """Make the output of a job that is done: its last run may have been killed before it could."""
+    sink.begin(header, overwrite=False, drop_errors=retry_errors)
+    try:
+        sink.finish()
+    finally:
+        sink.close()
+    return summary
+
+
+def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
+    """Ask what is not done. Rows are read when the batcher has room; one that cannot be asked ends with its error."""
+    alive: dict[str, Item] = {}
+    seen = Ids()
+
+    def end(item: Item, result: Result) -> None:
+        if result.finish_reason == "cancelled":  # not answered: the next run asks it
+            return
+        job.sink.append(record_of(item, result))
+        summary.add(item, result)
+        watch.ended(item, result, len(alive))
+
+    def requests() -> Iterator[Request]:
+        items = job.items()
+        while True:
+            began = time.perf_counter()
+            item = next(items, None)
+            if item is None:
+                return
+            if job.is_once and not seen.add(item.id):
+                summary.again += 1
+                continue
+            if is_done(item):
+                continue
+            request, item = make_request(item)
+            summary.reading += time.perf_counter() - began
+            if request is None:
+                end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
+                continue
+            alive[item.id] = item
+            yield request
+
+    summary.begin()
+    watch.began(batcher, summary)
+    try:
+        for result in batcher.as_completed(requests()):
+            end(alive.pop(result.request_id), result)
+    except KeyboardInterrupt:
+        summary.interrupted = True
+
+
+def make_request(item: Item) -> tuple[Request | None, Item]:
+    """An item's request; None with the item's error if it cannot be made."""
+    if item.error is not None:
+        return None, item
+    try:
+        return item.request(), item
+    except Exception as error:  # whatever reading a page or a cell raises is this row's
+        return None, replace(item, error=f"{type(error).__name__}: {error}")
+
+
+def record_of(item: Item, result: Result) -> Record:
+    """An answer as a record: its own fields, and the row's columns under "columns"."""
+    timings = {
+        name: None if seconds != seconds else round(seconds, 6) for name, seconds in vars(result.timings).items()
+    }
+    record: Record = {
+        "id": item.id,
+        "request_id": item.id,
+        "images": item.row.image_names,
+        "videos": [name_of(video.source) for video in item.row.videos],
+        "prompt": item.prompt,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "error": result.error,
+        "image_sizes": result.image_sizes,
+        "model_image_sizes": result.model_image_sizes,
+        "video_sizes": result.video_sizes,
+        "usage": dict(vars(result.usage)),
+        "timings": timings,
+        "columns": item.row.columns,
+    }
+    if result.logprobs is not None:
+        record["logprobs"] = [
+            {"token_id": one.token_id, "logprob": one.logprob, "top": one.top} for one in result.logprobs
+        ]
+    return record
+
+
+#: The names of an answer's fields that an output can choose among, beside its row's columns.
+ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id="", logprobs=()))) - {"columns"} | {
+    "seconds",
+    *vars(Usage()),
+}

@@ -1,0 +1,361 @@
+"""Sources by what the arguments name: pictures and videos, documents, archives, tables, standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import sys
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.errors import InvalidImage
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
+from vlm_batch.jobs.files import Found, expanded, find_files, is_url, is_video, picture_suffixes, prepare_for
+from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
+from vlm_batch.jobs.tables import (
+    Columns,
+    Delimited,
+    HuggingFace,
+    JsonLines,
+    Parquet,
+    datasets_in,
+    is_dataset,
+)
+from vlm_batch.types import ImageInput, Video
+
+LINES, DELIMITED, PARQUET, PDF, TAR = (
+    (".jsonl", ".ndjson"),
+    (".csv", ".tsv"),
+    (".parquet", ".pq"),
+    (".pdf",),
+    (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
+)
+DEFAULT_DPI = 150
+#: What prompts may name of a picture or video.
+FILE_COLUMNS = ("path", "name", "stem", "folder")
+POINTS_PER_INCH = 72
+#: Members of an archive that are read as text, at most.
+MAX_TEXT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Options of reading: columns of tables, folders, videos, PDF pages."""
+
+    columns: Columns = field(default_factory=Columns)
+    recursive: bool = True
+    videos: bool = False
+    pdfs: bool = False
+    fps: float | None = None
+    max_frames: int | None = None
+    dpi: int = DEFAULT_DPI
+    split: str | None = None
+    #: Whether a table's column "prompt" is the prompt where none is named: not where the job has one.
+    own_prompts: bool = True
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes that folders are searched for."""
+        return picture_suffixes() + (VIDEO_SUFFIXES if self.videos else ()) + (PDF if self.pdfs else ())
+
+
+def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tuple[list[Source], Found]:
+    """The sources that arguments name, in their order, and what was found in folders. ``-`` is standard input.
+
+    Files that are no table, document or archive are pictures or videos, also those that do not exist: their rows fail.
+    Raises InvalidJob for a table that cannot be read, and where nothing is found.
+    """
+    reading = reading or Reading()
+    sources: list[Source] = []
+    plain: list[str] = []
+    found = Found()
+
+    def close_plain() -> None:
+        if plain:
+            new = find_files(plain, suffixes=reading.suffixes, recursive=reading.recursive, found=found)
+            sources.extend(_of_files(new, reading))
+            plain.clear()
+
+    for argument in arguments:
+        for path in expanded(argument):
+            opened = _table(path, reading)
+            if opened is None:
+                plain.append(path)
+                continue
+            close_plain()
+            if path == "-" or found.add(path):  # a table in two spellings is one table
+                sources.extend(opened)
+    close_plain()
+    if not sources:
+        looked = " ".join(reading.suffixes)
+        said = f" ({found.said()})" if found.said() else ""
+        raise InvalidJob(f"no picture in {', '.join(arguments)}; looked for files that end in {looked}{said}")
+    return [_with_own_prompts(source) if reading.own_prompts else source for source in sources], found
+
+
+def _with_own_prompts(source: Source) -> Source:
+    """A table whose column "prompt" is asked, where it has one."""
+    if (
+        isinstance(source, (Delimited, Parquet, HuggingFace))
+        and source.own.prompt is None
+        and "prompt" in source.columns
+    ):
+        return replace(source, own=replace(source.own, prompt="prompt"))
+    return source
+
+
+def _table(path: str, reading: Reading) -> list[Source] | None:
+    """The sources of a table, an archive or a dataset; None for what is to be looked at as files."""
+    columns, name = reading.columns, path.lower()
+    if path == "-":
+        return [read_standard_input(reading)]
+    if is_url(path):
+        return None
+    if os.path.isdir(path):
+        return list(datasets_in(path, columns, reading.split)) if is_dataset(path) else None
+    if name.endswith(LINES):
+        source: Source = JsonLines(_there(path), columns)
+    elif name.endswith(DELIMITED):
+        source = Delimited(_there(path), columns)
+    elif name.endswith(PARQUET):
+        source = Parquet(_there(path), columns)
+    elif name.endswith(TAR):
+        source = Tar(_there(path))
+    else:
+        return None
+    return [source]
+
+
+def _there(path: str) -> str:
+    if not os.access(os.path.expanduser(path), os.R_OK):
+        raise InvalidJob(f"{path} {'cannot be read' if os.path.exists(os.path.expanduser(path)) else 'does not exist'}")
+    return os.path.expanduser(path)
+
+
+def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
+    """Runs of pictures and videos, and each document, in order."""
+    run: list[str] = []
+    for path in paths:
+        if path.lower().endswith(PDF) and not is_url(path):
+            if run:
+                yield Files(tuple(run), reading.fps, reading.max_frames)
+                run = []
+            yield Pdf(path, reading.dpi)
+        else:
+            run.append(path)
+    if run:
+        yield Files(tuple(run), reading.fps, reading.max_frames)
+
+
+def fingerprint(path: str) -> str:
+    """A digest of a file's size, beginning and end: enough to see that its rows have moved."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(1 << 16)
+            file.seek(max(0, size - (1 << 16)))
+            return hashlib.blake2b(head + file.read() + str(size).encode(), digest_size=16).hexdigest()
+    except OSError:  # a folder, a stream
+        return ""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Pictures and videos by their paths and URLs."""
+
+    paths: tuple[str, ...]
+    fps: float | None = None
+    max_frames: int | None = None
+    name: str = "files"
+    columns: tuple[str, ...] | None = FILE_COLUMNS
+    is_once: bool = False
+    numbered: bool = False
+
+    def rows(self) -> Iterator[Row]:
+        return (row_of_file(path, fps=self.fps, max_frames=self.max_frames) for path in self.paths)
+
+    scan = rows
+
+
+def read_standard_input(reading: Reading) -> Source:
+    """Requests in JSON, or paths and URLs, a line each: by the first line. Raises InvalidJob if there is none."""
+    lines = (line for line in sys.stdin if line.strip())
+    first = next(lines, None)
+    if first is None:
+        raise InvalidJob("standard input is empty")
+    whole = itertools.chain([first], lines)
+    return JsonLines("-", reading.columns, stream=whole) if first.lstrip().startswith("{") else Paths(whole, reading)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Pictures, videos and documents by their paths or URLs, a line each, read once."""
+
+    stream: Iterable[str]
+    reading: Reading
+    name: str = "-"
+    columns: tuple[str, ...] | None = FILE_COLUMNS
+    is_once: bool = True
+    numbered: bool = False
+
+    def rows(self) -> Iterator[Row]:
+        for line in self.stream:
+            for source in _of_files([line.rstrip("\r\n")], self.reading):
+                yield from source.rows()
+
+    scan = rows
+
+
+@dataclass(frozen=True)
+class Pdf:
+    """The pages of a PDF, rendered one at a time when they are asked about. Ids are ``file.pdf#1``, ``file.pdf#2``, ..."""
+
+    path: str
+    dpi: int = DEFAULT_DPI
+    columns: tuple[str, ...] | None = (*FILE_COLUMNS, "page", "pages")
+    is_once: bool = False
+    numbered: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    def rows(self) -> Iterator[Row]:
+        try:
+            with contextlib.closing(_pdfium().PdfDocument(self.path)) as document:
+                count = len(document)
+        except InvalidJob:
+            raise
+        except Exception as error:  # damaged, encrypted, missing: the library has errors of its own
+            yield Row(id=self.path, error=f"{self.path} cannot be read as a PDF: {error}")
+            return
+        for number in range(count):
+            page = f"{self.path}#{number + 1}"
+            columns = {**file_columns(self.path), "page": number + 1, "pages": count}
+            load = partial(render_page, self.path, number, self.dpi)
+            yield Row(id=page, images=(page,), columns=columns, load=load)
+
+    scan = rows
+
+
+def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
+    """A picture or video as a row: its path is its id."""
+    prepare_for(path)
+    columns = file_columns(path)
+    if is_video(path):
+        return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)
+    return Row(id=path if not path.startswith("data:") else name_of(path), images=(path,), columns=columns)
+
+
+def file_columns(path: str) -> Mapping[str, Any]:
+    """A file's columns, for prompts and outputs."""
+    name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
+    return {"path": path, "name": name, "stem": Path(name).stem, "folder": os.path.dirname(path)}
+
+
+def render_page(path: str, number: int, dpi: int) -> tuple[ImageInput, ...]:
+    """One page of a PDF as a picture, ``number`` from 0. Raises InvalidImage."""
+    try:
+        with contextlib.closing(_pdfium().PdfDocument(path)) as document:
+            page, scale = document[number], dpi / POINTS_PER_INCH
+            width, height = (round(side * scale) for side in page.get_size())
+            if width * height > DEFAULT_MAX_PIXELS:
+                raise InvalidImage(f"it would have {width} x {height} pixels at {dpi} dots an inch")
+            return (page.render(scale=scale).to_pil().convert("RGB"),)
+    except Exception as error:
+        raise InvalidImage(f"{path}#{number + 1} cannot be rendered: {error}") from error
+
+
+def _pdfium() -> Any:
+    try:
+        import pypdfium2
+    except ImportError as error:
+        raise InvalidJob("PDF files need pypdfium2: pip install 'vlm-batch[pdf]'") from error
+    return pypdfium2
+
+
+@dataclass(frozen=True)
+class Tar:
+    """An archive in WebDataset's form: members that share a name up to its first dot are one row.
+
+    ``.json`` gives columns, and so does every other small member that is text, by its suffix.
+    """
+
+    path: str
+    columns: tuple[str, ...] | None = None
+    is_once: bool = False
+    numbered: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    def rows(self) -> Iterator[Row]:
+        return self._rows(with_pictures=True)
+
+    def scan(self) -> Iterator[Row]:
+        return self._rows(with_pictures=False)
+
+    def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
+        key, members = None, {}
+        try:
+            with tarfile.open(self.path) as archive:
+                for member in archive:
+                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member that it has seen
+                    folder, _, name = member.name.rpartition("/")
+                    stem, dot, suffix = name.partition(".")
+                    if not member.isfile() or not dot or not stem:
+                        continue
+                    this = f"{folder}/{stem}" if folder else stem
+                    if this != key and key is not None:
+                        yield self._row(key, members)
+                        members = {}
+                    key, suffix = this, suffix.lower()
+                    is_picture = f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES
+                    is_wanted = with_pictures if is_picture else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                    members[suffix] = self._data(archive, member) if is_wanted else b""
+                if key is not None:
+                    yield self._row(key, members)
+                if archive.fileobj is None or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE:
+                    raise tarfile.ReadError("it ends without the mark of its end")  # tarfile itself says nothing of it
+        except (tarfile.TarError, OSError, EOFError) as error:
+            after = f" after {key}" if key is not None else ""
+            yield Row(id=f"{self.path}:damaged", error=f"{self.path} is damaged{after}: {error}")
+
+    @staticmethod
+    def _data(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        file = archive.extractfile(member)
+        data = file.read() if file is not None else b""
+        if len(data) != member.size:
+            raise tarfile.ReadError(f"{member.name} is cut off")
+        return data
+
+    def _row(self, key: str, members: dict[str, bytes]) -> Row:
+        row_id = f"{self.path}/{key}"
+        columns: dict[str, Any] = {"__key__": key}
+        images: list[bytes] = []
+        for suffix, data in members.items():
+            if f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES:
+                images.append(data)
+            elif suffix == "json":
+                try:
+                    cells = json.loads(data)
+                    columns.update(cells if isinstance(cells, dict) else {"json": cells})
+                except ValueError as error:
+                    return Row(id=row_id, error=f"{row_id}.json is not JSON: {error}")
+            else:
+                with contextlib.suppress(UnicodeDecodeError):
+                    columns[suffix] = data.decode()
+        if not images:
+            return Row(id=row_id, columns=columns, error=f"{row_id} has no picture, only {', '.join(members)}")
+        names = tuple(f"{row_id}.{suffix}" for suffix in members if f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES)
+        load: Callable[[], tuple[bytes, ...]] = partial(tuple, images)
+        return Row(id=row_id, images=names, columns=columns, load=load)

@@ -1,0 +1,183 @@
+"""What came of a job, in bounded memory: counts, latencies by decades, where the time went, failures, a sample of answers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vlm_batch.inputs.images import load_image
+from vlm_batch.jobs.questions import Item
+from vlm_batch.types import Result
+
+#: Buckets of latency for each factor of ten, from a millisecond to a day.
+BUCKETS_A_DECADE = 6
+FIRST_SECONDS = 1e-3
+NUM_BUCKETS = 8 * BUCKETS_A_DECADE
+#: Failures that are listed, kinds of failure that are counted, answers that are shown, bins of the course of time.
+MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS = 200, 50, 24, 120
+THUMBNAIL_SIDE = 240
+
+STAGES = {
+    "waiting": "read, processed and queued until there was room",
+    "encoding": "pictures to features",
+    "prefill": "the prompt, shared with other rows",
+    "decode": "the answer, shared with other rows",
+}
+
+
+@dataclass
+class Histogram:
+    """Counts of seconds in buckets of equal ratio."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
+
+    def add(self, seconds: float) -> None:
+        decades = math.log10(max(seconds, FIRST_SECONDS) / FIRST_SECONDS)
+        self.counts[min(int(decades * BUCKETS_A_DECADE), NUM_BUCKETS - 1)] += 1
+
+    @staticmethod
+    def edge(bucket: int) -> float:
+        """The least seconds of a bucket."""
+        return FIRST_SECONDS * float(10 ** (bucket / BUCKETS_A_DECADE))
+
+    def quantile(self, share: float) -> float:
+        """The seconds that a share of all stays below, to the width of a bucket; 0 without any."""
+        seen, total = 0, sum(self.counts)
+        for bucket, count in enumerate(self.counts):
+            seen += count
+            if total and seen >= share * total:
+                return self.edge(bucket + 1)
+        return 0.0
+
+    def filled(self) -> list[tuple[float, float, int]]:
+        """(least, most, count) of the buckets from the first to the last that have any."""
+        used = [bucket for bucket, count in enumerate(self.counts) if count]
+        if not used:
+            return []
+        return [(self.edge(b), self.edge(b + 1), self.counts[b]) for b in range(used[0], used[-1] + 1)]
+
+
+@dataclass
+class Course:
+    """Rows that ended over time, in bins that double in width when there are too many."""
+
+    width: float = 0.05
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, seconds: float) -> None:
+        while seconds >= self.width * MAX_BINS:
+            pairs = [*self.counts, 0] if len(self.counts) % 2 else self.counts
+            self.counts = [first + second for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
+            self.width *= 2
+        bin_number = int(seconds / self.width)
+        self.counts += [0] * (bin_number + 1 - len(self.counts))
+        self.counts[bin_number] += 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer to be looked at, with its first picture, small, as JPEG."""
+
+    id: str
+    prompt: str | None
+    text: str
+    jpeg: bytes | None
+
+
+@dataclass
+class Summary:
+    """A job's figures. ``failed_before`` and ``done_before`` are of earlier runs on the same output."""
+
+    total: int | None = None
+    done_before: int = 0
+    failed_before: int = 0
+    keeps_samples: bool = False
+    answered: int = 0
+    failed: int = 0
+    again: int = 0
+    pictures: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    interrupted: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0
+    latencies: Histogram = field(default_factory=Histogram)
+    first_tokens: Histogram = field(default_factory=Histogram)
+    course: Course = field(default_factory=Course)
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    reading: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    @property
+    def ended_rows(self) -> int:
+        return self.answered + self.failed
+
+    @property
+    def num_failed(self) -> int:
+        """Rows of the output without an answer, earlier runs' among them."""
+        return self.failed + self.failed_before
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last answer; loading the model is not in it."""
+        return max(self.ended - self.began, 1e-9)
+
+    def begin(self) -> None:
+        self.began = self.ended = time.perf_counter()
+
+    def add(self, item: Item, result: Result) -> None:
+        """Count one row that has ended."""
+        self.ended = time.perf_counter()
+        self.course.add(self.ended - self.began)
+        self.pictures += len(result.image_sizes)
+        if result.error is not None:
+            self.failed += 1
+            reason = result.error.replace(item.id, "...")[:120]
+            self.reasons[reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else "others"] += 1
+            if len(self.failures) < MAX_FAILURES:
+                self.failures.append((item.id, result.error))
+            return
+        self.answered += 1
+        timings, usage = result.timings, result.usage
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.tokens += usage.completion_tokens
+        self.latencies.add(timings.total)
+        if timings.ttft == timings.ttft:
+            self.first_tokens.add(timings.ttft)
+        for stage, seconds in zip(
+            STAGES, (timings.queue, timings.encode, timings.prefill, timings.decode), strict=True
+        ):
+            self.stages[stage] += seconds
+        if self.keeps_samples:
+            self._keep(item, result)
+
+    def _keep(self, item: Item, result: Result) -> None:
+        """A sample in which every answer has the same chance (reservoir)."""
+        place = len(self.samples) if len(self.samples) < MAX_SAMPLES else self._random.randrange(self.answered)
+        if place >= MAX_SAMPLES:
+            return
+        sample = Sample(item.id, item.prompt, result.text, thumbnail(item))
+        self.samples[place : place + 1] = [sample]
+
+
+def thumbnail(item: Item) -> bytes | None:
+    """A row's first picture, small, as JPEG; None if it has none that can be read again."""
+    with contextlib.suppress(Exception):  # a picture that has gone since is not worth the report
+        images = item.row.images if item.row.load is None else tuple(item.row.load())
+        if images:
+            picture = load_image(images[0])
+            picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+            out = io.BytesIO()
+            picture.save(out, format="JPEG", quality=80)
+            return out.getvalue()
+    return None

@@ -1,0 +1,198 @@
+"""From the engine's events to what goes over the wire: reasoning and tool calls told apart from the answer's text.
+
+mlx-vlm knows how each checkpoint writes them (``mlx_vlm.tools``, ``mlx_vlm.server.responses_state``); its parsers and
+stream states are used as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from mlx_vlm.server.responses_state import (
+    ThinkingStreamState,
+    ToolCallStreamState,
+    _response_template_tokenizer,
+    make_response_stream_state,
+    prompt_has_open_thinking,
+)
+from mlx_vlm.tools import _infer_tool_parser, load_tool_module, process_tool_calls
+from mlx_vlm.tools.registry import _template_text
+from mlx_vlm.tools.streaming import ToolCallDeltaState
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.types import Event, TokenLogprobs
+
+#: What a tokenizer decodes a part of a character to.
+_UNFINISHED = "\ufffd"
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+class UnreadableCall(Exception):
+    """The model wrote a tool call that contradicts what of it was streamed already."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one event adds to an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def __add__(self, later: Delta) -> Delta:
+        return Delta(
+            self.content + later.content,
+            self.reasoning + later.reasoning,
+            self.tool_calls + later.tool_calls,
+            self.logprobs + later.logprobs,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.content or self.reasoning or self.tool_calls or self.logprobs)
+
+
+class Dialect:
+    """How a checkpoint writes reasoning and tool calls, and what its tokens are as text.
+
+    Raises ValueError for a ``tool_parser`` that mlx-vlm does not have.
+    """
+
+    def __init__(self, processing: Processing, tool_parser: str | None = None) -> None:
+        self._processor = processing.processor
+        self._tokenizer = copy.deepcopy(
+            processing.tokenizer
+        )  # a fast one serves one thread at a time; this is the loop's
+        self._template = processing.chat_template
+        self._known_token = lru_cache(maxsize=1 << 16)(self._token)
+        self.tool_parser: str | None = _infer_tool_parser(self._template, tool_parser)
+        self.tool_module = None if self.tool_parser is None else load_tool_module(self.tool_parser)
+        pairs = ThinkingStreamState._build_open_close_markers(None, None)
+        text = _template_text(self._template) or ""
+        self.reasons = _response_template_tokenizer(self._processor) is not None or any(end in text for _, end in pairs)
+        self._hidden = self._hidden_markers([marker for pair in pairs for marker in pair])
+
+    def token(self, token_id: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes; the text of a part of a character is U+FFFD, its bytes are its own."""
+        text, raw = self._known_token(token_id)
+        return text, list(raw)
+
+    def opens_thinking(self, template_args: Mapping[str, Any]) -> bool:
+        """Whether a prompt of these template arguments ends inside a block of reasoning."""
+        if not self.reasons:
+            return False
+        turns = [{"role": "user", "content": "?"}]
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                turns,
+                chat_template=_template_text(self._template),
+                tokenize=False,
+                add_generation_prompt=True,
+                **template_args,
+            )
+        except Exception:  # a template that wants more than one plain turn
+            return False
+        return prompt_has_open_thinking(prompt)
+
+    def reader(self, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> AnswerReader:
+        """A reader for one answer; ``thinking`` says that its prompt ends inside a block of reasoning."""
+        reasoning = make_response_stream_state(self._processor, thinking) if self.reasons else None
+        return AnswerReader(reasoning, self.tool_module if tools else None, tools, self._hidden)
+
+    def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
+        """Markers that are special tokens, which decoding leaves out, by their ids."""
+        if self.tool_module is not None:
+            markers = [*markers, self.tool_module.tool_call_start, self.tool_module.tool_call_end]
+        special = set(self._tokenizer.all_special_ids)
+        special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
+        ids = {marker: self._tokenizer.convert_tokens_to_ids(marker) for marker in markers if marker}
+        unknown = self._tokenizer.unk_token_id
+        return {token: marker for marker, token in ids.items() if token in special and token != unknown}
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if _UNFINISHED not in text:
+            return text, text.encode("utf-8", "surrogatepass")
+        raw = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+        if raw.startswith("<0x") and raw.endswith(">"):
+            return text, bytes([int(raw[3:-1], 16)])
+        if raw and all(character in _BYTES for character in raw):
+            return text, bytes(_BYTES[character] for character in raw)
+        return text, text.encode()
+
+
+@dataclass
+class AnswerReader:
+    """Reads one answer's events in order. ``reasoning`` is mlx-vlm's state for it, or None for a model that has none."""
+
+    reasoning: Any
+    tool_module: Any
+    tools: Sequence[Mapping[str, Any]]
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    has_calls: bool = False
+    reasoning_tokens: int = 0
+
+    @classmethod
+    def plain(cls) -> AnswerReader:
+        """A reader that takes all text as the answer."""
+        return cls(None, None, ())
+
+    def __post_init__(self) -> None:
+        module = self.tool_module
+        self._shown = ToolCallStreamState(module.tool_call_start, module.tool_call_end) if module else None
+        self._calls = ToolCallDeltaState(module, list(self.tools)) if module else None
+        self._content: list[str] = []  # with its calls
+
+    def feed(self, event: Event) -> Delta:
+        """What an event adds."""
+        marker = self.hidden.get(event.token) if event.token is not None and self._reads else None
+        text = event.text if marker is None or marker in event.text else marker + event.text
+        logprobs = () if event.logprobs is None else (event.logprobs,)
+        if not self._reads:
+            return Delta(text, logprobs=logprobs)
+        if event.token is not None and isinstance(self.reasoning, ThinkingStreamState) and self.reasoning.in_thinking:
+            self.reasoning_tokens += 1
+        return self._read(text, logprobs, last=False)
+
+    def finish(self) -> Delta:
+        """What was held back until the end, and the calls that were not streamed. Raises UnreadableCall."""
+        if not self._reads:
+            return Delta()
+        delta = self._read("", (), last=True)
+        if self._calls is None:
+            return delta
+        found = process_tool_calls("".join(self._content), self.tool_module, list(self.tools)).calls
+        if len(found) < len(self._calls.calls):  # the answer ended inside a call: what was given out of it stands
+            self.has_calls = bool(found)
+            return Delta(reasoning=delta.reasoning, tool_calls=delta.tool_calls)
+        try:
+            rest = self._calls.finish(found)
+        except ValueError as error:
+            raise UnreadableCall(str(error)) from error
+        self.has_calls = self.has_calls or bool(found)
+        return Delta(delta.content, delta.reasoning, (*delta.tool_calls, *rest))
+
+    @property
+    def _reads(self) -> bool:
+        return self.reasoning is not None or self.tool_module is not None
+
+    def _read(self, text: str, logprobs: tuple[TokenLogprobs, ...], *, last: bool) -> Delta:
+        reasoning, content = "", text
+        if self.reasoning is not None:
+            told = self.reasoning.feed(text, last=last)
+            reasoning, content = told.reasoning or "", told.content or ""
+        if self._shown is None or self._calls is None:
+            return Delta(content, reasoning, logprobs=logprobs)
+        self._content.append(content)
+        try:
+            calls = tuple(self._calls.feed(content))
+        except ValueError as error:
+            raise UnreadableCall(str(error)) from error
+        self.has_calls = self.has_calls or bool(calls)
+        return Delta(self._shown.feed(content, last=last) or "", reasoning, calls, logprobs)

@@ -1,0 +1,248 @@
+"""The application: routes, and every error in one form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from vlm_batch._version import __version__
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.edge import ENTRY, Edge, Entry
+from vlm_batch.server.errors import ApiError, envelope, without_paths
+from vlm_batch.server.media import MediaReader
+from vlm_batch.server.openai import (
+    MAX_PRIORITY,
+    REFUSED,
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    chat_ask,
+    completion_ask,
+    wire_messages,
+)
+from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
+from vlm_batch.server.service import Service
+from vlm_batch.server.streams import EventStream, unless_left
+
+#: Endpoints that clients know from elsewhere, and what there is instead.
+NOT_SERVED = {
+    "/v1/embeddings": "no family here makes embeddings",
+    "/v1/responses": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
+    "/v1/messages": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
+    "/v1/realtime": "python -m vlm_batch.integrations.mlx_vlm serves it with the same engine",
+    "/v1/batches": "vlm-batch run answers for files of requests",
+    "/v1/files": "send pictures in the request, as data URIs",
+    "/v1/audio": "there is no audio here yet",
+    "/v1/images": "no family here makes pictures",
+    "/v1/moderations": "nothing is moderated here",
+    "/v1/rerank": "no family here ranks",
+}
+PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+#: Seconds that a stream may take beyond its request's own time before its connection is given up.
+GRACE = 10.0
+
+
+def create_app(service: Service, media: MediaReader) -> FastAPI:
+    """The application for one model."""
+    config = service.config
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+            media.close()
+
+    app = FastAPI(title="vlm-batch", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    _add_answers(app, service, media)
+    _add_facts(app, service)
+    _add_page(app)
+    return app
+
+
+# Routes ------------------------------------------------------------------------------------------------------------
+
+
+def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
+    config = service.config
+    limits = Limits(config.max_choices, config.max_prompts, config.default_max_tokens, config.defaults)
+
+    @app.post("/v1/chat/completions", responses=_RESPONSES)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a chat, with pictures and videos in its messages."""
+        _check_model(config, body.model)
+
+        async def prepare() -> Ask:
+            return chat_ask(body, await media.read(wire_messages(body)), limits)
+
+        entry = request.scope[ENTRY]
+        return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+
+    @app.post("/v1/completions", responses=_RESPONSES)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Go on with a text, or with token ids."""
+        _check_model(config, body.model)
+
+        async def prepare() -> Ask:
+            return completion_ask(body, limits)
+
+        entry = request.scope[ENTRY]
+        return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
+
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model, and what it takes."""
+        return {"object": "list", "data": [_card(service)]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """The same, by name."""
+        _check_model(service.config, name)
+        return _card(service)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the process lives."""
+        return {"status": "ok"}
+
+    @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
+    async def ready() -> JSONResponse:
+        """Whether a request would be answered: the model is there, and the engine steps."""
+        state = "stalled" if service.is_stalled else service.state
+        return JSONResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus's text format."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """The batch as it is now, for the page."""
+        now = service.stats()
+        return {"status": service.state, "model": service.config.name, "batch": None if now is None else vars(now)}
+
+
+def _add_page(app: FastAPI) -> None:
+    page = files("vlm_batch.server") / "page"
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response((page / "index.html").read_bytes(), media_type="text/html; charset=utf-8")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        if name not in PAGE:
+            raise ApiError(404, "the page has no such file")
+        return Response((page / name).read_bytes(), media_type=PAGE[name])
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request cannot be answered; the body says why."},
+    "5XX": {"description": "The server or its model failed; the body says how."},
+}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, or server-sent events with `stream`.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+    **_ERRORS,
+}
+
+
+async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> Response:
+    """The answer in whole, or its stream; an error that comes before the first token has its own status."""
+    if not stream:
+        return JSONResponse(await unless_left(request, exchange.whole()))
+    chunks = exchange.stream()
+    first = await unless_left(request, anext(chunks))  # type: ignore[arg-type]
+    return EventStream(first, chunks, seconds=exchange.seconds + GRACE)
+
+
+def _check_model(config: ServerConfig, name: str | None) -> None:
+    if name is not None and name not in config.names:
+        raise ApiError(404, f"this server's model is {config.name!r}", param="model", code="model_not_found")
+
+
+def _priority(request: Request) -> int:
+    given = request.headers.get("x-priority", "0")
+    if not re.fullmatch(r"-?[0-9]{1,3}", given) or abs(int(given)) > MAX_PRIORITY:
+        raise ApiError(400, f"X-Priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}; higher goes first")
+    return int(given)
+
+
+def _card(service: Service) -> dict[str, Any]:
+    """A model as ``/v1/models`` lists it; what it takes is known once it is loaded."""
+    config = service.config
+    card: dict[str, Any] = {"id": config.name, "object": "model", "created": service.created, "owned_by": "vlm-batch"}
+    loaded = service.model
+    if loaded is not None:
+        spec = loaded.batcher.spec
+        card |= {
+            "max_model_len": loaded.batcher.max_context,
+            "family": spec.family,
+            "vision": spec.images,
+            "multi_image": spec.multi_image,
+            "video": spec.video,
+            "tools": loaded.dialect.tool_parser is not None,
+            "reasoning": loaded.dialect.reasons,
+        }
+    return card
+
+
+# Errors ------------------------------------------------------------------------------------------------------------
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):
+        error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
+    _entry(request).said["error"] = str(error.detail)
+    return JSONResponse(error.body, error.status_code, error.headers)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the forms that a value may have, the nearest
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    name, message = where[-1] if where else "", str(first["msg"])
+    if first["type"] == "extra_forbidden":
+        message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else f"there is no field {name}"
+    elif first["type"] == "json_invalid":
+        where, message = [], "the body is not JSON"
+    param = ".".join(where)[:200] or None
+    text = without_paths(f"{param}: {message}" if param else message)
+    _entry(request).said["error"] = text
+    return JSONResponse(envelope(400, text, param, first["type"]), 400)
+
+
+def _sentence(request: Request, error: HTTPException) -> str:
+    path = request.url.path
+    if error.status_code == 404:
+        instead = next((why for prefix, why in NOT_SERVED.items() if path.startswith(prefix)), None)
+        served = "served are /v1/chat/completions, /v1/completions and /v1/models"
+        return f"{path[:100]} is not served: {instead}" if instead else f"there is no {path[:100]}; {served}"
+    if error.status_code == 405:
+        return f"{request.method[:20]} is not what {path[:100]} takes"
+    return str(error.detail)
+
+
+def _entry(request: Request) -> Entry:
+    entry: Entry = request.scope[ENTRY]
+    return entry

@@ -1,0 +1,138 @@
+"""``ServerConfig``: everything that the server can be told, in one frozen record."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_batch.errors import VLMBatchError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8080
+MEGABYTE = 1 << 20
+
+
+class InvalidConfig(VLMBatchError, ValueError):
+    """Settings that contradict each other or would open the server further than was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and what it takes.
+
+    ``served_name`` is the model's name on the wire (default: the last part of ``model``). Beyond loopback the server needs an
+    ``api_key`` or ``no_auth``. ``allowed_hosts`` are further names for the ``Host`` header of a server without a key.
+    ``allow_urls`` lets requests name pictures and videos by http(s) URL, ``allow_dirs`` by files under these folders;
+    each may have ``max_file`` bytes and take ``fetch_seconds``.
+    Times are in seconds, sizes in bytes. ``max_queue`` requests may wait for a place before others are sent away (429), and
+    none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
+    so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
+    the server is told to stop. ``stall_seconds`` without any progress of unfinished requests make it not ready.
+    ``enable_thinking``, ``min_pixels`` and ``max_pixels`` hold for requests that do not say otherwise.
+
+    Raises InvalidConfig.
+    """
+
+    model: str
+    served_name: str | None = None
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    api_key: str | None = None
+    no_auth: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allow_urls: bool = False
+    allow_dirs: tuple[Path, ...] = ()
+    max_body: int = 64 * MEGABYTE
+    max_file: int = 256 * MEGABYTE
+    fetch_seconds: float = 30.0
+    max_images: int = 32
+    max_videos: int = 4
+    max_choices: int = 16
+    max_prompts: int = 64
+    default_max_tokens: int = 2048
+    max_queue: int = 256
+    max_memory: int | None = None
+    request_seconds: float = 600.0
+    idle_unload: float | None = None
+    shutdown_seconds: float = 30.0
+    stall_seconds: float = 120.0
+    warm_up: bool = True
+    enable_thinking: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    tool_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_body",
+            "max_file",
+            "max_images",
+            "max_choices",
+            "max_prompts",
+            "default_max_tokens",
+            "max_queue",
+        ):
+            if vars(self)[name] < 1:
+                raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 1")
+        for name in ("request_seconds", "stall_seconds", "fetch_seconds"):
+            if vars(self)[name] <= 0:
+                raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be above 0")
+        for name in ("max_videos", "shutdown_seconds", "port"):
+            if vars(self)[name] < 0:
+                raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 0")
+        if self.idle_unload is not None and self.idle_unload <= 0:
+            raise InvalidConfig(f"idle_unload is {self.idle_unload}; it must be above 0")
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidConfig("the API key is empty")
+        if self.api_key is not None and self.no_auth:
+            raise InvalidConfig("an API key and no_auth exclude each other")
+        if not self.is_loopback and self.api_key is None and not self.no_auth:
+            raise InvalidConfig(
+                f"{self.host} can be reached from other machines: give an API key (--api-key, or VLM_BATCH_API_KEY), "
+                "or say --no-auth if everyone who can reach it may use it"
+            )
+        for folder in self.allow_dirs:
+            if not folder.is_dir():
+                raise InvalidConfig(f"{folder} is no folder; requests cannot be allowed to read files from it")
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What requests get that do not say otherwise, by the wire's names."""
+        said = {
+            "enable_thinking": self.enable_thinking or None,
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+        }
+        return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def name(self) -> str:
+        """The model's name on the wire."""
+        return self.served_name or Path(self.model).name or self.model
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What a request may call the model."""
+        return frozenset({self.name, self.model})
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may resolve to anything
+            return False
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names that the ``Host`` header may hold, against pages that rebind a name to this machine; None for any.
+
+        A key protects by itself: a foreign page does not know it.
+        """
+        if self.api_key is not None or not self.is_loopback:
+            return None
+        return frozenset({"localhost", "127.0.0.1", "[::1]", self.host, f"[{self.host}]", *self.allowed_hosts})

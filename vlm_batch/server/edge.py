@@ -1,0 +1,186 @@
+"""The server's edge: every request passes here first, and leaves one line in the access log when it has been answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.errors import ApiError
+from vlm_batch.server.metrics import Metrics
+
+logger = logging.getLogger("vlm_batch.server")
+access = logging.getLogger("vlm_batch.server.access")
+
+#: Where a request's ``Entry`` is found in its scope.
+ENTRY = "vlm_batch.entry"
+#: Seconds that a body may take to arrive.
+BODY_SECONDS = 60.0
+#: Paths that need no key: whether the server lives, and the page, which asks for the key.
+OPEN = frozenset({"/", "/health", "/ready"})
+OPEN_FOLDER = "/page/"
+
+_SAFE_ID = re.compile(r"[\w.:-]{1,128}")
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob: data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+
+
+@dataclass
+class Entry:
+    """One line of the access log in the making; ``said`` is what the routes add."""
+
+    request_id: str
+    method: str
+    path: str
+    client: str
+    began: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    said: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """The line, as JSON."""
+        seconds = round(time.perf_counter() - self.began, 6)
+        fixed = {"request_id": self.request_id, "client": self.client, "method": self.method, "path": self.path}
+        return json.dumps({**fixed, "status": self.status, "seconds": seconds, **self.said})
+
+
+class Edge:
+    """ASGI middleware: request ids, the ``Host`` header, the key, the body's type, size and time, and the access log."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+        self._app = app
+        self._config = config
+        self._metrics = metrics
+        self._key = None if config.api_key is None else _digest(config.api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        client = scope["client"][0] if scope["client"] else ""
+        entry = Entry(_request_id(headers), scope["method"], scope["path"], client)
+        scope[ENTRY] = entry
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                entry.status = message["status"]
+                _add_headers(message, entry.request_id)
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, _Body(receive, self._config.max_body).receive, sending)
+        except Exception as error:
+            answer = _answer_to(error, entry)
+            if entry.status:  # half an answer is out: all that is left is to close the connection
+                raise
+            await JSONResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
+        finally:
+            self._metrics.responded(_known_path(scope), entry.status)
+            access.info(entry.line())
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError for a request that may not come in."""
+        hosts = self._config.hosts
+        if hosts is not None and _host(headers.get("host", "")) not in hosts:
+            raise ApiError(403, "this server does not answer under that host name (--allowed-host adds one)")
+        path = scope["path"]
+        if self._key is not None and path not in OPEN and not path.startswith(OPEN_FOLDER):
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._key):
+                raise ApiError(
+                    401, "a valid API key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
+                )
+        if scope["method"] != "POST":
+            return
+        # Pages of other sites can post forms and plain text without being asked back, but not JSON.
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON, with Content-Type: application/json")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._config.max_body:
+            raise _too_large(self._config.max_body)
+
+
+class _Body:
+    """A request's ``receive`` with a bound on how much comes and on how long that takes."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._seen = 0
+        self._is_whole = False
+        self._until = time.monotonic() + BODY_SECONDS
+
+    async def receive(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(0.0, self._until - time.monotonic()))
+        except asyncio.TimeoutError as error:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from error
+        self._seen += len(message.get("body", b""))
+        self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        if self._seen > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        return message
+
+
+def _answer_to(error: Exception, entry: Entry) -> ApiError:
+    """The answer to what went wrong; a defect's trace goes to the log, where the request id finds it."""
+    if isinstance(error, ApiError):
+        entry.said["error"] = str(error.detail)
+        return error
+    entry.said["error"] = type(error).__name__
+    logger.error("request %s: %s", entry.request_id, error, exc_info=error)
+    return ApiError(500, f"the server failed; its log has more under {entry.request_id}")
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _host(header: str) -> str:
+    """A ``Host`` header without its port."""
+    host, _, port = header.rpartition(":")
+    return (host if host and port.isdecimal() else header).lower()
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, so that comparing takes the same time for every key."""
+    return hashlib.sha256(key).digest()
+
+
+def _add_headers(message: Mapping[str, Any], request_id: str) -> None:
+    headers = MutableHeaders(raw=message["headers"])
+    headers["x-request-id"] = request_id
+    for name, value in _HEADERS.items():
+        headers[name] = value
+
+
+def _known_path(scope: Scope) -> str:
+    """The route's path, or "other": what strangers make up is no label of a metric."""
+    route = scope.get("route")
+    return str(route.path) if route is not None else "other"

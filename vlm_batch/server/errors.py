@@ -1,0 +1,79 @@
+"""What goes wrong on the wire: one error with its HTTP status, in OpenAI's envelope."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from vlm_batch.errors import InvalidRequest
+from vlm_batch.types import Result
+
+#: Absolute paths of two folders or more, which tell a stranger about this machine; not the path of a URL.
+_PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+){2,}")
+_FILE = re.compile(r"file://\S+")
+#: How much of an exception's text goes out.
+MAX_MESSAGE = 600
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "client_left",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(HTTPException):
+    """An answer other than 200: its status, a sentence, and the field (``param``) that it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers) if headers else None)
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The envelope that OpenAI's clients read."""
+        return envelope(self.status_code, str(self.detail), self.param, self.code)
+
+
+def envelope(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """``{"error": {...}}`` as OpenAI's clients read it."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def refusal(error: InvalidRequest) -> ApiError:
+    """400, for what the library refuses."""
+    return ApiError(400, without_paths(str(error)), code=type(error).__name__)
+
+
+def failure(result: Result) -> ApiError:
+    """The answer for a request that the engine ended with an error: 400 if the request was at fault, else 500."""
+    if isinstance(result.exception, InvalidRequest):
+        return refusal(result.exception)
+    return ApiError(500, f"the engine could not finish this request: {without_paths(result.error or 'unknown')}")
+
+
+def without_paths(message: str) -> str:
+    """A message for strangers: one line, no absolute path, of bounded length."""
+    line = _PATH.sub("(a path)", _FILE.sub("(a file)", " ".join(message.split())))
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"

@@ -1,0 +1,376 @@
+"""One exchange: a body's requests through the engine, and their answers in OpenAI's form, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from vlm_batch.handle import Handle
+from vlm_batch.server.answers import AnswerReader, Delta, Dialect, UnreadableCall
+from vlm_batch.server.edge import Entry
+from vlm_batch.server.errors import ApiError, failure
+from vlm_batch.server.openai import Ask
+from vlm_batch.server.service import Service, Visit
+from vlm_batch.types import Event, Result, TokenLogprobs
+
+logger = logging.getLogger("vlm_batch.server")
+
+#: Events of several answers that may wait to be written; a slow reader holds up its own answers only.
+MAX_PENDING = 64
+DONE = b"data: [DONE]\n\n"
+
+#: Makes the engine's part of a body, once the request has been let in.
+Prepare: TypeAlias = Callable[[], Awaitable[Ask]]
+
+
+@dataclass
+class Choice:
+    """One answer in the making."""
+
+    index: int
+    reader: AnswerReader
+    is_first_of_prompt: bool
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    length: int = 0  # characters given out, for text offsets
+    has_begun: bool = False
+    result: Result | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Keep what an event added."""
+        self.content.append(delta.content)
+        self.reasoning.append(delta.reasoning)
+        self.logprobs.extend(delta.logprobs)
+        for call in delta.tool_calls:
+            known = self.calls.get(call["index"])
+            if known is None:
+                self.calls[call["index"]] = {**call, "function": dict(call["function"])}
+            else:
+                known["function"]["arguments"] += call["function"]["arguments"]
+
+    @property
+    def finish_reason(self) -> str:
+        assert self.result is not None
+        return "tool_calls" if self.reader.has_calls else self.result.finish_reason
+
+
+class Exchange(ABC):
+    """One body's answers. ``entry`` is its line in the access log."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, service: Service, entry: Entry, prepare: Prepare, *, priority: int = 0) -> None:
+        self._service = service
+        self._entry = entry
+        self._prepare = prepare
+        self._priority = priority
+        self._created = int(time.time())
+        self._dialect: Dialect | None = None
+        self._choices: list[Choice] = []
+        self._include_usage = False
+        self._last: dict[int, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """How long its answers may take."""
+        return self._service.config.request_seconds
+
+    # The wire ----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        """A finished choice."""
+
+    @abstractmethod
+    def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """A chunk's choice."""
+
+    @abstractmethod
+    def _opening(self, choice: Choice) -> dict[str, Any] | None:
+        """What a choice's stream begins with."""
+
+    @abstractmethod
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        """What a choice's stream ends with."""
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed. Raises ApiError."""
+        async with aclosing(self._deltas()) as deltas:
+            async for choice, delta in deltas:
+                choice.add(delta)
+        choices = [self._whole(choice) for choice in self._choices]
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage()}
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """Server-sent events. Raises ApiError before the first; later errors are events, after which the stream ends."""
+        has_begun = False
+        try:
+            async with aclosing(self._deltas()) as deltas:
+                async for choice, delta in deltas:
+                    has_begun = True
+                    opening = None if choice.has_begun else self._opening(choice)
+                    choice.has_begun = True
+                    if opening is not None:
+                        yield self._chunk([opening])
+                    if not delta.is_empty:
+                        yield self._chunk([self._part(choice, delta)])
+                    if choice.result is not None:
+                        yield self._chunk([self._ending(choice)])
+            if self._include_usage:
+                yield self._chunk([], self._usage())
+        except ApiError as error:
+            if not has_begun:
+                raise
+            self._entry.said["error"] = str(error.detail)
+            yield _event(error.body)
+        except Exception:
+            if not has_begun:
+                raise
+            logger.exception("request %s ended in its middle", self._entry.request_id)
+            yield _event(ApiError(500, "the server failed in the middle of this answer").body)
+        yield DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self._entry.request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._service.config.name,
+        }
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
+        chunk = {**self._head(self.chunk_kind), "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = usage
+        return _event(chunk)
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of all choices; a prompt counts once, whatever the number of its answers."""
+        results = [(choice, choice.result) for choice in self._choices if choice.result is not None]
+        prompts = [result.usage for choice, result in results if choice.is_first_of_prompt]
+        prompt = sum(usage.prompt_tokens for usage in prompts)
+        completion = sum(result.usage.completion_tokens for _, result in results)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(usage.cached_tokens for usage in prompts),
+                "image_tokens": sum(usage.image_tokens for usage in prompts),
+            },
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reader.reasoning_tokens for choice, _ in results)
+            },
+        }
+
+    # The engine --------------------------------------------------------------------------------------------------------
+
+    async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
+        """What each event adds to which choice. Raises ApiError as soon as one choice has failed."""
+        async with self._service.visit() as visit:
+            ask = await self._prepare()
+            assert visit.loaded is not None
+            self._begin(ask, visit.loaded.dialect)
+            handles = await self._service.submit(
+                visit, ask.requests(request_id=visit.request_id, priority=self._priority)
+            )
+            async with aclosing(_merged(handles)) as merged:
+                async for index, event in merged:
+                    choice = self._choices[index]
+                    delta = self._read(choice, event, visit)
+                    if not delta.is_empty or choice.result is not None:
+                        yield choice, delta
+        self._note(ask)
+
+    def _begin(self, ask: Ask, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._include_usage = ask.include_usage
+        is_open = bool(ask.is_chat) and dialect.opens_thinking(ask.template)
+        for index in range(len(ask.prompts) * ask.n):
+            reader = dialect.reader(tools=ask.tools, thinking=is_open) if ask.is_chat else AnswerReader.plain()
+            self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.n == 0))
+
+    def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
+        """What an event adds; at its end, what was held back, too. Raises ApiError for an answer that failed."""
+        if event.token is not None:
+            self._note_gap(choice.index)
+        try:
+            delta = choice.reader.feed(event)
+            if event.result is not None:
+                self._service.ended(event.result)
+                self._check(event.result, visit)
+                choice.result = event.result
+                delta += choice.reader.finish()
+        except UnreadableCall as error:
+            raise ApiError(500, f"the model's tool call cannot be read: {error}") from error
+        return delta
+
+    def _check(self, result: Result, visit: Visit) -> None:
+        if result.finish_reason == "error":
+            logger.error("request %s failed: %s", self._entry.request_id, result.error, exc_info=result.exception)
+            raise failure(result)
+        if result.finish_reason == "cancelled":
+            if visit.is_expired:
+                raise ApiError(504, f"the answer was not done within {self._service.config.request_seconds:.0f} s")
+            raise ApiError(503, "the server ended this request: it is shutting down", headers={"Retry-After": "5"})
+
+    def _note_gap(self, index: int) -> None:
+        now = time.perf_counter()
+        before = self._last.get(index)
+        if before is not None:
+            self._service.metrics.gap(now - before)
+        else:
+            self._entry.said.setdefault("ttft", round(now - self._entry.began, 6))
+        self._last[index] = now
+
+    def _note(self, ask: Ask) -> None:
+        usage = self._usage()
+        results = [choice.result for choice in self._choices if choice.result is not None]
+        self._entry.said |= {
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "pictures": sum(len(result.image_sizes) for result in results),
+            "finish_reasons": [choice.finish_reason for choice in self._choices],
+        }
+        if ask.user is not None:
+            self._entry.said["user"] = ask.user[:128]
+
+
+class ChatExchange(Exchange):
+    """``/v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text, reasoning, calls = "".join(choice.content), "".join(choice.reasoning), list(choice.calls.values())
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        return {"index": choice.index, "message": message, **self._logprobs(choice.logprobs), **_end(choice)}
+
+    def _opening(self, choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+    def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        if delta.content or not (delta.reasoning or delta.tool_calls):
+            said["content"] = delta.content
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            said["tool_calls"] = list(delta.tool_calls)
+        return {"index": choice.index, "delta": said, "finish_reason": None, **self._logprobs(delta.logprobs)}
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "delta": {}, "logprobs": None, **_end(choice)}
+
+    def _logprobs(self, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not steps:
+            return {"logprobs": None}
+        content = [
+            {
+                **self._token(step.token_id, step.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in step.top],
+            }
+            for step in steps
+        ]
+        return {"logprobs": {"content": content, "refusal": None}}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        assert self._dialect is not None
+        text, raw = self._dialect.token(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+
+
+class TextExchange(Exchange):
+    """``/v1/completions``."""
+
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.content)
+        return {"index": choice.index, "text": text, **self._logprobs(choice, choice.logprobs), **_end(choice)}
+
+    def _opening(self, choice: Choice) -> None:
+        return None
+
+    def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(choice, delta.logprobs)
+        return {"index": choice.index, "text": delta.content, "finish_reason": None, **logprobs}
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "text": "", "logprobs": None, **_end(choice)}
+
+    def _logprobs(self, choice: Choice, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not steps:
+            return {"logprobs": None}
+        assert self._dialect is not None
+        text, offsets = self._dialect.token, []
+        for step in steps:
+            offsets.append(choice.length)
+            choice.length += len(text(step.token_id)[0])
+        found = {
+            "tokens": [text(step.token_id)[0] for step in steps],
+            "token_logprobs": [_finite(step.logprob) for step in steps],
+            "top_logprobs": [{text(token)[0]: _finite(logprob) for token, logprob in step.top} for step in steps],
+            "text_offset": offsets,
+        }
+        return {"logprobs": found}
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    assert choice.result is not None
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.result.stop_reason}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for a token that cannot come."""
+    return max(logprob, -9999.0)
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode("utf-8", "replace")
+
+
+async def _merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, Event]]:
+    """Events of several handles as they come, each with its handle's place."""
+    if len(handles) == 1:
+        async for event in handles[0].events():
+            yield 0, event
+        return
+    pending: asyncio.Queue[tuple[int, Event]] = asyncio.Queue(MAX_PENDING)
+
+    async def pump(index: int, handle: Handle) -> None:
+        async for event in handle.events():
+            await pending.put((index, event))
+
+    tasks = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]
+    try:
+        left = len(handles)
+        while left:
+            index, event = await pending.get()
+            yield index, event
+            left -= event.result is not None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,352 @@
+"""The model behind the server: loaded, warmed up, watched, let go of when idle; and who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from PIL import Image
+
+from vlm_batch.errors import BatcherClosed, InvalidRequest
+from vlm_batch.server.answers import Dialect
+from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.errors import ApiError, refusal, without_paths
+from vlm_batch.server.metrics import Metrics
+from vlm_batch.types import Request, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_batch.batcher import Stats
+    from vlm_batch.handle import Handle
+    from vlm_batch.inputs.processing import Processing
+    from vlm_batch.registry import ModelSpec
+
+logger = logging.getLogger("vlm_batch.server")
+
+#: Seconds between two looks at whether the engine steps and whether anybody still uses the model.
+WATCH_SECONDS = 1.0
+#: Ended requests whose ends tell how fast places become free.
+RECENT = 64
+MIN_RETRY, MAX_RETRY = 1, 60
+
+
+class Batcher(Protocol):
+    """What the server needs of a ``VLMBatcher``."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def processing(self) -> Processing: ...
+    @property
+    def max_context(self) -> int | None: ...
+    def submit_request(self, request: Request) -> Handle: ...
+    def stats(self) -> Stats: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that answers."""
+
+    batcher: Batcher
+    dialect: Dialect
+
+
+@dataclass(eq=False)
+class Visit:
+    """One HTTP request's stay with the model: its handles, once it has submitted them."""
+
+    loaded: Loaded | None = None
+    handles: list[Handle] = field(default_factory=list)
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the engine's: a client's own may come twice
+    is_expired: bool = False
+
+    def expire(self) -> None:
+        """End it: its time is over."""
+        self.is_expired = True
+        self.end()
+
+    def end(self) -> None:
+        """End whatever has not ended."""
+        for handle in self.handles:
+            handle.cancel()
+
+
+class Service:
+    """One model and its state: "loading", "ready", "idle" (let go of until it is asked for), "failed" or "stopping".
+
+    ``open_batcher`` loads the model; it blocks, and is called on a thread. ``memory`` says how many bytes MLX holds,
+    and ``release`` has it give back those that no array needs.
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        open_batcher: Callable[[], Batcher],
+        *,
+        memory: Callable[[], int] = lambda: 0,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.created = int(time.time())
+        self.metrics = Metrics(config.name, self.stats)
+        self.error: str | None = None
+        self._open = open_batcher
+        self._memory = memory
+        self._release = release
+        self._loading: asyncio.Task[Loaded] | None = None
+        self._loaded: Loaded | None = None
+        self._stopping = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit")
+        self._visits: set[Visit] = set()
+        self._last_used = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=RECENT)
+        self._progress: tuple[object, float] = (None, time.monotonic())
+        self._watching: asyncio.Task[None] | None = None
+
+    # Life
+    # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        if self._stopping:
+            return "stopping"
+        if self._loaded is not None:
+            return "ready"
+        if self._loading is not None and not self._loading.done():
+            return "loading"
+        return "idle" if self.error is None else "failed"
+
+    @property
+    def model(self) -> Loaded | None:
+        """The model, if it is loaded now."""
+        return self._loaded
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether unfinished requests have made no progress for ``stall_seconds``."""
+        stats = self.stats()
+        if stats is None:
+            return False
+        self._note_progress(stats)
+        return time.monotonic() - self._progress[1] > self.config.stall_seconds
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that comes now would be answered soon."""
+        return self.state in ("ready", "idle") and not self.is_stalled
+
+    def stats(self) -> Stats | None:
+        """The batcher's counters; None while no model is loaded."""
+        return None if self._loaded is None else self._loaded.batcher.stats()
+
+    async def start(self) -> None:
+        """Begin to load the model and to watch it."""
+        self._begin_loading()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def loaded(self) -> Loaded:
+        """The model, loaded if need be. Raises ApiError if it cannot be."""
+        if self._stopping:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        if self._loaded is not None:
+            return self._loaded
+        try:
+            return await asyncio.shield(self._begin_loading())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise ApiError(503, f"the model could not be loaded: {self.error}", code="model_not_loaded") from error
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, give those that run so long to end, then end them."""
+        self._stopping = True
+        until = time.monotonic() + seconds
+        while self._visits and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        for visit in self._visits:
+            visit.end()
+
+    async def stop(self) -> None:
+        """End what still runs, and let go of the model."""
+        await self.drain(0)
+        for task in (self._watching, self._loading):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self._unload()
+        self._worker.shutdown(wait=False)
+
+    # Requests
+    # -----------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def visit(self) -> AsyncIterator[Visit]:
+        """One HTTP request's stay: the model for so long, and the end of whatever it leaves unfinished.
+
+        Raises ApiError: 429 when the server is too busy, 503 without a model.
+        """
+        self._admit()
+        visit = Visit()
+        self._visits.add(visit)
+        expiring = asyncio.get_running_loop().call_later(self.config.request_seconds, visit.expire)
+        try:
+            visit.loaded = await self.loaded()
+            yield visit
+        finally:
+            expiring.cancel()
+            self.metrics.aborted(sum(not handle.done() for handle in visit.handles))
+            visit.end()
+            self._visits.discard(visit)
+            self._last_used = time.monotonic()
+
+    async def submit(self, visit: Visit, requests: list[Request]) -> list[Handle]:
+        """Put requests to the engine; templates are rendered off the loop. Raises ApiError for what it refuses."""
+        assert visit.loaded is not None
+        batcher = visit.loaded.batcher
+
+        def submit_all() -> None:
+            for request in requests:
+                visit.handles.append(batcher.submit_request(request))
+
+        submitting = asyncio.ensure_future(self._on_worker(submit_all))
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            await asyncio.gather(submitting, return_exceptions=True)  # so that what it submits is ended, too
+            raise
+        except InvalidRequest as error:
+            raise refusal(error) from error
+        except BatcherClosed as error:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}) from error
+        if visit.is_expired or self._stopping:
+            visit.end()
+        return visit.handles
+
+    def ended(self, result: Result) -> None:
+        """Note a request's end."""
+        self._ends.append(time.monotonic())
+        self.metrics.ended(result)
+
+    def _admit(self) -> None:
+        """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long."""
+        stats = self.stats()
+        waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
+        if stats is not None:
+            waiting += stats.queued + stats.waiting
+        if waiting >= self.config.max_queue:
+            raise self._busy(f"{waiting} requests wait already", waiting)
+        limit = self.config.max_memory
+        if limit is not None and waiting and (held := self._memory()) > limit:
+            raise self._busy(f"arrays hold {held} bytes of {limit}, and {waiting} requests wait", waiting)
+
+    def _busy(self, why: str, ahead: int) -> ApiError:
+        rate = 0.0
+        if len(self._ends) > 1:
+            rate = (len(self._ends) - 1) / max(1e-3, time.monotonic() - self._ends[0])
+        seconds = math.ceil(ahead / rate) if rate else MAX_RETRY
+        retry = str(min(MAX_RETRY, max(MIN_RETRY, seconds)))
+        return ApiError(429, f"{why}; try again in {retry} s", code="busy", headers={"Retry-After": retry})
+
+    # The model
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _begin_loading(self) -> asyncio.Task[Loaded]:
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.create_task(self._load())
+            self._loading.add_done_callback(_retrieved)
+        return self._loading
+
+    async def _load(self) -> Loaded:
+        begin = time.perf_counter()
+        logger.info("loading %s", self.config.model)
+        saying = asyncio.create_task(_say_while("loading", self.config.model))
+        try:
+            batcher = await self._on_worker(self._open)
+            dialect = await self._on_worker(lambda: Dialect(batcher.processing, self.config.tool_parser))
+            if self.config.warm_up:
+                await self._on_worker(lambda: _warm_up(batcher))
+        except Exception as error:
+            self.error = without_paths(f"{type(error).__name__}: {error}")
+            logger.exception("cannot load %s", self.config.model)
+            raise
+        finally:
+            saying.cancel()
+        # What a model consists of stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        self.error = None
+        self._loaded = Loaded(batcher, dialect)
+        self._last_used = time.monotonic()
+        logger.info("%s is ready after %.1f s", self.config.name, time.perf_counter() - begin)
+        return self._loaded
+
+    async def _unload(self) -> None:
+        loaded, self._loaded, self._loading = self._loaded, None, None
+        if loaded is not None:
+            await self._on_worker(loaded.batcher.close)
+            del loaded
+            gc.unfreeze()
+            gc.collect()
+            self._release()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self.is_stalled:
+                logger.error("the engine has made no progress for %.0f s", self.config.stall_seconds)
+            idle = self.config.idle_unload
+            if idle is None or self._loaded is None or self._visits or time.monotonic() - self._last_used < idle:
+                continue
+            logger.info("letting go of %s after %.0f s without a request", self.config.name, idle)
+            await self._unload()
+
+    def _note_progress(self, stats: Stats) -> None:
+        """Remember when the engine's counters last changed, or when it last had nothing to do."""
+        unfinished = stats.queued + stats.waiting + stats.prefilling + stats.decoding
+        if not unfinished or stats != self._progress[0]:
+            self._progress = (stats, time.monotonic())
+
+    async def _on_worker(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+
+
+def _warm_up(batcher: Batcher) -> None:
+    """Answer once without a picture and once with one, so that kernels are compiled before anybody waits for them."""
+    params = SamplingParams(max_tokens=4)
+    requests = [Request(prompt="Hello", params=params, request_id="warm-up-text")]
+    if batcher.spec.images:
+        picture = Image.new("RGB", (224, 224), "grey")
+        requests.append(Request(prompt="Hello", images=(picture,), params=params, request_id="warm-up-picture"))
+    for request in requests:
+        try:
+            result = batcher.submit_request(request).result()
+        except InvalidRequest as error:
+            logger.warning("the warm-up request was refused: %s", error)
+            continue
+        if result.error is not None:
+            logger.warning("the warm-up request failed: %s", result.error)
+
+
+async def _say_while(doing: str, what: str) -> None:
+    """Say every ten seconds that something still goes on."""
+    begin = time.monotonic()
+    while True:
+        await asyncio.sleep(10)
+        logger.info("%s %s: %.0f s so far", doing, what, time.monotonic() - begin)
+
+
+def _retrieved(task: Awaitable[Any]) -> None:
+    """Take a task's exception, which those who waited for it have seen, so that asyncio does not report it again."""
+    if isinstance(task, asyncio.Task) and not task.cancelled():
+        task.exception()

@@ -1,0 +1,74 @@
+"""Responses that end when their reader leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vlm_batch.server.edge import ENTRY
+from vlm_batch.server.errors import ApiError
+
+Answer = TypeVar("Answer")
+
+
+async def unless_left(request: HttpRequest, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """What ``work`` returns; it is cancelled if the client leaves. Raises ApiError 499 then, which nobody reads."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(499, "the client left")
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, as they come. A reader that leaves, or is not done within ``seconds``, ends their source."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], *, seconds: float) -> None:
+        self.status_code = 200
+        self.background = None
+        self._first = first
+        self._rest = rest
+        self._seconds = seconds
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((sending, leaving), timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            else:
+                scope[ENTRY].said["left"] = True
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._rest.aclose()
+
+    async def _send(self, send: Send) -> None:
+        """Every ``send`` waits while the reader is behind: nothing piles up here."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for chunk in self._rest:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
