@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.precision import precision_of
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.exact import Exact
@@ -256,34 +257,6 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
     wide = min(one.shape[-1], other.shape[-1])
     known = np.isfinite(one[:wide]) & np.isfinite(other[:wide])
     return float(np.abs(one[:wide][known] - other[:wide][known]).max(initial=0.0))
-
-
-def precision_of(model: nn.Module) -> str:
-    """The type that most of the language model's weights are computed in, in words."""
-    language: Any = model.language_model
-    kinds: dict[str, int] = {}
-    for _, module in language.named_modules():
-        bits = vars(module).get("bits") if module.get("scales") is not None else None
-        weight = module.get("weight")
-        if isinstance(weight, mx.array):
-            dtype = module["scales"].dtype if bits else weight.dtype
-            named = f"{bits} bits over {str(dtype).split('.')[-1]}" if bits else str(dtype).split(".")[-1]
-            kinds[named] = kinds.get(named, 0) + weight.nbytes
-    return max(kinds, key=lambda kind: kinds[kind]) if kinds else "unknown"
-
-
-def quantised(model: nn.Module, bits: int, group_size: int = 32) -> bool:
-    """Quantise the linear layers of a model's language part in place, those that groups divide; False if there are none."""
-
-    def fits(path: str, module: Any) -> bool:
-        return isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0
-
-    language: Any = model.language_model
-    if not any(fits(path, module) for path, module in language.named_modules()):
-        return False
-    nn.quantize(language, group_size=group_size, bits=bits, class_predicate=fits)
-    mx.eval(language.parameters())
-    return True
 
 
 def _asked(adapter: Adapter, inputs: Sequence[Inputs], way: _Way, exact: Exact | None, max_tokens: int) -> list[Trace]:

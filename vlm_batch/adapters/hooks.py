@@ -47,12 +47,15 @@ def goes_by_shapes() -> bool:
 
 
 def runs_model(call: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """A call of an adapter, its first argument, in which hooks take our functions."""
+    """A call of an adapter, its first argument if it has any, in which hooks take our functions."""
 
     @wraps(call)
     def marked(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
         before = _thread.runs_adapter, _thread.goes_by_shapes
-        _thread.runs_adapter, _thread.goes_by_shapes = True, bool(getattr(args[0], "goes_by_shapes", False))
+        _thread.runs_adapter, _thread.goes_by_shapes = (
+            True,
+            bool(getattr(args[:1] and args[0], "goes_by_shapes", False)),
+        )
         try:
             return call(*args, **kwargs)
         finally:

@@ -91,8 +91,9 @@ def pictures(folder: str | None) -> list[Path]:
 
 
 def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator[Verification]:
-    from vlm_batch.loading import load_model  # --help should not wait for MLX
-    from vlm_batch.verify import quantised, verify
+    from vlm_batch.adapters.precision import quantised  # --help should not wait for MLX
+    from vlm_batch.loading import load_model
+    from vlm_batch.verify import verify
 
     name = args.model or str(default_checkpoint())
     if args.model and args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():
