@@ -66,7 +66,7 @@ def test_a_mark_beyond_the_table_without_a_picture(name: str) -> None:
     beyond = [token for token in marks if not 0 <= token < (adapter.num_words or 0)]
     assert beyond
     for token in beyond[:4]:
-        with pytest.raises(InvalidPrompt, match="token id|placeholders for 0 pictures"):
+        with pytest.raises(InvalidPrompt, match=r"token id|placeholders for 0 pictures"):
             adapter.encode({"input_ids": mx.array([[1, token, 2]])})
 
 
