@@ -98,8 +98,10 @@ def way_of_a_request() -> Way:
     """The way of one picture and three tokens from ``submit`` to its result, through the embedded checkpoint."""
     from vlm_batch import SamplingParams, VLMBatcher
     from vlm_batch.assets import default_checkpoint, sample_images
+    from vlm_batch.runtime import threads
 
     way = Way()
+    threads._idle.clear()  # those of earlier batchers would be used again, and have no profile
     threading.setprofile(way)  # threads that start from here on
     sys.setprofile(way)
     try:

@@ -285,3 +285,15 @@ def test_a_sealed_file_that_says_something_else_is_refused_and_removed(damage: s
     assert files.find(np.zeros((9, 3), dtype=np.int64), 0) is None
     assert not path.exists()
     assert files.nbytes == 0
+
+
+def test_a_key_that_is_added_again_counts_once() -> None:
+    budget = ByteBudget(100)
+    dropped: list[str] = []
+    assert budget.add("a", 60, lambda: dropped.append("first"))
+    assert budget.add("a", 70, lambda: dropped.append("second"))
+    assert (budget.nbytes, len(budget), dropped) == (70, 1, [])
+    assert budget.add("b", 50, lambda: None)
+    assert (budget.nbytes, len(budget), dropped) == (50, 1, ["second"])
+    budget.clear()
+    assert budget.nbytes == 0

@@ -58,6 +58,18 @@ def test_a_token_of_another_vocabulary(name: str) -> None:
             adapter.encode(given)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v4", "florence2", "llmjpvl", "phi3_v", "phi4_siglip", "phi4mm"])
+def test_a_mark_beyond_the_table_without_a_picture(name: str) -> None:
+    """The ids by which these families mark a picture's positions have no embedding; without pictures nothing replaces them."""
+    adapter = shared_adapter(name)
+    marks = {*adapter.image_token_ids(), getattr(adapter.config, "image_token_index", 0) or 0}
+    beyond = [token for token in marks if not 0 <= token < (adapter.num_words or 0)]
+    assert beyond
+    for token in beyond[:4]:
+        with pytest.raises(InvalidPrompt, match=r"token id|placeholders for 0 pictures"):
+            adapter.encode({"input_ids": mx.array([[1, token, 2]])})
+
+
 def test_nemotron_parse_without_a_picture_and_with_two() -> None:
     """One encoding is what its decoder reads."""
     adapter, ids = shared_adapter("nemotron_parse"), mx.array([[1, 2, 3]])

@@ -762,8 +762,9 @@ def test_the_exit_waits_for_a_batcher_that_is_being_made() -> None:
         begun, load = threading.Event(), loading.read_model
         def slow(*given, **how):
             begun.set()
-            for _ in range(400):
-                mx.eval(mx.ones((50, 50)) @ mx.ones((50, 50)))
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                mx.eval(mx.ones((300, 300)) @ mx.ones((300, 300)))
             return load(*given, **how)
         loading.read_model = slow
         threading.Thread(target=lambda: VLMBatcher(assets.default_checkpoint()), daemon=True).start()
