@@ -22,7 +22,7 @@ from vlm_batch.store.digest import array_bytes
 from vlm_batch.types import DecodeStep, Encoded
 
 #: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
-COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (1, 2, 4, 8, 16, 32)}
+COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}
 #: Tokens of the prompts. Beside the last one, others attend over a wider slab than they need.
 LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
 #: Ids of plain text in every vocabulary.
