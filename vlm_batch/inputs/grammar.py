@@ -6,7 +6,6 @@ is a bit for each token, made on the CPU; the engine applies it (``vlm_batch.eng
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.types import SamplingParams
 
 #: Compiled forms that are kept.
@@ -76,7 +76,7 @@ class Forms:
     """The forms of one model's answers. ``check`` is for any thread, ``compiled`` for loaders' threads."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)  # written out while other threads encode
+        self._tokenizer = copy_for_thread(tokenizer)  # written out while other threads encode
         self._end_ids = list(end_ids)
         self._lock = Lock()
         self._compiled: OrderedDict[tuple[str, str], Form] = OrderedDict()

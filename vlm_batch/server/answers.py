@@ -6,7 +6,6 @@ stream states are used as they are.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,6 +24,7 @@ from mlx_vlm.tools.streaming import ToolCallDeltaState
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.types import Event, TokenLogprobs
 
 #: What a tokenizer decodes a part of a character to.
@@ -66,7 +66,7 @@ class Dialect:
 
     def __init__(self, processing: Processing, tool_parser: str | None = None) -> None:
         self._processor = processing.processor
-        self._tokenizer = copy.deepcopy(
+        self._tokenizer = copy_for_thread(
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's
         self._template = processing.chat_template
