@@ -97,9 +97,21 @@ def test_a_join_copies_at_most_one_row_and_a_leave_nothing(placement: Placement,
     assert found["leave_mb"] == 0
 
 
-def test_the_engines_own_share_is_counted(model: Any) -> None:
+def test_the_engines_own_share_is_counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Clock(probe.Clock):
+        def wrap(self, call: Any) -> Any:
+            def counted(*args: Any, **keywords: Any) -> Any:
+                calls.append(call.__name__)
+                return call(*args, **keywords)
+
+            return super().wrap(counted)
+
+    monkeypatch.setattr(probe, "Clock", Clock)
     found = probe.own_share(ThisLibrary, model, make_workload("steady", TINY), None)
     assert 0 < found["own_share"] < 1
+    assert {"encode", "prefill", "decode"} <= set(calls), "a model's call was counted as the engine's own work"
 
 
 def test_ratios_leave_wrong_runs_out() -> None:

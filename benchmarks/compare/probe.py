@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from benchmarks.compare.measure import Trace, drive, forget
@@ -33,18 +33,30 @@ class Clock:
         return timed
 
 
-class Watched:
-    """An object some of whose methods are watched by a clock."""
+@contextmanager
+def watched(inner: Any, clock: Clock, methods: tuple[str, ...]) -> Iterator[None]:
+    """Have a clock watch some methods of an object for as long as the context lasts, whoever calls them."""
+    for name in methods:
+        setattr(inner, name, clock.wrap(getattr(inner, name)))
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(inner, name)
 
-    def __init__(self, inner: Any, clock: Clock, methods: tuple[str, ...]) -> None:
+
+class Watched:
+    """An object whose call is watched by a clock."""
+
+    def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner = inner
-        self._timed = {name: clock.wrap(getattr(inner, name)) for name in methods}
+        self._timed = clock.wrap(inner)
 
     def __getattr__(self, name: str) -> Any:
-        return self._timed[name] if name in self._timed else getattr(self._inner, name)
+        return getattr(self._inner, name)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return self._timed["__call__"](*args, **keywords)
+        return self._timed(*args, **keywords)
 
 
 def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[str, float]:
@@ -59,33 +71,32 @@ def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[
     clock = Clock()
     engine = make(model, workload, contexts)
     generator = engine.generator
+    models: AbstractContextManager[None] = nullcontext()
     if hasattr(generator, "adapter"):
-        watched_adapter = Watched(
-            generator.adapter, clock, ("encode", "prefill", "finish_prefill", "decode", "make_cache")
-        )
-        for part in (generator, generator.encoder, generator.prefill):
-            part.adapter = watched_adapter
+        calls = ("encode", "encode_together", "prefill", "prefill_together", "finish_prefill", "decode", "make_cache")
+        models = watched(generator.adapter, clock, calls)
     else:
-        generator.model = Watched(generator.model, clock, ("__call__",))
+        generator.model = Watched(generator.model, clock)
     plain = {name: getattr(mx, name) for name in ("eval", "async_eval", "clear_cache")}
     walls: list[float] = []
     owns: list[float] = []
     step = engine.step
 
-    def watched() -> Any:
-        models, begin, wall = clock.seconds, time.thread_time(), time.perf_counter()
+    def timed_step() -> Any:
+        before, begin, wall = clock.seconds, time.thread_time(), time.perf_counter()
         tokens = step()
-        own = time.thread_time() - begin - (clock.seconds - models)
+        own = time.thread_time() - begin - (clock.seconds - before)
         if len(tokens) == workload.rows:
             walls.append(time.perf_counter() - wall)
             owns.append(own)
         return tokens
 
-    engine.step = watched
+    engine.step = timed_step
     try:
         for name, call in plain.items():
             setattr(mx, name, clock.wrap(call))
-        drive(engine, workload, Trace())
+        with models:
+            drive(engine, workload, Trace())
     finally:
         for name, call in plain.items():
             setattr(mx, name, call)
