@@ -160,7 +160,7 @@ def test_a_streaming_client_that_leaves_ends_its_request(server: Running, seen: 
         submitted = seen == b"data: " or stats.cancelled > before.cancelled  # the headers go out before it is asked for
         return stats.queued + stats.waiting + stats.decoding == 0 and stats.cancelled == before.cancelled + submitted
 
-    wait_until(is_over, "its end", 20)
+    wait_until(is_over, "its end")
     assert batcher.stats().finished == before.finished
 
 

@@ -39,7 +39,7 @@ def prepared(question: Question, cancelled: Cancelled) -> Prepared:
     return Prepared({}, tuple((len(medium.data), 1) for medium in question.images))
 
 
-def wait(condition: Any, seconds: float = 5) -> bool:
+def wait(condition: Any, seconds: float = 20) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -49,14 +49,14 @@ def wait(condition: Any, seconds: float = 5) -> bool:
 def test_a_pool_gives_up_what_hangs_and_goes_on(hung: threading.Event) -> None:
     pool = Pool(2, "test")
     stuck = [pool.submit(hung.wait, Cancelled(), seconds=0.2) for _ in range(2)]
-    behind = pool.submit(lambda: 7, Cancelled(), seconds=5)
-    assert behind.result(timeout=3) == 7
+    behind = pool.submit(lambda: 7, Cancelled(), seconds=30)
+    assert behind.result(timeout=60) == 7
     for future in stuck:
         with pytest.raises(TimeoutError):
             future.result(timeout=1)
     assert not pool.join(0)
     hung.set()
-    assert pool.join(3)
+    assert pool.join(60)
 
 
 def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,10 @@ def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: 
     futures = [pool.submit(hung.wait, Cancelled(), seconds=0.05) for _ in range(3)]
     assert wait(lambda: all(future.done() for future in futures))
     with pytest.raises(InvalidRequest, match="3 reads before this one hang"):
-        pool.submit(lambda: 7, Cancelled(), seconds=5).result(timeout=1)
+        pool.submit(lambda: 7, Cancelled(), seconds=30).result(timeout=20)
     hung.set()
-    assert pool.join(3)
-    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+    assert pool.join(60)
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
 def test_a_cancelled_call_does_not_begin_and_a_limited_one_ends(hung: threading.Event) -> None:
@@ -81,7 +81,7 @@ def test_a_cancelled_call_does_not_begin_and_a_limited_one_ends(hung: threading.
     first.set()
     with pytest.raises(OperationCancelled):
         running.result(timeout=1)
-    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
@@ -91,16 +91,16 @@ def test_what_ends_a_process_ends_one_call(error: BaseException) -> None:
 
     pool = Pool(1, "test")
     with pytest.raises(InvalidRequest, match=f"{type(error).__name__} was raised"):
-        pool.submit(leave, Cancelled()).result(timeout=3)
-    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+        pool.submit(leave, Cancelled()).result(timeout=60)
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
 def test_idle_threads_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
     pool = Pool(2, "test")
-    assert [pool.submit(partial(int, at), Cancelled()).result(timeout=3) for at in range(5)] == [0, 1, 2, 3, 4]
+    assert [pool.submit(partial(int, at), Cancelled()).result(timeout=60) for at in range(5)] == [0, 1, 2, 3, 4]
     assert wait(lambda: pool._threads == 0)
-    assert pool.submit(lambda: 7, Cancelled()).result(timeout=3) == 7
+    assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
 def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +121,17 @@ def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatc
     assert {loading.question.lane for loading in slow} == {Lane.NETWORK}
     text = loaders.start(Question("?"))
     assert text.question.lane is Lane.MEMORY
-    assert wait(text.done, 2)
+    assert wait(text.done)
     for loading in dead[:8]:
         loading.cancel()  # all places of disks are lost and replaced
     good = loaders.start(Question("?", images=(str(PICTURE),), fetch=policy))
     dead[8].cancel()
-    assert wait(good.done, 3)
+    assert wait(good.done)
     assert good.result().image_sizes == ((PICTURE.stat().st_size, 1),)
     assert not any(loading.done() for loading in slow)
     started = time.monotonic()
     loaders.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15  # a download has 30 s
     assert all(loading.done() for loading in slow)
 
 
@@ -184,15 +184,15 @@ def test_slow_urls_hold_up_no_other_request(site: str) -> None:
         started, seen = time.monotonic(), len(Site.seen)
         for handle in slow:
             handle.cancel()
-        assert {handle.result(timeout=10).finish_reason for handle in slow} == {"cancelled"}
+        assert {handle.result(timeout=60).finish_reason for handle in slow} == {"cancelled"}
         assert batcher.submit(prompt="count to 5").result(timeout=30).ok
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30  # a download has 60 s
         assert len(Site.seen) <= seen + 8  # those that waited were never asked for
 
 
 def test_a_download_that_takes_too_long_fails_alone(site: str) -> None:
     with VLMBatcher(assets.default_checkpoint(), fetch=FetchPolicy(allow_private=True, seconds=0.3)) as batcher:
-        late = batcher.submit(f"{site}/drip", "describe the picture").result(timeout=10)
+        late = batcher.submit(f"{site}/drip", "describe the picture").result(timeout=60)
         assert late.error is not None
         assert "longer than 0.3 s" in late.error
         assert isinstance(late.exception, InvalidImage)
