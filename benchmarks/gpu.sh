@@ -11,5 +11,5 @@ python=${PYTHON:-python3}
 out=${OUT:-build/bench}
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv || true
 timeout 180 "$python" -m benchmarks.limits --shape 3b --contexts 256 2048 4096 --rounds 1 --out "$out" || echo "limits failed: $?"
-timeout 1200 "$python" -m benchmarks.compare --shape 3b --rounds 3 --seconds 480 --out "$out" \
+timeout 1200 "$python" -m benchmarks.compare --shape 3b --rounds 3 --draws 3 --seconds 480 --out "$out" \
     ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} "$@"

@@ -1,11 +1,13 @@
 """This library against the other batchers of vision-language models on MLX, on the same work, with the same answers.
 
 One process for each engine; the engines take turns, round by round. The answers of one-after-another generation are the
-measure: a run with other tokens is reported as wrong, not as fast. Beside the tables come a picture and, as the last
+measure: a run with other tokens is reported as wrong, not as fast, unless it parts where the model's own precision
+cannot tell two tokens apart. Beside the tables come a picture and, as the last
 line, JSON.
 
     python -m benchmarks.compare                                   a CPU, 47 M parameters, float32
     python -m benchmarks.compare --shape 3b                        a GPU, the sizes of Qwen2.5-VL-3B, bfloat16
+    python -m benchmarks.compare --rounds 5 --draws 5              other arrivals, lengths and pictures each round
     python -m benchmarks.compare --vllm-python PATH/bin/python     with vllm-mlx, from an environment of its own
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -26,7 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.compare import report
+from benchmarks.compare import measure, report
 from benchmarks.compare.engines import ENGINES, WANTED
 from benchmarks.compare.shapes import SHAPES
 from benchmarks.compare.workloads import WORKLOADS, make_workload
@@ -103,62 +106,159 @@ def _python_path() -> str:
     return f"{ROOT}{os.pathsep}{known}" if known else str(ROOT)
 
 
+class Remotes:
+    """The engines' processes. ``apart``: one at a time, because a process keeps device memory that it does not use."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.apart = False
+        self._args = args
+        self._folder = folder
+        self._running: dict[str, Remote] = {}
+
+    def __contains__(self, engine: str) -> bool:
+        return engine != "vllm-mlx" or self._args.vllm_python is not None
+
+    def start(self, engine: str) -> Remote:
+        """The engine's process, with its model; a new one where they run apart and it was another's turn."""
+        if engine not in self._running:
+            if self.apart:
+                self.close()
+            python = self._args.vllm_python if engine == "vllm-mlx" else sys.executable
+            self._running[engine] = Remote(engine, python, self._args, self._folder / f"{engine}.log")
+            self._running[engine].wait()
+        return self._running[engine]
+
+    def close(self) -> None:
+        """End them all."""
+        for remote in self._running.values():
+            remote.close()
+        self._running.clear()
+
+
+class Comparison:
+    """The rounds of every workload, and what is known of them so far."""
+
+    def __init__(self, args: argparse.Namespace, console: Console, folder: Path) -> None:
+        self.args = args
+        self.shape = SHAPES[args.shape]
+        self.remotes = Remotes(args, folder)
+        self.wanted = {name: [engine for engine in WANTED[name] if engine in args.engines] for name in args.workloads}
+        self.found: report.Found = {
+            name: {engine: [] for engine in [*engines, REFERENCE]} for name, engines in self.wanted.items()
+        }
+        self.began = time.perf_counter()
+        self._console = console
+        self._folder = folder
+        self._answers: dict[tuple[str, int], Path] = {}  # of a workload in a draw
+        self._roundings: dict[tuple[str, int, str, int], float] = {}
+
+    def start(self) -> dict[str, Any]:
+        """What the reference's process says of the device and the model. Raises SystemExit if it cannot run."""
+        ready = self.remotes.start(REFERENCE).ready
+        if "error" in ready:
+            raise SystemExit(f"the reference cannot run: {ready['error']}")
+        apart = self.args.apart
+        self.remotes.apart = "gpu" in ready["device"] if apart is None else apart
+        return ready
+
+    def run(self) -> None:
+        """All rounds, for as long as there is time. A round takes the next draw of its workload."""
+        taken: dict[str, float] = {}  # seconds of each workload's last round
+        for number in range(self.args.rounds):
+            for name in self.wanted:
+                start = time.perf_counter()
+                if self.args.seconds is not None and start - self.began + taken.get(name, 0.0) > self.args.seconds:
+                    self._say(name, f"round {number + 1}: left out, time is up")
+                    continue
+                self._round(name, number)
+                taken[name] = time.perf_counter() - start
+
+    def probes(self) -> dict[str, dict[str, Any]]:
+        """The engines' own share of a step, and what a join and a leave copy."""
+        engines = [
+            engine for engine in (OURS, "mlx-vlm best") if any(engine in names for names in self.wanted.values())
+        ]
+        return {engine: _probe(self.remotes.start(engine), list(self.wanted)) for engine in engines}
+
+    def _round(self, name: str, number: int) -> None:
+        draw = self.args.seed + number % self.args.draws
+        workload = make_workload(name, self.shape, draw)
+        source = workload.answers_of or name
+        if (source, draw) not in self._answers:
+            result = self._answer_alone(source, draw)
+            if source == name and REFERENCE not in self.wanted[name] and not workload.recalled:
+                self.found[name][REFERENCE].append(result)
+        answers = str(self._answers[source, draw])
+        order = [engine for engine in self.wanted[name] if engine in self.remotes]
+        results: dict[str, dict[str, Any]] = {}
+        for engine in order if number % 2 == 0 else order[::-1]:
+            remote = self.remotes.start(engine)
+            if self.remotes.apart or (number == 0 and "gpu" in str(remote.ready.get("device"))):
+                remote.ask(do="warm", workload=name)  # kernels are built and chosen with their first use
+            results[engine] = remote.ask(do="run", workload=name, draw=draw, answers=answers)
+        for engine, result in results.items():
+            self._judge(result, name, draw)
+            self.found[name][engine].append(result)
+            self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
+
+    def _answer_alone(self, source: str, draw: int) -> dict[str, Any]:
+        """Have the answers one after another stored for the engines' processes; that run's figures are a row in the tables."""
+        path = self._folder / f"{source}-{draw}.npz"
+        result = self.remotes.start(REFERENCE).ask(do="reference", workload=source, draw=draw, answers=str(path))
+        if "error" in result:
+            raise SystemExit(f"the reference failed on {source}: {result['error']}")
+        self._answers[source, draw] = path
+        self._say(source, f"the answers, {REFERENCE}: {_outcome(result)}")
+        return result
+
+    def _judge(self, result: dict[str, Any], name: str, draw: int) -> None:
+        """Say of a run whether its answers are right: the same, or other from a near-tie on."""
+        if "error" in result:
+            return
+        others = {
+            ask: measure.Other(step, math.inf if gap is None else gap)
+            for ask, (step, gap) in result.pop("others").items()
+        }
+        verdict = measure.Verdict(result.pop("rows"), others)
+        limits = self._limits(verdict, name, draw)
+        result["right"] = verdict.is_right(limits)
+        result["answers"] = verdict.describe(limits)
+        result["rows_that_differ"] = len(others)
+        result["worst_gap"] = max(verdict.gaps.values(), default=0.0)
+
+    def _limits(self, verdict: measure.Verdict, name: str, draw: int) -> dict[str, float]:
+        """The widest gap of a near-tie for each row that differs: two runs err, each by the precision's rounding there."""
+        if self.shape.near_tie is not None:
+            return dict.fromkeys(verdict.others, self.shape.near_tie)
+        source = make_workload(name, self.shape, draw).answers_of or name
+        steps = {ask: other.step for ask, other in verdict.others.items() if math.isfinite(other.gap)}
+        missing = {ask: step for ask, step in steps.items() if (source, draw, ask, step) not in self._roundings}
+        if missing:
+            said = self.remotes.start(REFERENCE).ask(
+                do="rounding", workload=name, draw=draw, answers=str(self._answers[source, draw]), steps=missing
+            )
+            if "error" in said:
+                raise SystemExit(f"the reference failed in float32: {said['error']}")
+            self._roundings |= {(source, draw, ask, missing[ask]): value for ask, value in said.items()}
+        return {ask: 2 * self._roundings[source, draw, ask, step] for ask, step in steps.items()}
+
+    def _say(self, workload: str, words: str) -> None:
+        seconds = time.perf_counter() - self.began
+        self._console.print(f"[{seconds:4.0f} s] {workload}, {words}", highlight=False, markup=False)
+
+
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The whole comparison; what the JSON line says."""
-    began = time.perf_counter()
-    shape = SHAPES[args.shape]
-    workloads = {name: make_workload(name, shape) for name in args.workloads}
-    wanted = {name: [engine for engine in WANTED[name] if engine in args.engines] for name in workloads}
-    needed = {engine for engines in wanted.values() for engine in engines} | {REFERENCE}
-    found: report.Found = {name: {engine: [] for engine in [*engines, REFERENCE]} for name, engines in wanted.items()}
     with tempfile.TemporaryDirectory() as folder:
-        remotes: dict[str, Remote] = {}
+        comparison = Comparison(args, console, Path(folder))
         try:
-            for engine in (name for name in ENGINES if name in needed):
-                python = args.vllm_python if engine == "vllm-mlx" else sys.executable
-                if python is None:
-                    continue
-                remotes[engine] = Remote(engine, python, args, Path(folder, f"{engine}.log"))
-            for engine, remote in remotes.items():
-                said = remote.wait().get("error", "ready")
-                console.print(f"{_clock(began)} {engine}: {said}", highlight=False, markup=False)
-            ready = remotes[REFERENCE].ready
-            if "error" in ready:
-                raise SystemExit(f"the reference cannot run: {ready['error']}")
-            is_gpu = "gpu" in ready["device"]
-            answers: dict[str, Path] = {}
-            taken: dict[str, float] = {}  # seconds of each workload's last round
-            for number in range(args.rounds):
-                for name, workload in workloads.items():
-                    start = time.perf_counter()
-                    if args.seconds is not None and start - began + taken.get(name, 0.0) > args.seconds:
-                        console.print(f"{_clock(began)} {name}, round {number + 1}: left out, time is up", markup=False)
-                        continue
-                    source = workload.answers_of or name
-                    if source not in answers:
-                        answers[source] = Path(folder, f"{source}.npz")
-                        result = _answer_alone(remotes[REFERENCE], source, answers[source])
-                        _say(console, began, source, "the answers", REFERENCE, result)
-                        if source == name and REFERENCE not in wanted[name] and not workload.recalled:
-                            found[name][REFERENCE] = [result]
-                        start = time.perf_counter()
-                    order = [engine for engine in wanted[name] if engine in remotes]
-                    for engine in order if number % 2 == 0 else order[::-1]:
-                        remote = remotes[engine]
-                        if number == 0 and is_gpu:  # kernels are built and chosen with their first use
-                            remote.ask(do="warm", workload=name)
-                        result = remote.ask(do="run", workload=name, answers=str(answers[source]))
-                        found[name][engine].append(result)
-                        _say(console, began, name, f"round {number + 1}", engine, result)
-                    taken[name] = time.perf_counter() - start
-            probes: dict[str, dict[str, Any]] = {
-                engine: _probe(remotes[engine], list(workloads))
-                for engine in (OURS, "mlx-vlm best")
-                if engine in remotes and args.probes
-            }
+            ready = comparison.start()
+            comparison.run()
+            probes = comparison.probes() if args.probes else {}
         finally:
-            for remote in remotes.values():
-                remote.close()
+            comparison.remotes.close()
+    is_gpu, found = "gpu" in ready["device"], comparison.found
+    workloads = {name: make_workload(name, comparison.shape, args.seed) for name in args.workloads}
     titles = {name: workload.title for name, workload in workloads.items()}
     report.show(console, titles, found, is_gpu)
     if probes:
@@ -172,23 +272,17 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "clock": args.clock,
         "launches": args.launches,
         "rounds": args.rounds,
-        "seconds": round(time.perf_counter() - began, 1),
+        "draws": [args.seed + number for number in range(args.draws)],
+        "apart": comparison.remotes.apart,
+        "seconds": round(time.perf_counter() - comparison.began, 1),
         "workloads": {name: {"title": titles[name], "engines": found[name]} for name in found},
         "ratios": [
-            {"workload": w, "against": e, "figure": f, "ratio": report.ratio(found, w, e, f), "target": t}
+            {"workload": w, "against": e, "figure": f, "target": t, **report.spread(ratios)}
             for w, e, f, t in report.targets(is_gpu)
-            if report.ratio(found, w, e, f) is not None
+            if (ratios := report.ratios(found, w, e, f))
         ],
         "probes": probes,
     }
-
-
-def _answer_alone(reference: Remote, workload: str, path: Path) -> dict[str, Any]:
-    """The answers one after another, stored for the engines' processes; that run's figures are a row in the tables."""
-    result = reference.ask(do="reference", workload=workload, answers=str(path))
-    if "error" in result:
-        raise SystemExit(f"the reference failed on {workload}: {result['error']}")
-    return result
 
 
 def _probe(remote: Remote, workloads: Sequence[str]) -> dict[str, Any]:
@@ -198,13 +292,8 @@ def _probe(remote: Remote, workloads: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _say(console: Console, began: float, workload: str, word: str, engine: str, result: Mapping[str, Any]) -> None:
-    said = result.get("error") or f"{result['seconds']:.2f} s, {result.get('answers', 'recorded')}"
-    console.print(f"{_clock(began)} {workload}, {word}, {engine}: {said}", highlight=False, markup=False)
-
-
-def _clock(began: float) -> str:
-    return f"[{time.perf_counter() - began:4.0f} s]"
+def _outcome(result: Mapping[str, Any]) -> str:
+    return result.get("error") or f"{result['seconds']:.2f} s, {result.get('answers', 'recorded')}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -218,6 +307,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES)
     )
     parser.add_argument("--rounds", type=int, default=2, help="timed rounds, of which the median counts (default: 2)")
+    parser.add_argument("--draws", type=int, default=1, help="draws of the workloads that the rounds take turns with")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first draw's number: 0 is what the engines were tuned on"
+    )
+    parser.add_argument(
+        "--apart",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="one engine's process at a time (default: on a GPU, where a process keeps memory that it has freed)",
+    )
     parser.add_argument("--seconds", type=float, help="begin no workload's round that would end after this")
     parser.add_argument("--vllm-python", help="the interpreter of an environment with vllm-mlx; without it, left out")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")

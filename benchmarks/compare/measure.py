@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -190,32 +190,71 @@ def reference(model: Any, workload: Workload, path: Path) -> dict[str, float]:
     return figures(asked, trace)
 
 
+def rounding(model: Any, ask: Ask, answers: Mapping[str, np.ndarray], step: int) -> float:
+    """The most by which the model's precision errs, in nats, on the likeliest tokens of one step of an answer.
+
+    The model reads the prompt and the answer up to there once more in float32, with the same weights, and says how
+    likely it finds the tokens that were the likeliest in the model's own precision. Raises ValueError for a model that
+    is in float32 already.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    kept = dict(tree_flatten(model.parameters()))
+    if all(array.dtype == mx.float32 for array in kept.values()):
+        raise ValueError("the model is in float32: nothing here is more exact")
+    ids = np.concatenate([ask.inputs["input_ids"], answers[f"{ask.source}/tokens"][None, :step]], axis=1)
+    longer = replace(ask, inputs={**ask.inputs, "input_ids": ids.astype(np.int32)}, max_tokens=1)
+    seen: list[np.ndarray] = []
+
+    def see(_: Ask, __: int, logprobs: Any) -> None:
+        seen.append(np.array(logprobs.astype(mx.float32)))
+
+    try:
+        exact = {name: array.astype(mx.float32) for name, array in kept.items()}
+        model.update(tree_unflatten(list(exact.items())))
+        asked = Workload("exact", "one step in float32", [longer], rows=1)
+        measure(partial(OneAfterAnother, see=see), model, asked, None)
+    finally:
+        model.update(tree_unflatten(list(kept.items())))
+    best, logprobs = answers[f"{ask.source}/best"][step], answers[f"{ask.source}/logprobs"][step]
+    return float(np.abs(seen[0][best] - logprobs).max())
+
+
+@dataclass(frozen=True)
+class Other:
+    """The first other token of a row that differs, and how much less likely it was, in nats; inf if not among the likeliest."""
+
+    step: int
+    gap: float
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """How a run's tokens compare with the answers one after another.
-
-    ``gaps`` has, for each row that differs, how much less likely its first other token was (in nats; inf if it was not
-    among the likeliest).
-    """
+    """How a run's tokens compare with the answers one after another: the rows that differ, by the name of their ask."""
 
     rows: int
-    gaps: Mapping[str, float]
+    others: Mapping[str, Other]
 
-    def is_right(self, tolerance: float) -> bool:
-        """Whether no row differs, or each only from a near-tie on."""
-        return all(gap <= tolerance for gap in self.gaps.values())
+    @property
+    def gaps(self) -> dict[str, float]:
+        return {name: other.gap for name, other in self.others.items()}
 
-    def describe(self, tolerance: float) -> str:
-        if not self.gaps:
+    def is_right(self, limits: Mapping[str, float]) -> bool:
+        """Whether no row differs, or each only from a near-tie on: a gap within the row's limit (0 where there is none)."""
+        return all(other.gap <= limits.get(name, 0.0) for name, other in self.others.items())
+
+    def describe(self, limits: Mapping[str, float]) -> str:
+        if not self.others:
             return "same"
-        worst = max(self.gaps.values())
-        kind = "near-ties" if self.is_right(tolerance) else "WRONG"
-        return f"{kind}: {len(self.gaps)} of {self.rows} rows, gap <= {worst:.2g}"
+        name, worst = max(self.gaps.items(), key=lambda item: item[1] - limits.get(item[0], 0.0))
+        kind = "near-ties" if self.is_right(limits) else "WRONG"
+        return f"{kind}: {len(self.others)} of {self.rows} rows, gap {worst:.2g} of {limits.get(name, 0.0):.2g}"
 
 
 def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Mapping[str, np.ndarray]) -> Verdict:
     """Every ask's tokens against the stored answers."""
-    gaps: dict[str, float] = {}
+    others: dict[str, Other] = {}
     for ask in workload.asks:
         right = answers[f"{ask.source}/tokens"][: ask.max_tokens].tolist()
         given = list(tokens.get(ask.name, ()))
@@ -223,11 +262,13 @@ def compare(workload: Workload, tokens: Mapping[str, Sequence[int]], answers: Ma
             continue
         step = next((i for i, (a, b) in enumerate(zip(given, right, strict=False)) if a != b), None)
         if step is None or len(given) != len(right):
-            gaps[ask.name] = math.inf
+            others[ask.name] = Other(0, math.inf)
             continue
         best, logprobs = answers[f"{ask.source}/best"][step].tolist(), answers[f"{ask.source}/logprobs"][step]
-        gaps[ask.name] = float(logprobs.max() - logprobs[best.index(given[step])]) if given[step] in best else math.inf
-    return Verdict(len(workload.asks), gaps)
+        known = given[step] in best
+        gap = float(logprobs.max() - logprobs[best.index(given[step])]) if known else math.inf
+        others[ask.name] = Other(step, gap)
+    return Verdict(len(workload.asks), others)
 
 
 # The process's own memory

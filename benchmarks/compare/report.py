@@ -69,12 +69,16 @@ def median(runs: Sequence[Mapping[str, Any]], figure: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratio(found: Found, workload: str, engine: str, figure: str) -> float | None:
-    """This library's figure over another engine's: the median of the rounds' own ratios. None without right answers."""
+def ratios(found: Found, workload: str, engine: str, figure: str) -> list[float]:
+    """This library's figure over another engine's in each round where both gave right answers."""
     ours, theirs = found.get(workload, {}).get(OURS, []), found.get(workload, {}).get(engine, [])
     pairs = [(a.get(figure), b.get(figure)) for a, b in zip(ours, theirs, strict=False) if _counts(a) and _counts(b)]
-    ratios = [a / b for a, b in pairs if a is not None and b]
-    return statistics.median(ratios) if ratios else None
+    return [a / b for a, b in pairs if a is not None and b]
+
+
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """The median of the rounds' ratios, the least and the most."""
+    return {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
 def _counts(run: Mapping[str, Any]) -> bool:
@@ -105,13 +109,15 @@ def show(console: Console, titles: Mapping[str, str], found: Found, is_gpu: bool
             table.add_row(engine, *cells, verdict)
         console.print(table)
     table = Table(title="vlm_batch over the other: median of the rounds' ratios", title_justify="left")
-    for heading in ("workload", "against", "figure", "ratio", "target", ""):
+    for heading in ("workload", "against", "figure", "ratio", "least to most", "target", ""):
         table.add_column(heading)
     for workload, engine, figure, target in targets(is_gpu):
-        value = ratio(found, workload, engine, figure)
-        if value is not None:
-            met = "[green]met[/green]" if value <= target else "[yellow]missed[/yellow]"
-            table.add_row(workload, engine, figure, f"{value:.2f}", f"{target:.2f}", met)
+        values = ratios(found, workload, engine, figure)
+        if values:
+            value = spread(values)
+            met = "[green]met[/green]" if value["ratio"] <= target else "[yellow]missed[/yellow]"
+            between = f"{value['least']:.2f} to {value['most']:.2f}" if len(values) > 1 else ""
+            table.add_row(workload, engine, figure, f"{value['ratio']:.2f}", between, f"{target:.2f}", met)
     console.print(table)
 
 

@@ -73,13 +73,17 @@ TINY_SCALE = Scale(
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes. ``dtype`` is a name of ``mlx.core``; ``tolerance`` is the logit gap below which a tie is near."""
+    """A model's sizes. ``dtype`` is a name of ``mlx.core``.
+
+    ``near_tie`` is the gap of log-probabilities below which two tokens are as likely; None where it follows, step by
+    step, from how far the model's precision is from float32.
+    """
 
     name: str
     text: dict[str, Any]
     vision: dict[str, Any]
     dtype: str
-    tolerance: float
+    near_tie: float | None
     scale: Scale
 
     @property
@@ -143,7 +147,7 @@ SHAPES = {
             _text(2048, 36, 11008, 16, 2, 151936, True),
             _vision(32, 1280, 3420, 16, 2048, [7, 15, 23, 31]),
             "bfloat16",
-            0.5,
+            None,
             GPU_SCALE,
         ),
     )

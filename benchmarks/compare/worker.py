@@ -40,14 +40,25 @@ class Worker:
         }
 
     def do(self, command: dict[str, Any]) -> dict[str, Any]:
-        """One command: {"do": run | warm | reference | own_share | copied_bytes, "workload": name, "answers": path}."""
+        """One command: {"do": run | warm | reference | rounding | own_share | copied_bytes, "workload": name, "draw": number}.
+
+        ``reference`` writes and the others read "answers", a path; ``rounding`` is for the "steps" of some asks.
+        """
         from benchmarks.compare import measure, probe
         from benchmarks.compare.workloads import make_workload
 
-        workload = make_workload(command["workload"], self.shape)
+        draw = command.get("draw", 0)
+        workload = make_workload(command["workload"], self.shape, draw)
         if command["do"] == "reference":
             return measure.reference(self.model, workload, Path(command["answers"]))
-        contexts = self._contexts(workload)
+        if command["do"] == "rounding":
+            named = {ask.name: ask for ask in workload.asks}
+            with np.load(command["answers"]) as answers:
+                return {
+                    name: measure.rounding(self.model, named[name], answers, step)
+                    for name, step in command["steps"].items()
+                }
+        contexts = self._contexts(workload, draw)
         if command["do"] == "warm":
             asks = [replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0) for ask in workload.asks[:8]]
             measure.measure(self.make, self.model, replace(workload, asks=asks), contexts)
@@ -56,25 +67,27 @@ class Worker:
             trace = measure.measure(self.make, self.model, workload, contexts)
             with np.load(command["answers"]) as answers:
                 verdict = measure.compare(workload, trace.tokens, answers)
-            tolerance = self.shape.tolerance
             return {
                 **measure.figures(workload, trace),
-                "right": verdict.is_right(tolerance),
-                "answers": verdict.describe(tolerance),
-                "rows_that_differ": len(verdict.gaps),
-                "worst_gap": max(verdict.gaps.values(), default=0.0),
+                "rows": verdict.rows,
+                "others": {name: [other.step, _finite(other.gap)] for name, other in verdict.others.items()},
             }
         call = {"own_share": probe.own_share, "copied_bytes": probe.copied_bytes}[command["do"]]
         return call(self.make, self.model, workload, contexts)
 
-    def _contexts(self, workload: Any) -> Any:
+    def _contexts(self, workload: Any, draw: int) -> Any:
         from benchmarks.compare.recall import Contexts
 
         if not workload.recalled:
             return None
-        if self.contexts is None:  # all recalled workloads have the same contexts
-            self.contexts = Contexts(self.model, workload.asks)
-        return self.contexts
+        if self.contexts is None or self.contexts[0] != draw:  # all recalled workloads of a draw have the same contexts
+            self.contexts = draw, Contexts(self.model, workload.asks)
+        return self.contexts[1]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return None if value in (math.inf, -math.inf) or value != value else value
 
 
 def main() -> None:
@@ -92,9 +105,7 @@ def main() -> None:
     os.dup2(2, 1)
 
     def say(line: dict[str, Any]) -> None:
-        finite = {
-            name: None if value in (math.inf, -math.inf) or value != value else value for name, value in line.items()
-        }
+        finite = {name: _finite(value) if isinstance(value, float) else value for name, value in line.items()}
         answer.write(json.dumps(finite) + "\n")
         answer.flush()
 

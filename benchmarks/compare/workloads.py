@@ -1,4 +1,4 @@
-"""The requests of each workload: the same for every engine, from one seed. No MLX in here."""
+"""The requests of each workload: the same for every engine, a seed a draw. No MLX in here."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Workload:
     answers_of: str = ""  # the workload whose answers hold for this one's asks too; its own by default
 
 
-def make_workload(name: str, shape: Shape) -> Workload:
-    """KeyError for a name that is not in ``WORKLOADS``."""
-    return WORKLOADS[name](shape)
+def make_workload(name: str, shape: Shape, draw: int = 0) -> Workload:
+    """The workload with the arrivals, lengths, pictures and words of one draw. KeyError for an unknown name."""
+    return WORKLOADS[name](shape, draw)
 
 
-def _captions(shape: Shape) -> Workload:
-    scale, random = shape.scale, _random(shape, 1)
+def _captions(shape: Shape, draw: int) -> Workload:
+    scale, random = shape.scale, _random(shape, 1, draw)
     side = scale.image_patches[-2]
     text = _words(random, shape, 24)
     asks = [
@@ -76,8 +76,8 @@ def _captions(shape: Shape) -> Workload:
     )
 
 
-def _documents(shape: Shape) -> Workload:
-    scale, random = shape.scale, _random(shape, 2)
+def _documents(shape: Shape, draw: int) -> Workload:
+    scale, random = shape.scale, _random(shape, 2, draw)
     sides = scale.image_patches
     sizes = [(high, wide) for high in sides for wide in sides if abs(high - wide) <= 4][:10]
     asks = []
@@ -95,9 +95,9 @@ def _documents(shape: Shape) -> Workload:
     )
 
 
-def _chat(rows: int) -> Callable[[Shape], Workload]:
-    def make(shape: Shape) -> Workload:
-        scale, random = shape.scale, _random(shape, 3)
+def _chat(rows: int) -> Callable[[Shape, int], Workload]:
+    def make(shape: Shape, draw: int) -> Workload:
+        scale, random = shape.scale, _random(shape, 3, draw)
         rate = scale.chat_rate * rows / 8
         arrival, asks = 0.0, []
         for i in range(scale.chat_requests):
@@ -126,9 +126,9 @@ def _chat(rows: int) -> Callable[[Shape], Workload]:
     return make
 
 
-def _churn(every: int) -> Callable[[Shape], Workload]:
-    def make(shape: Shape) -> Workload:
-        scale, random = shape.scale, _random(shape, 5)
+def _churn(every: int) -> Callable[[Shape, int], Workload]:
+    def make(shape: Shape, draw: int) -> Workload:
+        scale, random = shape.scale, _random(shape, 5, draw)
         rows = 8
         spread = scale.churn_context // 20
         contexts = [
@@ -153,8 +153,8 @@ def _churn(every: int) -> Callable[[Shape], Workload]:
     return make
 
 
-def _single(shape: Shape) -> Workload:
-    random = _random(shape, 6)
+def _single(shape: Shape, draw: int) -> Workload:
+    random = _random(shape, 6, draw)
     side = shape.scale.image_patches[-1]
     text = _words(random, shape, shape.scale.document_prompts[0])
     ask = Ask("single", _prompt(random, shape, text[:4], (side, side), text[4:]), shape.scale.caption_tokens * 2)
@@ -165,8 +165,8 @@ def _single(shape: Shape) -> Workload:
     return Workload("single", title, asks, rows=1, in_flight=1)
 
 
-def _steady(shape: Shape) -> Workload:
-    random = _random(shape, 7)
+def _steady(shape: Shape, draw: int) -> Workload:
+    random = _random(shape, 7, draw)
     asks = [
         Ask(f"steady-{i}", {"input_ids": _ids(_words(random, shape, 40 + 8 * i))}, 2 * shape.scale.caption_tokens)
         for i in range(8)
@@ -174,7 +174,7 @@ def _steady(shape: Shape) -> Workload:
     return Workload("steady", f"8 rows of text, {asks[0].max_tokens} tokens each, nothing joins", asks, rows=8)
 
 
-WORKLOADS: dict[str, Callable[[Shape], Workload]] = {
+WORKLOADS: dict[str, Callable[[Shape, int], Workload]] = {
     "single": _single,
     "captions": _captions,
     "documents": _documents,
@@ -186,8 +186,8 @@ WORKLOADS: dict[str, Callable[[Shape], Workload]] = {
 }
 
 
-def _random(shape: Shape, number: int) -> np.random.RandomState:
-    return np.random.RandomState(SEED + 100 * number + len(shape.name))
+def _random(shape: Shape, number: int, draw: int) -> np.random.RandomState:
+    return np.random.RandomState(SEED + 100 * number + len(shape.name) + 10_000 * draw)
 
 
 def _words(random: np.random.RandomState, shape: Shape, length: int) -> list[int]:
