@@ -61,3 +61,25 @@ print(blas._loaded.openblas_get_num_threads())
 """
     plain = {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": ""}
     assert run(code, **plain) == run("import os; print(min(2, os.cpu_count()))")
+
+
+SLOWED = """
+import sys, warnings
+from vlm_batch.runtime import blas
+blas.has_wide_vectors = lambda: True
+from vlm_batch import assets
+from vlm_batch.loading import load_model
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for dtype in sys.argv[1:]:
+        load_model(assets.default_checkpoint(), dtype=dtype)
+print([str(line.message) for line in said])
+"""
+
+
+@pytest.mark.parametrize(
+    ("core", "dtype", "lines"), [("Haswell", "float32", 1), ("Haswell", "bfloat16", 0), ("SKYLAKEX", "float32", 0)]
+)
+def test_an_environment_that_halves_the_speed_is_named(core: str, dtype: str, lines: int) -> None:
+    said = run(SLOWED.replace("sys.argv[1:]", f"[{dtype!r}]"), OPENBLAS_CORETYPE=core)
+    assert said.count(f"OPENBLAS_CORETYPE={core} keeps float32 products from this processor's AVX-512") == lines, said

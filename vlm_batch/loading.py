@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_path, get_model_type
 
 from vlm_batch.adapters.base import Adapter
@@ -32,6 +33,7 @@ from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
+from vlm_batch.runtime.blas import narrow_kernels
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
@@ -154,7 +156,15 @@ def load_model(
     if wanted is not None:
         model.set_dtype(wanted)
         mx.eval(model.parameters())
+    _warn_of_narrow_kernels(model)
     return model, processor
+
+
+def _warn_of_narrow_kernels(model: nn.Module) -> None:
+    """Say where the environment slows float32 products down; nothing else goes through the BLAS."""
+    said = narrow_kernels() if mx.default_device().type == mx.DeviceType.cpu else None
+    if said and any(array.dtype == mx.float32 for array in dict(tree_flatten(model.parameters())).values()):
+        warnings.warn(said, stacklevel=3)
 
 
 def find_checkpoint(path_or_id: str | Path) -> Path:

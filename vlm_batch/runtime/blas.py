@@ -25,6 +25,9 @@ CORE_TYPE = "OPENBLAS_CORETYPE"
 #: 256-bit kernels of Haswell there: 110 GFLOP/s instead of 200 on one core of an EPYC 9005.
 WIDE_VECTORS = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
 
+#: Core types whose kernels use them.
+WIDE_CORES = ("SKYLAKEX", "COOPERLAKE", "SAPPHIRERAPIDS", "ZEN4", "ZEN5")
+
 _loaded: ctypes.CDLL | None = None
 _path: Path | None = None
 
@@ -68,6 +71,17 @@ def has_wide_vectors(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     except OSError:
         return False
     return set(flags.split()) >= WIDE_VECTORS
+
+
+def narrow_kernels() -> str | None:
+    """What the environment asks of the loaded library that halves its speed on this processor, in a sentence; else None."""
+    asked = os.environ.get(CORE_TYPE, "").upper()
+    if _loaded is None or asked in ("", *WIDE_CORES) or not has_wide_vectors():
+        return None
+    return (
+        f"{CORE_TYPE}={os.environ[CORE_TYPE]} keeps float32 products from this processor's AVX-512: they take up to twice "
+        f"as long. Start Python without it (env -u {CORE_TYPE} python ...)"
+    )
 
 
 def _candidates() -> list[Path]:
