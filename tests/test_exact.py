@@ -42,9 +42,9 @@ from vlm_batch.engine.proof import best_class, classes_of
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.exactness import exact_for
 from vlm_batch.loading import load_model
+from vlm_batch.records import PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
-from vlm_batch.types import PromptKey
 
 #: What the suite runs of ``scripts/exact_table``: every family in two precisions, and one of each kind in all.
 PART = ("bfloat16", "4 bits")

@@ -18,10 +18,10 @@ from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_mod
 from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.digest import as_words, digest
 from vlm_batch.store.features import FeatureStore
-from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
 
 #: Names under which models keep their vision towers.
 VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")

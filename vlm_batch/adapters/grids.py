@@ -13,7 +13,7 @@ from vlm_batch.adapters.modules import RememberingGridTower, split_patches
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState
+from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState
 
 #: Patches that go through a tower in one call: 8 pictures of 448 pixels a side. More save no time (docs/benchmarks.md).
 MAX_PATCHES = 2**13

@@ -18,9 +18,8 @@ from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.prefill import Guard, Prefill
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row
+from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
-from vlm_batch.types import Status
 
 #: Requests of one lane that are with the loaders at a time, whatever its number of threads: they are served there in the order
 #: in which they came, so a few wait while the engine steps, and few are before an urgent one.

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches import LayerCache, SlabCache
-from vlm_batch.types import DecodeStep
+from vlm_batch.records import DecodeStep
 
 Decode = Callable[[DecodeStep], mx.array]
 _Graph = Callable[..., tuple[mx.array, list[tuple[mx.array, mx.array]]]]

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.types import SamplingParams, Thinking
+from vlm_batch.records import Thinking
+from vlm_batch.types import SamplingParams
 
 
 class Form(Protocol):

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from vlm_batch.caches import Placement
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.records import PromptKey
 from vlm_batch.store.digest import as_words, digest
-from vlm_batch.types import PromptKey
 
 #: Prompt positions between two cuts. Multiples of 256, so that single-row caches, which grow in steps of that, have the
 #: same room whether a prompt was run from its beginning or from one of the cuts.

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
-from vlm_batch.types import DecodeStep, Encoded, PromptKey, Thinking
+from vlm_batch.records import DecodeStep, Encoded, PromptKey, Thinking
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]

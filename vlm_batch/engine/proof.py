@@ -18,8 +18,8 @@ from vlm_batch.caches import Placement, always_mask, make_layer_cache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.digest import array_bytes
-from vlm_batch.types import DecodeStep, Encoded
 
 #: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
 COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}

@@ -20,6 +20,7 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.errors import InvalidCache
+from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -27,7 +28,6 @@ from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
-from vlm_batch.types import PromptKey
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64

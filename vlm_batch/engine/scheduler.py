@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vlm_batch.types import Chunk, seconds_option, whole_option
+from vlm_batch.checks import seconds_option, whole_option
 
 _OPTIONAL = (
     "prefill_budget",
@@ -66,6 +66,15 @@ class SchedulerConfig:
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
         for name in ("token_gap", "ageing_seconds"):
             object.__setattr__(self, name, seconds_option(name, vars(self)[name]))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt positions [start, end) of one row, to be prefilled in this step."""
+
+    request_id: str
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import as_numpy
+from vlm_batch.checks import put_pixels
 from vlm_batch.errors import (
     InvalidCache,
     InvalidImage,
@@ -43,19 +44,10 @@ from vlm_batch.inputs.videos import (
     load_video,
     own_video,
 )
+from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import (
-    FetchPolicy,
-    ImageInput,
-    Message,
-    Request,
-    SamplingParams,
-    Thinking,
-    Video,
-    VideoInput,
-    put_pixels,
-)
+from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Video, VideoInput
 
 
 @dataclass(frozen=True, kw_only=True)

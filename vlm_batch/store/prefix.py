@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
+from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.index import BLOCK, BeginningIndex
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import PromptKey
 
 _log = logging.getLogger(__name__)
 
