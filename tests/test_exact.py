@@ -294,7 +294,15 @@ def test_a_prompt_cache_changes_nothing(half: Any) -> None:
 
 
 def test_the_types_that_weights_are_loaded_in() -> None:
-    for dtype, weight in (("auto", mx.float32), ("float16", mx.float16), ("bfloat16", mx.bfloat16)):
+    stored = mx.load(str(default_checkpoint() / "model.safetensors"))
+    assert isinstance(stored, dict)
+    own = stored["model.embed_tokens.weight"].dtype
+    for dtype, weight in (
+        ("auto", mx.float32),
+        ("checkpoint", own),
+        ("float16", mx.float16),
+        ("bfloat16", mx.bfloat16),
+    ):
         model, _ = load_model(default_checkpoint(), dtype=dtype)
         assert model.language_model.model.embed_tokens.weight.dtype == weight
     with pytest.raises(ValueError, match="dtype is 'int4'"):
