@@ -260,7 +260,7 @@ class VLMBatcher:
 
     @property
     def max_context(self) -> int | None:
-        """How many positions the model was made for; None if it does not say."""
+        """The number of positions that the model was made for; None if it does not say."""
         return self._preparer.max_context
 
     def stats(self) -> Stats:

@@ -61,7 +61,7 @@ _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Parameters for choosing the tokens of one request.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` 1 is off; it
     divides positive and multiplies negative logits of tokens among the last ``repetition_context_size`` (Keskar et
@@ -205,13 +205,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Video:
-    """A video, and how it is looked at.
+    """A video, and the choice of its frames.
 
     ``source`` is a file (path, URL, data URI or bytes), a sequence of frames (each whatever a picture can be, all of
     one size), or an array (T, H, W, 3) of uint8.
 
     A file is sampled at ``fps`` frames a second, evenly from its first frame to its last, but at ``max_frames`` at
-    most; or it gives ``num_frames``. What is not said is the family's published habit. Frames that are given one by
+    most; or it gives ``num_frames``. The family's published settings hold where none are given. Frames that are given one by
     one are all used, and ``fps`` says how many a second they are; ``max_frames`` and ``num_frames`` thin them evenly.
     Frames of more than ``max_pixels`` pixels are scaled down to that before the model's processor sees them.
 
@@ -383,7 +383,7 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a request ended. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
+    """The end of a request, with its answer. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
 
     ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
@@ -454,7 +454,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a batcher is doing now, and what it did since it was made."""
+    """Counters of a batcher: its state now, and totals since it was made."""
 
     queued: int
     waiting: int

@@ -145,7 +145,7 @@ class MRoPEAdapter(GridAdapter):
         return mx.where(ids == video, image, ids), {**others, **pictures}
 
     def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
-        """Where each grid's first placeholder stands. Raises InvalidPrompt if there are more or fewer of them."""
+        """The place of each grid's first placeholder. Raises InvalidPrompt if there are more or fewer of them."""
         places = np.flatnonzero(np.array(ids[0]) == marker)
         needed = [int(np.prod(grid)) // self.merged for grid in grids]
         if sum(needed) != len(places):

@@ -1,4 +1,4 @@
-"""Who enters, and when: the one place that knows how full the engine is.
+"""The choice of the rows that enter the engine next. No other module decides how full the engine is.
 
 A request waits in at most two places: the inbox, until its pictures are read and processed, and among the prepared, until
 it is given a place in the batch. The most urgent goes first from either.

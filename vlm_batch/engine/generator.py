@@ -53,7 +53,7 @@ class _Flight:
 
 @dataclass
 class _Launched:
-    """What a step launched, in the order in which the device does it; the next step reads it."""
+    """The work that a step launched, in the device's order; the next step reads it."""
 
     decode: Sequence[_Flight] = ()
     guided: Sequence[_Flight] = ()  # of the same forward: rows whose choice waited for their last token

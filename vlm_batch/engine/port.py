@@ -46,7 +46,7 @@ class ModelAdapter(Recogniser, Protocol):
 
 @dataclass(frozen=True)
 class AnswerText:
-    """Where answers end and how their tokens read: ``decode`` turns token ids into text."""
+    """A tokenizer as the engine needs it: the ids that end an answer, and ``decode``, which turns token ids into text."""
 
     decode: Callable[[Sequence[int]], str] = lambda ids: ""
     eos_token_ids: frozenset[int] = frozenset()

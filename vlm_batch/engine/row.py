@@ -202,7 +202,7 @@ class Row:
         error: BaseException | None = None,
         cache: PromptCache | None = None,
     ) -> Result:
-        """How it ended, with what was generated until now."""
+        """The row's result: the reason for its end, and all that it has generated."""
         answer, facts = self.answer, self.facts
         cached = self.reuse.cached if self.reuse else 0
         return Result(
