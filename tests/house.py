@@ -106,10 +106,9 @@ def way_of_a_request() -> Way:
     sys.setprofile(way)
     try:
         with VLMBatcher(default_checkpoint()) as batcher:
+            picture, params = sample_images()[0], SamplingParams(max_tokens=3)
             way.is_on = True
-            result = batcher.submit(
-                sample_images()[0], "describe the picture", params=SamplingParams(max_tokens=3)
-            ).result()
+            result = batcher.submit(picture, "describe the picture", params=params).result()
             way.is_on = False
     finally:
         sys.setprofile(None)
