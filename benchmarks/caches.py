@@ -33,10 +33,11 @@ from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.reuse import Reuse  # noqa: E402
 from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
+from vlm_batch.records import DecodeStep  # noqa: E402
 from vlm_batch.store.budget import ByteBudget  # noqa: E402
 from vlm_batch.store.features import FeatureStore  # noqa: E402
 from vlm_batch.store.prefix import PrefixCache  # noqa: E402
-from vlm_batch.types import DecodeStep, SamplingParams  # noqa: E402
+from vlm_batch.types import SamplingParams  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 512, 8, 4, 4096
 IMAGE, START, END, VIDEO = VOCABULARY - 4, VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1

@@ -106,10 +106,9 @@ def way_of_a_request() -> Way:
     sys.setprofile(way)
     try:
         with VLMBatcher(default_checkpoint()) as batcher:
+            picture, params = sample_images()[0], SamplingParams(max_tokens=3)
             way.is_on = True
-            result = batcher.submit(
-                sample_images()[0], "describe the picture", params=SamplingParams(max_tokens=3)
-            ).result()
+            result = batcher.submit(picture, "describe the picture", params=params).result()
             way.is_on = False
     finally:
         sys.setprofile(None)
@@ -257,16 +256,18 @@ def cache_classes(files: list[Source]) -> set[str]:
     return own | theirs | {"CacheList"}
 
 
-def docstrings(tree: ast.AST) -> Iterator[str]:
-    """Of a file, its classes and its functions."""
+def docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """(owner, text) of a file's docstring and those of its classes and functions."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return (text for text in texts if text)
+    owners = (node for node in ast.walk(tree) if isinstance(node, kinds))
+    return ((node, text) for node in owners if (text := ast.get_docstring(node)))
 
 
-def asks(docstring: str) -> bool:
-    """Whether it begins with a question's word."""
-    return docstring.split()[0].strip(".,:").lower() in QUESTIONS
+def asks(owner: ast.AST, docstring: str) -> bool:
+    """Whether a docstring begins with a question's word. A function that returns a truth value may: that is its contract."""
+    returns = owner.returns if isinstance(owner, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    is_predicate = returns is not None and ast.unparse(returns) == "bool"
+    return not is_predicate and docstring.split()[0].strip(".,:").lower() in QUESTIONS
 
 
 def files_of_families() -> dict[str, int]:
@@ -373,7 +374,7 @@ def count_words(files: list[Source]) -> list[Count]:
     """Branches on caches, and docstrings that ask."""
     classes = cache_classes(files)
     branches = {file.name: cache_branches(file.tree, classes) for file in files if file.room not in KNOW_CACHES}
-    texts = [text for file in files for text in docstrings(file.tree)]
+    texts = [one for file in files for one in docstrings(file.tree)]
     return [
         Count(
             "branches on the type of a cache, families apart",
@@ -382,9 +383,9 @@ def count_words(files: list[Source]) -> list[Count]:
             ", ".join(f"{name} ({count})" for name, count in branches.items() if count),
         ),
         Count(
-            f"docstrings that begin with {', '.join(QUESTIONS)}",
-            f"{sum(map(asks, texts))} of {len(texts)}",
-            "where a question is the contract",
+            f"docstrings that begin with {', '.join(QUESTIONS)}, predicates apart",
+            f"{sum(asks(*one) for one in texts)} of {len(texts)}",
+            "0",
         ),
     ]
 

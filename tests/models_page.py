@@ -26,36 +26,34 @@ RECORD = ROOT / "vlm_batch/data/parity.json"
 
 HEAD = """# Models
 
-Every family that is batched, what it can do, what of it is verified, and what mlx-vlm's own batch generator does in the
-same scenarios. `vlm-batch families` prints the same facts, `vlm-batch families --json` all of them. The page is written
-by `scripts/parity_table`.
+The families that are batched: their abilities, the verified scenarios, and the outcome of the same scenarios in mlx-vlm's own batch
+generator. `vlm-batch families` prints a summary of these facts, and `vlm-batch families --json` all of them. `scripts/parity_table`
+writes this page.
 
 """
 
 VERIFIED = """## How it is verified
 
-A scenario is a set of requests, and when each comes and goes. For a tiny random model of the family, of mlx-vlm's own
-classes, in float32 on a CPU, every request of the scenario is compared with the same request alone: all tokens equal,
-and no log-probability of the whole vocabulary, at any step, differing by more than {tolerance:g}. "Off by" is the
-largest difference seen, over both layouts of the decode state (own caches and slabs). It is rounding: a wrong position,
-mask or picture moves log-probabilities by more than 1e-2, which `tests/test_mutations.py` shows by breaking each on
-purpose. Recorded with mlx-vlm {mlx_vlm}.
+A scenario is a set of requests, with the step at which each comes and goes. The tests run it on a tiny random model of the
+family, made of mlx-vlm's own classes, in float32 on a CPU. They compare every request with the same request alone. All tokens must be
+equal, and at every step no log-probability of the whole vocabulary may differ by more than {tolerance:g}. "Off by" is the largest
+difference seen, over both layouts of the decode state (own caches and slabs). It is rounding. A wrong position, mask or picture moves
+log-probabilities by more than 1e-2; `tests/test_mutations.py` shows that by breaking each on purpose. Recorded with mlx-vlm {mlx_vlm}.
 
 On one H200 (CUDA, float32 without TF32) 140 cases of the first nine families and two relatives passed, slabs, own
-caches and compiled decode steps among them, with a largest difference of 5e-5.
+caches and compiled decode steps among them. The largest difference was 5e-5.
 
-"Alone" is mlx-vlm's own path for one request, or, where that is itself wrong, that path mended as [the notes](#notes)
-say. The evidence stands beside each oracle in `tests/zoo/`, and [each defect of mlx-vlm](upstream.md) has a
-reproduction.
+"Alone" is mlx-vlm's own path for one request. Where that path is itself wrong, it is patched as [the notes](#notes) say. The
+evidence stands beside each oracle in `tests/zoo/`, and [each defect of mlx-vlm](upstream.md) has a reproduction.
 
 The scenarios: {scenarios}.
 """
 
 UPSTREAM = """## The same scenarios in mlx-vlm
 
-What mlx-vlm {version}'s batch generator did, and how far off this library is: "wrong, 1e-5" is other tokens or
-log-probabilities there, and 1e-5 here. "Right" says nothing of one request alone: where mlx-vlm's single path differs
-from the published model, the adapter mends that too. Source: {source}.
+Each cell has the outcome in mlx-vlm {version}'s batch generator, and the largest difference in this library. "Wrong, 1e-5" means other
+tokens or log-probabilities there, and 1e-5 here. "Right" compares with mlx-vlm's own answer alone. Where that differs from the
+published model, the adapter patches it. Source: {source}.
 
 """
 
@@ -143,7 +141,7 @@ def _beside_upstream(known: Sequence[FamilyFacts]) -> str:
 
 
 def _notes(known: Sequence[FamilyFacts]) -> str:
-    lines = ["## Notes", "", "What the adapters mend in mlx-vlm, and what else is to be known:", ""]
+    lines = ["## Notes", "", "What the adapters patch in mlx-vlm, and further facts about each family:", ""]
     for one in known:
         not_verified = (
             [] if one.spec.video or one.spec.no_video == ModelSpec.no_video else [f"no video: {one.spec.no_video}"]

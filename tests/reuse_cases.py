@@ -17,9 +17,9 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
-from vlm_batch.types import PromptKey
 
 #: Families whose whole prompt attends both ways: a longer or other prompt has nothing in common with it.
 TWO_WAY = ("paligemma", "paligemma2")

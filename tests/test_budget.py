@@ -27,13 +27,14 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidCache
 from vlm_batch.models import adapter_for
+from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import FORMAT, VERSION, Identity, _seal, read_row
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import PromptKey, Result
+from vlm_batch.types import Result
 
 
 class Kept:

@@ -10,9 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from mlx_vlm.models.cache import ArraysCache
 
 from tests import models_page
-from tests.harness import TOLERANCE
+from tests.harness import TOLERANCE, shared_adapter
 from tests.test_parity import SCENARIOS
 from tests.zoo import FAMILIES
 from vlm_batch import families
@@ -138,15 +139,23 @@ def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
     from vlm_batch.adapters.base import Adapter
     from vlm_batch.adapters.grids import MRoPEAdapter
 
-    kinds = dict(re.findall(r"^\| ([\w-]+(?: \w+)?) \| `(\w+)` \|", GUIDE.split("### A file to copy")[1], re.MULTILINE))
+    rows = re.findall(
+        r"^\| ([\w-]+(?: \w+)?) \| `(\S+)` \| `(\S+)` \|", GUIDE.split("### A file to copy")[1], re.MULTILINE
+    )
+    kinds = {kind: Path(adapter).stem for kind, adapter, _ in rows}
     assert kinds.keys() == {"plain", "M-RoPE", "two-way", "cross-attention", "recurrent", "own caches"}
     adapters = {spec.family: spec.adapter for spec in families()}
-    assert all(name in adapters and name in FAMILIES for name in kinds.values())
+    for _, adapter, tiny in rows:
+        assert (ROOT / adapter).is_file() and (ROOT / tiny).is_file()
+        assert Path(adapter).stem in adapters and Path(tiny).stem in FAMILIES
     for kind, is_of_it in {
         "plain": lambda one: not issubclass(one, MRoPEAdapter) and one.make_cache is Adapter.make_cache,
         "M-RoPE": lambda one: issubclass(one, MRoPEAdapter),
         "two-way": lambda one: one.atomic_spans is not Adapter.atomic_spans,
         "cross-attention": lambda one: one.split is not Adapter.split or one.decode_extras is not Adapter.decode_extras,
+        "recurrent": lambda one: any(
+            type(cache) is ArraysCache for cache in shared_adapter(one.spec.family).make_cache()
+        ),
         "own caches": lambda one: one.make_cache is not Adapter.make_cache,
     }.items():
         assert is_of_it(adapters[kinds[kind]]), kind

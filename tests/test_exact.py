@@ -42,9 +42,9 @@ from vlm_batch.engine.proof import best_class, classes_of
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.exactness import exact_for
 from vlm_batch.loading import load_model
+from vlm_batch.records import PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
-from vlm_batch.types import PromptKey
 
 #: What the suite runs of ``scripts/exact_table``: every family in two precisions, and one of each kind in all.
 PART = ("bfloat16", "4 bits")
@@ -294,7 +294,15 @@ def test_a_prompt_cache_changes_nothing(half: Any) -> None:
 
 
 def test_the_types_that_weights_are_loaded_in() -> None:
-    for dtype, weight in (("auto", mx.float32), ("float16", mx.float16), ("bfloat16", mx.bfloat16)):
+    stored = mx.load(str(default_checkpoint() / "model.safetensors"))
+    assert isinstance(stored, dict)
+    own = stored["model.embed_tokens.weight"].dtype
+    for dtype, weight in (
+        ("auto", mx.float32),
+        ("checkpoint", own),
+        ("float16", mx.float16),
+        ("bfloat16", mx.bfloat16),
+    ):
         model, _ = load_model(default_checkpoint(), dtype=dtype)
         assert model.language_model.model.embed_tokens.weight.dtype == weight
     with pytest.raises(ValueError, match="dtype is 'int4'"):

@@ -71,11 +71,29 @@ def test_branches_on_caches(code: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_asking"),
-    [("What a thing is.", True), ("How: so", True), ("Whatever it is.", False), ("A row.", False)],
+    ("code", "is_asking"),
+    [
+        ('"""What a thing is."""', True),
+        ('def a() -> int:\n    """How: so"""', True),
+        ('def a() -> bool:\n    """Whether it is so."""', False),
+        ('"""Whatever it is."""', False),
+        ('"""A row."""', False),
+    ],
 )
-def test_docstrings_that_ask(text: str, is_asking: bool) -> None:
-    assert house.asks(text) == is_asking
+def test_docstrings_that_ask(code: str, is_asking: bool) -> None:
+    assert [house.asks(*one) for one in house.docstrings(ast.parse(code))] == [is_asking]
+
+
+def test_a_docstring_says_what_a_thing_is_and_does_not_ask() -> None:
+    asking = [
+        f"{file.name}: {text.splitlines()[0]}"
+        for file in house.sources()
+        for owner, text in house.docstrings(file.tree)
+        if house.asks(owner, text)
+    ]
+    assert not asking, (
+        "begin with what it is or does; only a function that returns a truth value begins with a question"
+    )
 
 
 def test_the_package_is_counted() -> None:

@@ -28,12 +28,13 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
+from vlm_batch.records import DecodeStep
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.files import can_write
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import common_length
-from vlm_batch.types import DecodeStep, SamplingParams
+from vlm_batch.types import SamplingParams
 
 IMAGE, TEXT, OTHER = "image:3:2", "text:5:26", "image:1:0"
 

@@ -33,7 +33,7 @@ from vlm_batch.caches import (
 )
 from vlm_batch.engine.row import Row
 from vlm_batch.models.molmo_point import MolmoPoint, general
-from vlm_batch.types import Encoded
+from vlm_batch.records import Encoded
 
 #: A broken engine is this far off at least.
 FAR = 100 * TOLERANCE

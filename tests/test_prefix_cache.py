@@ -38,13 +38,14 @@ from vlm_batch.caches.recurrent import RecurrentState
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import CacheSettings, Reuse
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity, can_write, read_row
 from vlm_batch.store.index import BLOCK, BeginningIndex
 from vlm_batch.store.prefix import MAX_SNAPSHOTS, PrefixCache, thin
 from vlm_batch.store.saved import SavedRow, Snapshot, common_length
-from vlm_batch.types import PromptKey, SamplingParams
+from vlm_batch.types import SamplingParams
 
 IMAGE, TEXT, SHORT = "image:3:2", "text:5:26", "text:4:9"
 

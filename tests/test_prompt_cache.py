@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
-from vlm_batch.arrays import as_mlx, own_array
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
@@ -37,7 +36,6 @@ from vlm_batch.caches.layers import CacheKind, is_whole_kind, save_layer
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.retained import RetainedPromptCache
-from vlm_batch.caches.states import SimpleState, filed
 from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import InvalidCache
@@ -174,6 +172,10 @@ def recurrent(*slots: int | None) -> ArraysCache:
     return cache
 
 
+class Foreign(CacheKind, KVCache):
+    """A kind of cache as another package has it, which leaves it to the library how it is saved."""
+
+
 def crossing() -> CrossCache:
     cache = CrossCache()
     cache.hold(mx.random.normal((1, 2, 6, 4)), mx.random.normal((1, 2, 6, 4)))
@@ -194,6 +196,7 @@ KINDS = {
     "chunked": lambda: filled(ChunkedKVCache(8), 7, 5),
     "block": lambda: filled(BlockCache(8), 7, 5),
     "retained": lambda: filled(RetainedPromptCache(4), 7, 5),
+    "of another package, without a state": lambda: filled(Foreign(), 7, 5),
 }
 
 
@@ -383,47 +386,34 @@ def test_files_give_back_what_was_saved(layers: tuple[str, ...], tmp_path: Path)
         assert all(np.array_equal(a, b) for a, b in zip(seen(before), seen(after), strict=True))
 
 
-class Tally(CacheKind):
-    """A kind of cache that nothing else knows: a row's sum, made of all of its tokens."""
-
-    def __init__(self, total: mx.array) -> None:
-        self.total = total
-
-    def saved(self, length: int) -> TallyState:
-        return TallyState(own_array(self.total), length)
+GUIDE = Path(__file__).parent.parent / "docs" / "adding-a-family.md"
 
 
-@filed
-@dataclass(frozen=True)
-class TallyState(SimpleState):
-    total: mx.array
-    length: int
-    is_whole = False
-
-    def reaches(self, length: int) -> bool:
-        return length == self.length
-
-    def restore(self, length: int) -> Tally:
-        return Tally(self.total)
-
-    def arrays(self) -> list[mx.array]:
-        return [self.total]
+@pytest.fixture
+def guides_cache() -> Any:
+    """The class of the guide's cache: a kind that nothing else knows, whose code is all in one block."""
+    section = GUIDE.read_text(encoding="utf-8").split("### A cache of its own")[1]
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    return names["SumCache"]
 
 
 @both_placements
-def test_a_new_kind_of_cache_needs_its_own_file_only(placement: Placement, tmp_path: Path) -> None:
+def test_a_new_kind_of_cache_needs_its_own_file_only(guides_cache: Any, placement: Placement, tmp_path: Path) -> None:
     """It is batched, saved and filed, in a list with others, too, and is not cut or quantised."""
-    single = CacheList(filled(KVCache(), 12), Tally(mx.full((1, 3), 7.0)))
+    own = guides_cache(mx.zeros((1, 3)))
+    own.update_and_fetch(mx.full((1, 12, 3), 0.5))
+    single = CacheList(filled(KVCache(), 12), own)
     layer = make_layer_cache(single, placement, 2)
     layer.resize(1)
     layer.put(0, single)
     taken = layer.take(0)
     assert not is_whole_kind(taken)
-    assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [QuantizedCache, Tally]
+    assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [QuantizedCache, guides_cache]
     PromptCache(save_row([taken], np.zeros((12, 3), dtype=np.int64), {}, 0), HERE).save(tmp_path / "a")
     (again,) = PromptCache.load(tmp_path / "a").peek().restore(12, 0)
-    assert again.caches[1].total.tolist() == [[7.0] * 3]
-    assert again.caches[0].offset == 12
+    assert again.caches[1].total.tolist() == [[6.0] * 3]
+    assert [part.offset for part in again.caches] == [12, 12]
 
 
 def test_files_of_version_1_are_read() -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.scheduler import PrefillRow, Scheduler, SchedulerConfig, chunk_end, together
-from vlm_batch.types import Chunk
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, SchedulerConfig, chunk_end, together
 
 SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
 

@@ -20,9 +20,10 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.models import adapter_for
+from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
-from vlm_batch.types import DecodeStep, Encoded, SamplingParams
+from vlm_batch.types import SamplingParams
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:

@@ -63,20 +63,19 @@ NOT_SHOWN = {
 
 HEAD = """# Defects of mlx-vlm 0.7.10
 
-What this library's adapters mend in mlx-vlm or go around, each with a reproduction that runs against mlx-vlm alone, with tiny
-random models. It prints what mlx-vlm does, what is right, and where the cause is:
+These are the defects of mlx-vlm that this library's adapters patch or avoid. Each has a reproduction that runs against mlx-vlm alone, with
+tiny random models. It prints what mlx-vlm does, what is right, and the place of the cause:
 
 ```sh
 python docs/upstream/merged_keywords.py
 ```
 
 The files share [tiny.py](upstream/tiny.py), which builds the models of [configs.json](upstream/configs.json).
-`tests/test_upstream.py` runs all of them: when mlx-vlm mends one, its test fails, and the reproduction and the adapter's mend
-can go. What is right is named with each: where nothing else is said, it is the answer that mlx-vlm itself gives to the same
-request alone. The evidence against transformers is in `tests/references`: recorded answers of the same weights, compared by
-`tests/test_zoo.py`.
+`tests/test_upstream.py` runs all of them. When mlx-vlm corrects one, its test fails, and the reproduction and the adapter's patch can
+go. Each says what is right. Where it does not, the right answer is the one that mlx-vlm itself gives to the same request alone. The
+evidence against transformers is in `tests/references`: recorded answers of the same weights, which `tests/test_zoo.py` compares.
 
-Places are file and line of 0.7.10. This page is written by `python -m tests.upstream_page` from the files' docstrings.
+Places are file and line of 0.7.10. `python -m tests.upstream_page` writes this page from the files' docstrings.
 """
 
 

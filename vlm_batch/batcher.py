@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from vlm_batch import many
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.checks import whole_option
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
 from vlm_batch.engine.scheduler import SchedulerConfig
@@ -38,7 +39,6 @@ from vlm_batch.types import (
     Stats,
     VideoInput,
     params_of,
-    whole_option,
 )
 
 __all__ = ["Handle", "PromptCache", "Stats", "VLMBatcher"]
@@ -260,7 +260,7 @@ class VLMBatcher:
 
     @property
     def max_context(self) -> int | None:
-        """How many positions the model was made for; None if it does not say."""
+        """The number of positions that the model was made for; None if it does not say."""
         return self._preparer.max_context
 
     def stats(self) -> Stats:

@@ -23,7 +23,7 @@ class VLMBatchError(Exception):
 
 
 class InvalidRequest(VLMBatchError, ValueError):
-    """What was asked for cannot be done; the message says what was wrong and what would be right."""
+    """The request cannot be answered; the message says what is wrong with it and what would be right."""
 
 
 class InvalidParameters(InvalidRequest):

@@ -29,7 +29,7 @@ MAX_STEP_BYTES = 300 * 2**20
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found of a model on a device: ``classes`` of numbers of rows that agree, and ``how`` it was found out."""
+    """The outcome for a model on a device: ``classes`` of numbers of rows that agree, and ``how`` that was found out."""
 
     classes: Classes
     how: str
@@ -40,7 +40,7 @@ class Proof:
 
 
 def exact_for(adapter: Adapter, kv: KVQuantisation | None = None, layout: Placement | None = None) -> Exact:
-    """What holds a model's answers to its requests on this device. Says once where that means a row at a time."""
+    """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time."""
     layout = layout or Placement.for_device()
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)

@@ -139,7 +139,9 @@ def load_model(
     check_model_type(model_type)
     provide_package(model_type)
     try:
-        model = read_model(path, in_float32=on_cpu and wanted == mx.float32, trust_remote_code=trust_remote_code)
+        model = read_model(
+            path, in_float32=on_cpu and wanted is not None and wanted == mx.float32, trust_remote_code=trust_remote_code
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
         raise UnsupportedModel(

@@ -52,7 +52,7 @@ class Bar:
         self._progress.stop()
 
     def say(self, doing: str) -> None:
-        """What is being done now."""
+        """Change the description beside the bar."""
         self._progress.update(self._task, description=doing)
 
     def advance(self, result: Result) -> None:

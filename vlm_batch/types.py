@@ -1,22 +1,20 @@
-"""The nouns of the library: data only, no behaviour beyond validation and derived values."""
+"""The nouns that users meet: a request, its parameters, its events and its result. Data, with its checks, and nothing else."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
-from enum import Enum
 from functools import partial
 from io import IOBase
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from vlm_batch.errors import InvalidImage, InvalidParameters, InvalidRequest, RequestFailed, describe, shown
+from vlm_batch.checks import MOST, as_tuple, is_real, is_whole, json_schema_of, non_empty_texts, put_pixels
+from vlm_batch.errors import InvalidParameters, InvalidRequest, RequestFailed, describe, shown
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -37,14 +35,12 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 #: The parameters that hold an answer to a form.
 FORMS = ("json_schema", "regex", "grammar", "choice")
-#: The largest number that MLX's 32-bit integers hold.
-_MOST = 2**31 - 1
 #: Every token is looked for among a request's stop tokens, and every text for its stop strings, while others wait.
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
 _WHOLE_PARAMETERS = (
     ("max_tokens", 1, 2**63 - 1),
-    ("top_k", 0, _MOST),
-    ("repetition_context_size", 1, _MOST),
+    ("top_k", 0, MOST),
+    ("repetition_context_size", 1, MOST),
     ("seed", 0, 2**64 - 1),
     ("logprobs", 0, 100),
     ("min_tokens", 0, 2**63 - 1),
@@ -65,7 +61,7 @@ _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Parameters for choosing the tokens of one request.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` 1 is off; it
     divides positive and multiplies negative logits of tokens among the last ``repetition_context_size`` (Keskar et
@@ -118,19 +114,19 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        put("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
-        put("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        put("logits_processors", _as_tuple("logits_processors", self.logits_processors))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop))
+        put("stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
+        put("logits_processors", as_tuple("logits_processors", self.logits_processors))
         for name, least, most in _WHOLE_PARAMETERS:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
                 continue
-            if not (_is_whole(value) and least <= value <= most):
+            if not (is_whole(value) and least <= value <= most):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer in {least}..{most}")
             put(name, int(value))
         for name, is_right, right in _REAL_PARAMETERS:
             value = getattr(self, name)
-            if not (_is_real(value) and is_right(float(value))):
+            if not (is_real(value) and is_right(float(value))):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be {right}")
             put(name, float(value))
         if not all(isinstance(stop, str) and stop for stop in self.stop):
@@ -144,7 +140,7 @@ class SamplingParams:
             raise InvalidParameters(
                 f"stop_token_ids has {len(self.stop_token_ids):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
             )
-        if not all(_is_whole(token) and 0 <= token <= _MOST for token in self.stop_token_ids):
+        if not all(is_whole(token) and 0 <= token <= MOST for token in self.stop_token_ids):
             raise InvalidParameters(
                 f"stop_token_ids is {shown(self.stop_token_ids)}; it must be token ids of at least 0"
             )
@@ -163,7 +159,7 @@ class SamplingParams:
         """Check and copy what concerns single tokens."""
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping) or not all(
-            _is_whole(token) and 0 <= token <= _MOST and _is_real(value) and -100 <= value <= 100
+            is_whole(token) and 0 <= token <= MOST and is_real(value) and -100 <= value <= 100
             for token, value in bias.items()
         ):
             raise InvalidParameters(
@@ -171,16 +167,16 @@ class SamplingParams:
             )
         put("logit_bias", {int(token): float(value) for token, value in bias.items()})
         if self.allowed_token_ids is not None:
-            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
-            if not allowed or not all(_is_whole(token) and 0 <= token <= _MOST for token in allowed):
+            allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
+            if not allowed or not all(is_whole(token) and 0 <= token <= MOST for token in allowed):
                 raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
             put("allowed_token_ids", tuple(map(int, allowed)))
-        put("bad_words", _texts("bad_words", self.bad_words))
+        put("bad_words", non_empty_texts("bad_words", self.bad_words))
 
     def _take_form(self, put: Callable[[str, Any], None]) -> None:
         """Check and copy the form that the answer is held to."""
         if self.choice is not None:
-            put("choice", _texts("choice", self.choice))
+            put("choice", non_empty_texts("choice", self.choice))
             if not self.choice:
                 raise InvalidParameters("choice is empty; it must be texts to choose from, or None")
         for name in ("regex", "grammar"):
@@ -188,7 +184,7 @@ class SamplingParams:
             if value is not None and not (isinstance(value, str) and value):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty text, or None")
         if self.json_schema is not None:
-            put("json_schema", _schema(self.json_schema))
+            put("json_schema", json_schema_of(self.json_schema))
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidParameters(f"{' and '.join(given)} exclude each other: an answer has one form")
@@ -209,13 +205,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Video:
-    """A video, and how it is looked at.
+    """A video, and the choice of its frames.
 
     ``source`` is a file (path, URL, data URI or bytes), a sequence of frames (each whatever a picture can be, all of
     one size), or an array (T, H, W, 3) of uint8.
 
     A file is sampled at ``fps`` frames a second, evenly from its first frame to its last, but at ``max_frames`` at
-    most; or it gives ``num_frames``. What is not said is the family's published habit. Frames that are given one by
+    most; or it gives ``num_frames``. The family's published settings hold where none are given. Frames that are given one by
     one are all used, and ``fps`` says how many a second they are; ``max_frames`` and ``num_frames`` thin them evenly.
     Frames of more than ``max_pixels`` pixels are scaled down to that before the model's processor sees them.
 
@@ -231,11 +227,11 @@ class Video:
 
     def __post_init__(self) -> None:
         fps = self.fps
-        if fps is not None and not (_is_real(fps) and fps > 0):
+        if fps is not None and not (is_real(fps) and fps > 0):
             raise InvalidParameters(f"fps is {shown(fps)}; it must be a finite number above 0")
         for name in ("num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
-            if value is not None and not (_is_whole(value) and value >= 1):
+            if value is not None and not (is_whole(value) and value >= 1):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least 1")
         if self.num_frames is not None and self.max_frames is not None:
             raise InvalidParameters("num_frames and max_frames exclude each other")
@@ -269,14 +265,14 @@ class FetchPolicy:
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be True or False")
         for name, least in (("max_bytes", 1), ("max_redirects", 0)):
-            if not (_is_whole(value := getattr(self, name)) and value >= least):
+            if not (is_whole(value := getattr(self, name)) and value >= least):
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be an integer of at least {least}")
-        if not (_is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
+        if not (is_real(self.seconds) and 0 < self.seconds <= MAX_SECONDS):
             raise InvalidParameters(
                 f"seconds is {shown(self.seconds)}; it must be a number above 0, {MAX_SECONDS:,} at most"
             )
         given = self.directories
-        directories = (given,) if isinstance(given, (str, Path)) else _as_tuple("directories", given)
+        directories = (given,) if isinstance(given, (str, Path)) else as_tuple("directories", given)
         if isinstance(given, bytes) or not all(isinstance(one, (str, Path)) and str(one) for one in directories):
             raise InvalidParameters(f"directories is {shown(given)}; it must be a sequence of paths")
         object.__setattr__(self, "directories", directories)
@@ -334,7 +330,7 @@ class Request:
         for name in ("images", "videos"):
             object.__setattr__(self, name, _together(getattr(self, name)))
         object.__setattr__(self, "params", params_of(self.params))
-        if not (_is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
+        if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
             raise InvalidRequest(
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
@@ -387,7 +383,7 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a request ended. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
+    """The end of a request, with its answer. ``error`` is set if and only if ``finish_reason`` is ``"error"``.
 
     ``image_sizes`` are the pictures' (width, height) as they were read; ``model_image_sizes`` are what the processor
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
@@ -458,7 +454,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a batcher is doing now, and what it did since it was made."""
+    """Counters of a batcher: its state now, and totals since it was made."""
 
     queued: int
     waiting: int
@@ -474,118 +470,6 @@ class Stats:
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
     steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
-
-
-@dataclass(frozen=True)
-class PositionState:
-    """Where a row stands in position space, owned by the row.
-
-    ``prompt`` holds the prompt's positions, (1, L) or (3, 1, L), or None for 0..L-1.
-    ``delta``: the position of the next token is the number of tokens in the row's cache plus this.
-    """
-
-    prompt: Any | None = None
-    delta: int = 0
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One row, ready for prefill. ``length`` counts the positions of ``inputs_embeds``: pictures included.
-
-    ``prefill`` holds what the family's forward needs besides, whole; the adapter cuts each chunk's part out of it.
-    An id below zero is no token: some families mark their pictures' positions with one.
-    ``decode`` holds what every later step of this row needs. ``atomic`` spans [start, end) may not be cut by a chunk.
-    The first ``cached`` positions are in the row's caches already: what stands for them here is never read.
-    ``vocabulary`` is how many tokens this row chooses from, where requests of one model differ in that.
-    """
-
-    input_ids: Any  # (1, L)
-    inputs_embeds: Any  # (1, L, D)
-    position: PositionState = PositionState()
-    prefill: Mapping[str, Any] = field(default_factory=dict)
-    decode: Mapping[str, Any] = field(default_factory=dict)
-    atomic: tuple[tuple[int, int], ...] = ()
-    image_tokens: int = 0
-    model_image_sizes: tuple[tuple[int, int], ...] = ()
-    cached: int = 0
-    vocabulary: int | None = None
-
-    @property
-    def length(self) -> int:
-        return int(self.inputs_embeds.shape[1])
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture of a prompt: its features stand in [start, end), and ``inputs`` is its part of the processor's output."""
-
-    start: int
-    end: int
-    inputs: Any
-
-
-@dataclass(frozen=True)
-class PromptKey:
-    """What tells a prompt's positions apart: equal first rows of ``positions`` mean equal keys and values.
-
-    A row of ``positions`` (L, 3) int64 is a token id and 128 bits of content: zero for text, for a picture's position
-    the digest of its processed pixels, size and layout. ``spans`` [start, end) cannot be entered in their middle.
-    ``answer`` is the content of the tokens that follow the prompt.
-    """
-
-    positions: Any  # (L, 3) int64, numpy
-    spans: tuple[tuple[int, int], ...] = ()
-    pictures: tuple[tuple[int, int], ...] = ()
-    answer: Any = (0, 0)  # (2,) int64
-
-    @property
-    def length(self) -> int:
-        return len(self.positions)
-
-    def before_span(self, length: int) -> int:
-        """``length``, or the beginning of the span that it would cut."""
-        return min([start for start, end in self.spans if start < length < end], default=length)
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """One token for each place of the batch; an empty place has token 0, position 0 and no extras."""
-
-    tokens: Any  # (B, 1) int32
-    positions: Any  # (B,) int32, the position of each row's token: the tokens in its cache + its delta
-    caches: Sequence[Any]  # one LayerCache a layer
-    extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
-
-
-@dataclass(frozen=True)
-class Thinking:
-    """How a model marks its thinking, as token ids, and where a prompt leaves it.
-
-    ``is_open``: the prompt ends within thinking. ``may_begin``: the answer's first token may begin it.
-    """
-
-    start: tuple[int, ...]
-    end: tuple[int, ...]
-    is_open: bool = False
-    may_begin: bool = False
-
-
-class Status(Enum):
-    """The stages of a row's life, in order."""
-
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Prompt positions [start, end) of one row, to be prefilled in this step."""
-
-    request_id: str
-    start: int
-    end: int
 
 
 def fresh_seed() -> int:
@@ -613,68 +497,3 @@ def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParam
     if unknown:
         raise InvalidParameters(f"params has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     return SamplingParams(**given)
-
-
-def put_pixels(holder: Any, least: Any, most: Any) -> None:
-    """Check bounds of pictures' pixels, and set them as Python's integers. Raises InvalidImage."""
-    for name, value in (("min_pixels", least), ("max_pixels", most)):
-        if value is not None and not (_is_whole(value) and 1 <= value <= _MOST):
-            raise InvalidImage(f"{name} is {shown(value)}; it must be an integer of at least 1, or None")
-        object.__setattr__(holder, name, None if value is None else int(value))
-    if least is not None and most is not None and least > most:
-        raise InvalidImage(f"min_pixels is {least}, above max_pixels, which is {most}")
-
-
-def whole_option(name: str, value: Any, *, least: int, or_none: bool = False) -> Any:
-    """An option that is an integer, as Python's. Raises ValueError for another type or a smaller number."""
-    if value is None and or_none:
-        return None
-    if not (_is_whole(value) and value >= least):
-        raise ValueError(f"{name} is {shown(value)}; it must be an integer of at least {least}{' or None' * or_none}")
-    return int(value)
-
-
-def seconds_option(name: str, value: Any) -> float:
-    """An option in seconds. Raises ValueError unless it is a finite number above 0."""
-    if not (_is_real(value) and value > 0):
-        raise ValueError(f"{name} is {shown(value)}; it must be a finite number of seconds above 0")
-    return float(value)
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Texts, or one by itself."""
-    texts = (value,) if isinstance(value, str) else _as_tuple(name, value)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty texts")
-    return texts
-
-
-def _schema(given: Any) -> Any:
-    """A JSON schema of one's own: a mapping, from a mapping or from JSON text."""
-    try:
-        schema = json.loads(given if isinstance(given, str) else json.dumps(given))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidParameters(f"json_schema is no JSON: {error}") from error
-    if not isinstance(schema, dict):
-        raise InvalidParameters(f"json_schema is {shown(given)}; it must be a mapping, or JSON text of one")
-    return schema
-
-
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    try:
-        if isinstance(value, Mapping):
-            raise TypeError
-        return () if value is None else tuple(value)
-    except TypeError:
-        raise InvalidParameters(f"{name} is {shown(value)}; it must be a sequence, or None for none") from None
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond what a float holds
-        return False

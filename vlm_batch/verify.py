@@ -90,7 +90,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found of a model, and where."""
+    """The outcome for a model on a device."""
 
     model: str
     family: str
@@ -139,7 +139,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Way:
-    """How an engine is asked: ``order`` of the requests, ``apart`` steps between two of them, ``keeps`` what they leave."""
+    """A way to ask an engine: ``order`` of the requests, ``apart`` steps between two of them, ``keeps`` their caches."""
 
     max_rows: int = 1
     backwards: bool = False

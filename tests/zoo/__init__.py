@@ -36,7 +36,7 @@ def requests_of(tiny: TinyFamily) -> dict[str, Inputs]:
         requests["two_images"] = tiny.two_images(9)
     if tiny.video is not None:
         # transformers 5 places the text after a long video elsewhere than the code that came with the models:
-        # tests/test_video_positions.py.
+        # tests/test_videos.py.
         requests |= {f"video_{size}": tiny.video(5 + size, size) for size in range(2)}
     if tiny.picture_and_video is not None:
         requests["picture_and_video"] = tiny.picture_and_video(6)

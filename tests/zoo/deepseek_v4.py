@@ -156,5 +156,5 @@ FAMILY = TinyFamily(
     wrong_alone=("text", "image_1"),
     oracle_note="mlx-vlm's whole-prompt prefill of prompt and answer, for each token anew.",
     no_reference="transformers has the text model only: deepseek_v4_text is compared with it, which is this one without "
-    "pictures; tests/test_deepseek_v4.py holds the pictures' masks and experts to DeepSeek's definitions",
+    "pictures; tests/test_deepseek.py holds the pictures' masks and experts to DeepSeek's definitions",
 )

@@ -18,7 +18,7 @@ from ._types import PLAIN, VOCABULARY, Inputs, TinyFamily
 
 # Activations are rounded to 8 and 4 bits. A sum in another order, a batch's or a chunk's, turns such a code now and then,
 # and everything after it is different by far more than rounding errors of float32. So the matrix compares the model
-# without these roundings (upstream's own switch); tests/test_deepseek_v41.py compares it with them.
+# without these roundings (upstream's own switch); tests/test_deepseek.py compares it with them.
 fakequant.DISABLE = True
 
 PATCH, RATIO, IMAGE = 4, 2, PLAIN

@@ -57,8 +57,8 @@ def is_plain(keys: Any, cache: Any) -> bool:
     return isinstance(keys, mx.array) and not hasattr(cache, "bits")
 
 
-#: What a language model's files call in an adapter. About 155 families call a module-level ``scaled_dot_product_attention``;
-#: this one name is what lets attention run a row at a time on unmodified model code.
+#: The functions that a language model's files call within an adapter. Most of mlx-vlm's models call a module-level
+#: ``scaled_dot_product_attention``; with that one name replaced, attention runs a row at a time on unmodified model code.
 HOOKS = {
     "scaled_dot_product_attention": hook(SCALED_DOT_PRODUCT_ATTENTION, attention),
     "swiglu": hook(kernels.SWIGLU, kernels.swiglu),

@@ -18,10 +18,10 @@ from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_mod
 from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.digest import as_words, digest
 from vlm_batch.store.features import FeatureStore
-from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState, PromptKey
 
 #: Names under which models keep their vision towers.
 VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
@@ -32,8 +32,8 @@ UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 #: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
 RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_together", "decode"})
 
-#: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
-#: most families do not count a video's seconds.
+#: Processors' outputs that no decoder reads: one row has no padding, token types repeat the ids, and most families do
+#: not count a video's seconds.
 IGNORED_INPUTS = frozenset(
     {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
 )
@@ -51,10 +51,9 @@ class Adapter:
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
     #: Further outputs of the family's processor that its model does not read.
     ignored_inputs: ClassVar[frozenset[str]] = frozenset()
-    #: What ``get_input_embeddings`` returns for the decoder, and the axis along which a chunk is cut (None: passed
-    #: whole).
+    #: The features of ``get_input_embeddings`` that prefill takes -> the axis along which a chunk is cut, or None for whole.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
-    #: What it returns that the family does not need, absorbed on purpose.
+    #: Its other features, which the family does not need: absorbed on purpose.
     ignored_features: ClassVar[frozenset[str]] = frozenset()
     #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
     compiles: ClassVar[bool] = False
@@ -63,11 +62,11 @@ class Adapter:
     shares_prefill: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
-    #: Which frames of a video file the family's published processor takes; a checkpoint's own settings go first.
+    #: The frames of a video file that the family's published processor takes; a checkpoint's own settings go first.
     video_sampling: ClassVar[Sampling] = Sampling()
-    #: How the vision tower remembers what it saw.
+    #: The wrapper by which a vision tower remembers features.
     tower_class: ClassVar[type[RememberingTower]] = RememberingTower
-    #: Why a row cannot go on from what another row with the same beginning has left in its caches; None if it can.
+    #: The reason why a row cannot continue from another row's caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
     #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
@@ -137,7 +136,7 @@ class Adapter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def remember_features(self, store: FeatureStore) -> None:
-        """Let the vision tower look at a picture once: what it saw is kept in ``store``."""
+        """Let the vision tower encode a picture once, and keep its features in ``store``."""
         for owner, name in self.towers():
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
@@ -311,7 +310,7 @@ class Adapter:
             raise TypeError(f"{self.spec.family} does not know the features {sorted(unknown)}")
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        """Where the row stands; the default counts tokens."""
+        """The row's positions; by default they count tokens."""
         return PositionState()
 
     def vocabulary(self, extra: Mapping[str, Any]) -> int | None:

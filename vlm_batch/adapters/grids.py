@@ -13,7 +13,7 @@ from vlm_batch.adapters.modules import RememberingGridTower, split_patches
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.types import DecodeStep, Encoded, Picture, PositionState
+from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState
 
 #: Patches that go through a tower in one call: 8 pictures of 448 pixels a side. More save no time (docs/benchmarks.md).
 MAX_PATCHES = 2**13
@@ -145,7 +145,7 @@ class MRoPEAdapter(GridAdapter):
         return mx.where(ids == video, image, ids), {**others, **pictures}
 
     def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
-        """Where each grid's first placeholder stands. Raises InvalidPrompt if there are more or fewer of them."""
+        """The place of each grid's first placeholder. Raises InvalidPrompt if there are more or fewer of them."""
         places = np.flatnonzero(np.array(ids[0]) == marker)
         needed = [int(np.prod(grid)) // self.merged for grid in grids]
         if sum(needed) != len(places):

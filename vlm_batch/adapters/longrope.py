@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.records import Encoded, PromptKey
 from vlm_batch.store.digest import as_words, digest
-from vlm_batch.types import Encoded, PromptKey
 
 #: For ``ModelSpec.notes``.
 LONG_ROPE_NOTE = (

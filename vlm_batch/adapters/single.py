@@ -11,8 +11,8 @@ import mlx.nn as nn
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import files_of, put_hooks
+from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec
-from vlm_batch.types import DecodeStep, Encoded
 
 
 class SingleRow(Adapter):

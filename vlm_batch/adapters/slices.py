@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.types import Picture, PositionState
+from vlm_batch.records import Picture, PositionState
 
 
 class SlicedAdapter(MRoPEAdapter):

@@ -23,13 +23,13 @@ from vlm_batch.caches.states import LayerState, SimpleState, filed
 from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.errors import shown
 
-#: What ``mx.quantize`` offers.
+#: The bits and groups of ``mx.quantize``.
 UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
 UNIFORM_GROUPS = (32, 64, 128)
-#: What the codebooks of TurboQuant (arXiv:2504.19874) are made for here; halves give the values one bit more than the keys.
+#: The range of bits that has codebooks of TurboQuant (arXiv:2504.19874); halves give the values one bit more than the keys.
 TURBO_BITS = (2, 8)
 SCHEMES = ("uniform", "turboquant")
-#: How much longer a head may become by filling its last group.
+#: The most by which filling its last group may lengthen a head.
 MAX_FILLED = 1.25
 
 

@@ -1,8 +1,8 @@
 """One layer of a batch as a slab (S, H_kv, C, D): rows lie left-aligned at their own lengths, one attention call for
 all.
 
-A join writes one row into a free place, a leave frees it; nobody else moves. Writes go through ``put_along_axis``
-(a scatter costs 2 ms a step on CUDA, a ``where`` copies everything; docs/architecture.md has the measurements).
+A join writes one row into a free place, and a leave frees it; nobody else moves. Writes go through ``put_along_axis``: a
+scatter is slower on CUDA, and a ``where`` copies everything.
 """
 
 from __future__ import annotations

@@ -104,8 +104,11 @@ class LostState(SimpleState):
 
 
 def is_cache(value: Any) -> bool:
-    """Whether something is one of mlx-vlm's caches or of ours."""
-    return type(value).__module__.startswith(("mlx_vlm.", "vlm_batch.caches."))
+    """Whether something is one of mlx-vlm's caches, or of a kind that inherits from ours, wherever that is defined."""
+    modules = (base.__module__ for base in type(value).__mro__)
+    return type(value).__module__.startswith("mlx_vlm.") or any(
+        name.startswith("vlm_batch.caches.") for name in modules
+    )
 
 
 def _copy(value: Any, copied: list[mx.array]) -> Any:

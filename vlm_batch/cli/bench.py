@@ -46,14 +46,14 @@ WORDS = (
 
 
 class Batcher(Protocol):
-    """What a bench needs of a batcher."""
+    """The part of a batcher that a benchmark calls."""
 
     def submit_request(self, request: Request) -> Handle: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked. ``prompt_words`` and ``answer_tokens`` are (least, most), drawn log-uniformly.
+    """A load of requests. ``prompt_words`` and ``answer_tokens`` are (least, most), drawn log-uniformly.
 
     ``rate`` is arrivals a second; None measures one request alone and takes twice what it could serve, 0 is all at once.
     """
@@ -68,7 +68,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it: a result for each request, the times at which its pieces of text came, and the whole's seconds."""
+    """The outcome of a load: a result for each request, the times at which its pieces of text came, and the seconds in all."""
 
     results: tuple[Result, ...]
     pieces: tuple[tuple[float, ...], ...]

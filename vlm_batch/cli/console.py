@@ -1,4 +1,4 @@
-"""What the command line shows of families, and how it writes to terminals and files.
+"""Output of the command line, to terminals and files, and its pages about families.
 
 Colours are for terminals only: into a file or a pipe go the same facts as plain text.
 """

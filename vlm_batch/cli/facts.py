@@ -1,4 +1,4 @@
-"""What is known of each family: what it can do, what of it is verified, and what mlx-vlm's own batch makes of the same.
+"""Facts about each family: its abilities, the verified scenarios, and the outcome of the same scenarios in mlx-vlm's own batch.
 
 The facts are the registry's, and two files that the package carries: ``data/parity.json``, the outcome of the parity matrix
 (written by ``scripts/parity_table``), and ``data/mlx_vlm.json``, what was measured of mlx-vlm's batch generator.
@@ -18,7 +18,7 @@ from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.registry import ModelSpec
 
 TWO_IMAGES = "two_images_in_a_row"
-#: What a scenario of this name shows a family to be able to do.
+#: Scenario -> the ability that it shows.
 PREFIX_REUSE, QUANTISED_KV = "prefix_hits", "kv_8_bits"
 NOT_RECORDED = "not recorded yet"
 TAKES = "it takes"
@@ -80,12 +80,12 @@ class FamilyFacts:
 
     @property
     def pictures(self) -> str:
-        """How many pictures a request may have."""
+        """The number of pictures that a request may have, in words."""
         return "none" if not self.spec.images else "several" if self.spec.multi_image else "one"
 
     @property
     def upstream(self) -> str:
-        """What mlx-vlm's batch generator did in the same scenarios, in words."""
+        """The outcome of the same scenarios in mlx-vlm's batch generator, in words."""
         found: str = upstream()["in_words"].get(self.spec.family, "not measured")
         return found
 
@@ -158,10 +158,10 @@ def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def refused() -> dict[str, list[str]]:
-    """Why model types of mlx-vlm are refused -> which."""
+    """Reasons for a refusal -> the model types of mlx-vlm that are refused for it."""
     return by_reason(REFUSED)
 
 
 def one_at_a_time() -> dict[str, list[str]]:
-    """Why model types of mlx-vlm run one row at a time -> which."""
+    """Reasons -> the model types of mlx-vlm that run one row at a time for it."""
     return by_reason(ONE_AT_A_TIME)

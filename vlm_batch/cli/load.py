@@ -32,7 +32,7 @@ from rich.table import Column, Table
 
 from vlm_batch.cli.console import open_console
 
-#: What prompts are made of: about a token each for most tokenizers.
+#: The words of prompts: about a token each for most tokenizers.
 WORDS = (
     "the", "picture", "shows", "a", "small", "red", "boat", "near", "green", "hills", "two", "people", "look", "at", "old",
 )  # fmt: skip
@@ -43,7 +43,7 @@ API_KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked, and how fast.
+    """A load: the requests, and their rate.
 
     ``rate`` is arrivals a second; without it, ``concurrency`` requests are always under way. ``sizes`` are the
     pictures' (width, height), taken in turn; ``picture_share`` of the requests have one. A prompt has about
@@ -117,7 +117,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a load; ``alone`` are the answers of the first requests, asked one after another afterwards."""
+    """The outcome of a load; ``alone`` are the answers of the first requests, asked one after another afterwards."""
 
     load: Load
     target: Target

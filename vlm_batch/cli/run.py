@@ -30,7 +30,7 @@ from vlm_batch.types import SamplingParams, Video
 
 ANSWERED, FAILED, INTERRUPTED = 0, 1, 130
 
-#: What the demo asks beside a description of each sample picture: names of sample pictures, and the question.
+#: Further questions of the demo: names of sample pictures, and the question about them.
 DEMO_QUESTIONS = (
     (("digits_728",), "read the digits"),
     (("red_circle_above_blue_triangle",), "what is below the circle?"),

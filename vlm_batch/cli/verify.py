@@ -28,7 +28,7 @@ TEXTS = ("count to 12", "repeat: a a a a")
 
 
 class CannotVerify(Exception):
-    """What was asked for cannot be done; the message goes to the user as it is."""
+    """The command's arguments cannot be followed; the message goes to the user as it is."""
 
 
 def add_verify(parser: argparse.ArgumentParser, command: Callable[..., int]) -> None:

@@ -1,4 +1,4 @@
-"""What is shown of a job: progress while it works, a line per answer, a table, totals, and where the time went."""
+"""A job on a terminal: its progress, a line for each answer, a table, totals, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _latencies(summary: Summary) -> Table | None:
 
 
 def _stages(summary: Summary) -> Table | None:
-    """Where the rows' time went: means of a row."""
+    """The mean time of a row in each stage."""
     if not summary.answered:
         return None
     table = Table(title="where a row's time goes (mean seconds)", title_justify="left", box=None, show_header=False)

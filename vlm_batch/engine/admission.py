@@ -1,4 +1,4 @@
-"""Who enters, and when: the one place that knows how full the engine is.
+"""The choice of the rows that enter the engine next. No other module decides how full the engine is.
 
 A request waits in at most two places: the inbox, until its pictures are read and processed, and among the prepared, until
 it is given a place in the batch. The most urgent goes first from either.
@@ -18,9 +18,8 @@ from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.prefill import Guard, Prefill
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row
+from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
-from vlm_batch.types import Status
 
 #: Requests of one lane that are with the loaders at a time, whatever its number of threads: they are served there in the order
 #: in which they came, so a few wait while the engine steps, and few are before an urgent one.

@@ -9,8 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, make_layer_cache
 from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.row import Row
-from vlm_batch.types import Status
+from vlm_batch.engine.row import Row, Status
 
 
 class DecodeBatch:

@@ -3,10 +3,8 @@
 A graph holds while the number of places and the columns that attention reads stay what they were: places are powers of
 two, columns are rounded up to 256. A shape is compiled only once it has come back ``USES_BEFORE_GRAPH`` times.
 
-Measured on an H200 for a 3B shape in bfloat16: 9.2 -> 7.1 ms at 1 row, 11.6 -> 9.0 at 8, 15.1 -> 11.3 at 32. But on an
-H100 one early step of a process was held up for 25 seconds, some six thousand steps' gain; it probably is the first graph,
-whose kernels are built then. So graphs are for servers that are warmed up, and asked for. On a CPU they bring 4-6 %
-(docs/architecture.md).
+The first graph of a process builds kernels, which can take longer than graphs save in thousands of steps. So they are off
+unless somebody asks for them, as a server does that is warmed up (docs/benchmarks.md, settings that were measured).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches import LayerCache, SlabCache
-from vlm_batch.types import DecodeStep
+from vlm_batch.records import DecodeStep
 
 Decode = Callable[[DecodeStep], mx.array]
 _Graph = Callable[..., tuple[mx.array, list[tuple[mx.array, mx.array]]]]
@@ -72,7 +70,7 @@ class CompiledDecode:
     def _run(
         self, tokens: mx.array, positions: mx.array, lengths: list[mx.array], slabs: list[tuple[mx.array, mx.array]]
     ) -> tuple[mx.array, list[tuple[mx.array, mx.array]]]:
-        """What is compiled: Python runs it once a graph, on placeholders."""
+        """The function that is compiled: Python runs it once for each graph, on placeholders."""
         for layer, (keys, values), offset in zip(self._layers, slabs, lengths, strict=True):
             layer.trace(keys, values, offset)
         logits = self._decode(DecodeStep(tokens, positions, self._layers, [{}] * tokens.shape[0]))

@@ -1,8 +1,8 @@
-"""Rows whose next token depends on what their last one was: answers held to a form, and thinking that is to end.
+"""Rows whose next token depends on their last one: answers held to a form, and thinking that is to end.
 
-Such a row's token must be read before the next one is chosen, unlike everybody else's. Its forward runs with the others'; its
-choice is made in a second, small launch once its last token is known. What is worked out for that, on the CPU, is worked
-out while the device runs the forward.
+The engine must read such a row's token before it can choose the next one. The row's forward runs with the others'. Its token
+is chosen in a second, small launch, once the last token is known. The CPU works out the mask for that while the device runs
+the forward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.types import SamplingParams, Thinking
+from vlm_batch.records import Thinking
+from vlm_batch.types import SamplingParams
 
 
 class Form(Protocol):
@@ -31,7 +32,7 @@ class Form(Protocol):
 
 
 class Phase(Enum):
-    """Where an answer is. ``BEGINNING``: its first token says whether it thinks."""
+    """The phases of an answer. ``BEGINNING``: its first token says whether it thinks."""
 
     BEGINNING = "beginning"
     THINKING = "thinking"
@@ -40,7 +41,7 @@ class Phase(Enum):
 
 
 class Guide:
-    """What one row may say next. ``feed`` tells it each token; then ``allowed`` says what may follow.
+    """The rule for one row's next token. ``feed`` takes each token; then ``allowed`` gives the tokens that may follow.
 
     ``form`` holds the answer, from the end of thinking on; ``budget`` is how many tokens thinking may take.
     """

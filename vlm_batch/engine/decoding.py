@@ -11,7 +11,7 @@ from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
-from vlm_batch.types import DecodeStep
+from vlm_batch.records import DecodeStep
 
 
 class Decoder:

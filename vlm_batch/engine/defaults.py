@@ -1,4 +1,4 @@
-"""What a scheduler's config leaves open, by the kind of device, as measured (docs/benchmarks.md)."""
+"""Defaults of a scheduler's config for each kind of device, as measured (docs/benchmarks.md, settings that were measured)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import replace
 from vlm_batch.caches import Placement
 from vlm_batch.engine.scheduler import SchedulerConfig
 
-#: Prompt tokens of a forward where rows have their own caches (CPUs): 1.42 ms a token, 1.87 at 1,024 (docs/benchmarks.md).
+#: Prompt tokens of a forward where rows have their own caches (CPUs): longer chunks take more time a token.
 ROWS_CHUNK = 256
-#: Where launches decide (GPUs), a forward of 64 tokens takes as long as one of 1,024, and four small pictures as long as one;
-#: and matrix products of a new length cost tens of milliseconds, so that prompts are cut only where they have to be.
+#: On GPUs the number of launches decides. A forward of 64 tokens takes as long as one of 1,024, and a matrix product of a
+#: new length costs extra. So prompts are cut only where they have to be.
 SLAB_CHUNK = 1024
 SLAB_LONGEST = 2048
 SLAB_BUDGET = 8192
 TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (16, 32)}  # rows encoded and prompts prefilled together
-#: Prompt tokens of one array: of 290 each, 16 prompts take 57 ms and 3.5 GB there, 32 take 106 and 6.9.
+#: Prompt tokens of one array: beyond this, memory grows and time a prompt does not shrink.
 MAX_TOGETHER = 4096
-#: Beside decoding rows one encoder call takes a quarter as many: 48 ms of a gap for 4 pictures of 1,024 patches, 147 for 16.
+#: Beside decoding rows one encoder call takes a quarter as many pictures, so that the gap between tokens stays short.
 BESIDE_DECODE = 4
-#: Of a step, beside decoding rows: half of the gap between tokens by default. A GPU's launches do not say how long it encodes.
+#: Seconds of a step beside decoding rows: half of the default gap between tokens. On a GPU launches return before the
+#: encoding is done, so that the clock says nothing.
 ENCODE_SECONDS = {Placement.ROWS: 0.05, Placement.SLAB: 0.0}
 
 
 def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerConfig:
-    """What the config leaves open, as measured on devices of a placement."""
+    """A config whose open settings are filled in for devices of a placement."""
     encode, prefill = TOGETHER[placement]
     config = replace(
         config,

@@ -1,8 +1,8 @@
-"""Reproducible answers: what decides a row's last bits, held to what the request itself says.
+"""Reproducible answers: a row's last bits depend on its request alone.
 
-The arithmetic of a row depends on the shapes that it is computed in, for which a library chooses kernels: how many rows a
-product has, and where a prompt is cut. So rows decode in numbers that were shown to agree bit for bit (``proof``), idle
-places making up what is missing, and prompts are cut at places that follow from the prompt alone.
+A library chooses kernels by shapes, so the last bits depend on the number of rows in a product and on the places where a
+prompt is cut. Rows therefore decode in numbers that were shown to agree bit for bit (``proof``); idle places fill a batch
+up to such a number. Prompts are cut at places that follow from the prompt alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from vlm_batch.caches import Placement
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.records import PromptKey
 from vlm_batch.store.digest import as_words, digest
-from vlm_batch.types import PromptKey
 
 #: Prompt positions between two cuts. Multiples of 256, so that single-row caches, which grow in steps of that, have the
 #: same room whether a prompt was run from its beginning or from one of the cuts.
@@ -22,7 +22,7 @@ GRID = {Placement.ROWS: 256, Placement.SLAB: 1024}
 
 @dataclass(frozen=True)
 class Exact:
-    """How an engine keeps a row's numbers a function of its request.
+    """Settings by which an engine keeps a row's numbers a function of its request.
 
     ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``layout``: how keys and
     values lie, whatever the batch's placement: attention over a row's own columns and over padded ones differ. ``grid``:
@@ -39,7 +39,7 @@ class Exact:
         return next(count for count in self.counts if count >= rows) if rows else 0
 
     def ends(self, length: int, atomic: tuple[tuple[int, int], ...] = ()) -> tuple[int, ...]:
-        """Where a prompt's chunks end: on the grid, or where spans that may not be cut and ``stops`` allow it.
+        """The ends of a prompt's chunks: on the grid, or where ``stops`` and spans that may not be cut allow it.
 
         No chunk is a single token, but that of a prompt of one: a lone query has kernels of its own, which go by more
         than its shape.
@@ -73,6 +73,6 @@ class Exact:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What a saved row must share with the engine that continues it, by name."""
+        """The settings that a saved row must share with the engine that continues it, by name."""
         counts = ",".join(map(str, self.counts))
         return {"reproducible": f"rows {counts}; {self.layout.value}; grid {self.grid}"}

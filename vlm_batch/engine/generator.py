@@ -34,11 +34,11 @@ from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Prompt, Row, fork, new_row
+from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import Event, FinishReason, SamplingParams, Status, TokenLogprobs
+from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class _Flight:
 
 @dataclass
 class _Launched:
-    """What a step launched, in the order in which the device does it; the next step reads it."""
+    """The work that a step launched, in the device's order; the next step reads it."""
 
     decode: Sequence[_Flight] = ()
     guided: Sequence[_Flight] = ()  # of the same forward: rows whose choice waited for their last token

@@ -1,4 +1,4 @@
-"""How many prompt tokens go beside a decode step, from measured times. Integers and seconds only."""
+"""The number of prompt tokens beside a decode step, from measured times. Integers and seconds only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from vlm_batch.engine.scheduler import SchedulerConfig
 
 
 class Pace:
-    """How many prompt tokens a step can take beside decoding rows: from measured step times, smoothed.
+    """Chooses the prompt tokens that a step takes beside decoding rows, from step times, measured and smoothed.
 
-    A chunk has a price of its own (a forward's launches, the weights read or packed once more), so none is smaller than the
-    config's ``smallest_chunk``, and a step without one may come before it; the first ones, before anything is measured, are
-    ``FIRST_CHUNK``.
+    Every chunk has a fixed cost: the launches of a forward, and reading the weights once more. So no chunk is smaller than
+    the config's ``smallest_chunk``, and a step may do without one to save up for it. Before anything is measured, chunks
+    have ``FIRST_CHUNK`` tokens.
 
-    A row that has waited w seconds for its first token may keep the others waiting w / ``PATIENCE`` for their next, up to
-    ``LONGEST_STRETCH`` times the config's ``token_gap``: steps in which few rows decode are what prompts wait for.
+    A row that has waited w seconds for its first token may keep the others waiting w / ``PATIENCE`` seconds for their next
+    one, up to ``LONGEST_STRETCH`` times the config's ``token_gap``.
     """
 
     PATIENCE = 5
@@ -57,7 +57,7 @@ class Pace:
         return min(max(fits, enough), self.idle_budget)
 
     def record(self, seconds: float, tokens: int) -> None:
-        """What a step took as a whole, and how many tokens of prompt it launched.
+        """Take note of a step's seconds and of the prompt tokens that it launched.
 
         Where the time is spent differs: a CPU works while a step is launched, a GPU while the next one waits for it. So
         prompt tokens are timed over runs of steps, the first step after them included.

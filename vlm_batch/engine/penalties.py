@@ -1,4 +1,4 @@
-"""What a request's parameters do to its row's logits: penalties, biases, tokens that may not come."""
+"""Changes to a row's logits by its request's parameters: penalties, biases, tokens that may not come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlm_batch.types import SamplingParams
 
 @dataclass(frozen=True)
 class RowRules:
-    """What a row's rules need besides its parameters: the ids that end it, its bad words as ids, its prompt's length."""
+    """Facts that a row's rules need beside its parameters: the ids that end it, its bad words as ids, its prompt's length."""
 
     end_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -66,7 +66,7 @@ def forbid(logits: mx.array, params: SamplingParams, rules: RowRules, history: m
 
 
 def _counts(tokens: mx.array, size: int) -> mx.array:
-    """How often each token comes: (T,) -> (V,)."""
+    """The number of times that each token comes: (T,) -> (V,)."""
     return mx.zeros((size,)).at[mx.where(tokens < size, tokens, 0)].add((tokens < size).astype(mx.float32))
 
 

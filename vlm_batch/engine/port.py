@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
-from vlm_batch.types import DecodeStep, Encoded, PromptKey, Thinking
+from vlm_batch.records import DecodeStep, Encoded, PromptKey, Thinking
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
@@ -46,7 +46,7 @@ class ModelAdapter(Recogniser, Protocol):
 
 @dataclass(frozen=True)
 class AnswerText:
-    """Where answers end and how their tokens read: ``decode`` turns token ids into text."""
+    """A tokenizer as the engine needs it: the ids that end an answer, and ``decode``, which turns token ids into text."""
 
     decode: Callable[[Sequence[int]], str] = lambda ids: ""
     eos_token_ids: frozenset[int] = frozenset()

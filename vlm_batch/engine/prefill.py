@@ -14,9 +14,9 @@ from vlm_batch.engine.defaults import MAX_TOGETHER
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Prompt, Row
-from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, together
-from vlm_batch.types import Chunk, Encoded, Status
+from vlm_batch.engine.row import Prompt, Row, Status
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, together
+from vlm_batch.records import Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
 Guard = Callable[..., Any]

@@ -1,8 +1,8 @@
 """The proof of row classes: a model's own decode step, at several numbers of rows, compared bit for bit.
 
-A library's kernels are chosen by shapes, so that a row's last bits go by how many rows a step has. Where two numbers of rows
-give the same bits to every row, whatever its neighbours and its place, they are of one class, and a batch may go from one to
-the other without anybody noticing.
+A library chooses kernels by shapes, so a row's last bits depend on the number of rows in a step. Two numbers of rows are of
+one class if they give every row the same bits, whatever its neighbours and its place. A batch may then change from one to
+the other, and no row's numbers change.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vlm_batch.caches import Placement, always_mask, make_layer_cache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.digest import array_bytes
-from vlm_batch.types import DecodeStep, Encoded
 
 #: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
 COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}
@@ -28,7 +28,7 @@ LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
 #: Ids of plain text in every vocabulary.
 FIRST_ID, LAST_ID = 3, 99
 STEPS = 2
-#: What a forward costs beside its rows, in rows, and the numbers of live rows that a class is judged by.
+#: The cost of a forward beside its rows, counted in rows, and the numbers of live rows by which a class is judged.
 FORWARD = {Placement.ROWS: 4, Placement.SLAB: 1000}
 JUDGED_BY = (1, 8, 32)
 
@@ -43,7 +43,7 @@ class _Prompt:
     tokens: tuple[int, ...]  # what is decoded after it
 
 
-#: What a number of rows gave: numbers of equal bits are of one class.
+#: The bits by the number of rows: numbers with equal bits are of one class.
 Found = Mapping[int, tuple[bytes, ...]]
 
 
@@ -56,7 +56,7 @@ class Rows(Protocol):
 
 
 def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None = None) -> Found:
-    """What decode steps of a model give, by the number of rows.
+    """The bits that decode steps of a model give, by the number of rows.
 
     Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
     anything is left out. Raises what the model raises.
@@ -85,7 +85,7 @@ def classes_of(*found: Mapping[int, Any]) -> Classes:
 
 
 def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
-    """What products of rows give to their first row, by the number of rows; a number at which its place matters is left out.
+    """The bits that products give to their first row, by the number of rows; a number at which its place matters is left out.
 
     Half precision rounds most differences away, so that a decode step of a narrow model shows few of them; these show each.
     """

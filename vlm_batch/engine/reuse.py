@@ -1,7 +1,7 @@
-"""What rows take over from earlier rows, and what they leave for later ones: prompt caches and the prefix cache.
+"""Reuse between rows, through prompt caches and the prefix cache.
 
-The generator calls it as a row goes along; without a prefix cache it does nothing for a row that neither continues a
-cache nor gives one back.
+The generator calls ``Reuse`` at each stage of a row. Without a prefix cache it does nothing for a row that neither
+continues a prompt cache nor returns one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.errors import InvalidCache
+from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -27,7 +28,6 @@ from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
-from vlm_batch.types import PromptKey
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64
@@ -42,9 +42,9 @@ DEFAULT_DIRECTORY_BYTES = 8 * 2**30
 
 
 def worth(length: int) -> int:
-    """How many first positions a prompt must have in common with an earlier one to go on from there.
+    """The number of first positions that a prompt must share with an earlier one to continue from there.
 
-    The few of a chat template save less than prompts of one length do that are prefilled as one array.
+    Sharing a chat template's few tokens saves less time than prefilling prompts of one length as one array.
     """
     return max(MIN_TOKENS, min(ALWAYS_WORTH, length // 8))
 
@@ -65,9 +65,10 @@ class CacheSettings:
 
 
 class Reuse:
-    """``identity`` is of the model and the settings that rows are made with here; ``budget`` of all that is kept.
+    """Gives rows the states that earlier rows have left, and keeps theirs for later ones.
 
-    With ``exact`` a row goes on only from where its own cold run would have come to the same bits.
+    ``identity`` tells the model and the settings with which rows are made here. ``budget`` bounds all that is kept. With
+    ``exact`` a row continues only from a place at which its own cold run would have had the same bits.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Reuse:
         return key is None or self._found(key) is None
 
     def _shared(self, book: RowReuse, other: Row) -> int:
-        """How many first positions a prompt has in common with another row's, and could go on from."""
+        """The number of first positions that a prompt shares with another row's and could continue from."""
         if other not in book.shared:
             theirs = None if other.reuse is None else other.reuse.key
             if book.key is None or theirs is None:
@@ -279,7 +280,7 @@ class Reuse:
         return None if found is None or found.common < worth(key.length) else found
 
     def _continued(self, book: RowReuse) -> Match:
-        """Where the prompt can go on from its user's cache."""
+        """The place at which the prompt continues its user's cache. Raises InvalidCache if there is none."""
         assert book.continues is not None and book.key is not None
         self.identity.check(book.continues.identity)
         saved = book.continues.peek()

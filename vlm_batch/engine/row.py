@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import mlx.core as mx
@@ -16,20 +17,19 @@ from vlm_batch.engine.penalties import NO_RULES, RowRules
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
+from vlm_batch.records import Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import (
-    Encoded,
-    FinishReason,
-    PromptKey,
-    Result,
-    SamplingParams,
-    Status,
-    Timings,
-    TokenLogprobs,
-    Usage,
-    fresh_seed,
-)
+from vlm_batch.types import FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage, fresh_seed
+
+
+class Status(Enum):
+    """The stages of a row's life, in order."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
 
 
 @dataclass(eq=False)
@@ -202,7 +202,7 @@ class Row:
         error: BaseException | None = None,
         cache: PromptCache | None = None,
     ) -> Result:
-        """How it ended, with what was generated until now."""
+        """The row's result: the reason for its end, and all that it has generated."""
         answer, facts = self.answer, self.facts
         cached = self.reuse.cached if self.reuse else 0
         return Result(

@@ -12,13 +12,13 @@ import mlx.core as mx
 from vlm_batch.engine.penalties import NO_RULES, RowRules, forbid, has_rules, penalise, reads_history
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
-#: How many of a large vocabulary's most likely tokens are put in order (31 ms instead of 179 for 8 rows of 152 k on a CPU).
+#: The number of a large vocabulary's most likely tokens that are put in order; ordering all of them is several times slower.
 NUM_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What sampling needs of a row: its parameters, its seed, how many tokens it drew before, and its history."""
+    """A row as sampling needs it: its parameters, its seed, ``step`` tokens drawn before, and its history."""
 
     params: SamplingParams
     seed: int
@@ -43,7 +43,7 @@ class Sampled:
         return [a for a in (self.tokens, self.logits, self.chosen, self.top_ids, self.top) if a is not None]
 
     def are_finite(self) -> list[bool]:
-        """Whether each row's token was chosen by a finite logit: NaN anywhere in a row's state is in all its logits."""
+        """For each row, whether its token's logit is finite: NaN anywhere in a row's state is in all its logits."""
         if self.logits is None:
             return [True] * self.tokens.size
         return [math.isfinite(value) for value in to_list(self.logits)]

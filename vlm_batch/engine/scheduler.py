@@ -1,11 +1,11 @@
-"""What the next step does: integers and ids only, no arrays.
+"""The plan of the next step: integers and ids only, no arrays.
 
-Decode first: every live row gets its token each step. What is left of the step goes to prefill, in chunks that end
-where the model allows it, sized in time: as many prompt tokens as fit between two tokens of the rows that decode. A
-free place is filled at once. Rows wait for places by priority, then by age; rows that have one are prefilled by priority,
-then by how long they have waited for each token that is left of their prompts, so that short ones do not wait behind long
-ones and long ones do not wait for ever (highest response ratio next). Ageing lifts a row by one priority for every
-``ageing_seconds``, so that nothing starves.
+Decoding goes first: every live row gets its token in each step. The rest of the step's time goes to prefill. Chunks end where
+the model allows it, and are as long as fits between two tokens of the rows that decode. A free place is filled at once.
+
+Rows wait for places by priority, then by age. Rows that have a place are prefilled by priority, then by the time that they
+have waited for each token that is left of their prompts (highest response ratio next): short prompts do not wait behind long
+ones, and long ones do not wait for ever. Age lifts a row by one priority for every ``ageing_seconds``, so nothing starves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vlm_batch.types import Chunk, seconds_option, whole_option
+from vlm_batch.checks import seconds_option, whole_option
 
 _OPTIONAL = (
     "prefill_budget",
@@ -69,6 +69,15 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Prompt positions [start, end) of one row, to be prefilled in this step."""
+
+    request_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class PrefillRow:
     """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
 
@@ -93,7 +102,7 @@ class Scheduler:
         self.config = config
 
     def num_free(self, num_live: int) -> int:
-        """How many rows can be given a place."""
+        """The number of free places."""
         return max(0, self.config.max_rows - num_live)
 
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
@@ -115,7 +124,7 @@ class Scheduler:
         return tuple(chunks)
 
     def urgency(self, priority: int, submitted: float) -> float:
-        """What waiting rows are sorted by, the smallest first; it stays the same while a row waits.
+        """The key that sorts waiting rows, the smallest first; it stays the same while a row waits.
 
         ``submitted`` is in seconds. Of two rows the older goes first, or the one of higher priority unless it came
         ``ageing_seconds`` later for each step between them.
@@ -128,7 +137,7 @@ class Scheduler:
 
 
 def chunk_end(row: PrefillRow, budget: int) -> int:
-    """Where a chunk of at most ``budget`` positions that begins at ``row.done`` ends.
+    """The end of a chunk of at most ``budget`` positions that begins at ``row.done``.
 
     If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
     """

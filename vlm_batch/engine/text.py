@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-#: What a tokenizer decodes an unfinished UTF-8 sequence to.
+#: The character to which a tokenizer decodes an unfinished UTF-8 sequence.
 UNFINISHED = "\ufffd"
 
 
@@ -31,7 +31,7 @@ class Detokenizer:
         return text[len(known) :]
 
     def finish(self) -> str:
-        """What is left, unfinished characters included."""
+        """The rest of the text, unfinished characters included."""
         known, text = self._tail()
         self._context = self._emitted = len(self._tokens)
         return text[len(known) :]
@@ -62,7 +62,7 @@ class StopStrings:
         return text[: len(text) - held], None
 
     def finish(self) -> str:
-        """What was held back and became no stop string."""
+        """The text that was held back and became no stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -29,7 +29,7 @@ _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 class Form:
-    """Where an answer stands in its form. ``read`` makes the parsed value of a whole answer's text."""
+    """An answer's state in its form. ``read`` makes the parsed value of a whole answer's text."""
 
     def __init__(self, matcher: LLMatcher, num_words: int, name: str, read: Callable[[str], Any]) -> None:
         self._matcher = matcher

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import as_numpy
+from vlm_batch.checks import put_pixels
 from vlm_batch.errors import (
     InvalidCache,
     InvalidImage,
@@ -43,19 +44,10 @@ from vlm_batch.inputs.videos import (
     load_video,
     own_video,
 )
+from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import (
-    FetchPolicy,
-    ImageInput,
-    Message,
-    Request,
-    SamplingParams,
-    Thinking,
-    Video,
-    VideoInput,
-    put_pixels,
-)
+from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Video, VideoInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +190,7 @@ class Preparer:
         return replace(question, thinking=self._thinking(question, request))
 
     def _pixels(self, request: Request) -> PixelBounds | None:
-        """How large the model is to see pictures; None as the checkpoint says. Raises InvalidImage."""
+        """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
         limits, own = self.limits, self.processing.pixels
         if request.min_pixels is None and request.max_pixels is None and limits.min_pixels is limits.max_pixels is None:
             return None
@@ -213,7 +205,7 @@ class Preparer:
         return PixelBounds(min(least, most), most)
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
-        """Where the prompt leaves thinking; None if nobody asks."""
+        """The state in which the prompt leaves thinking; None if nobody asks for it."""
         params, marks = request.params, self.processing.template.thinking
         if params.form is None and params.thinking_budget is None:
             return None
@@ -321,7 +313,7 @@ class Preparer:
         return Prepared(found, *sizes, **self._answer_facts(question))
 
     def _answer_facts(self, question: Question) -> dict[str, Any]:
-        """What the engine is told of the answer besides its parameters."""
+        """Facts about the answer that the engine needs beside its parameters."""
         words = [spelled for word in question.params.bad_words for spelled in (word, f" {word.lstrip()}")]
         bad_words = tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words))))
         form = self._forms.compiled(question.params)
@@ -376,7 +368,7 @@ def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidReques
 
 
 def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """Where ``wanted`` comes last in ``ids``; -1 if it does not."""
+    """The last place of ``wanted`` in ``ids``; -1 if it is not there."""
     size = len(wanted)
     return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
 

@@ -223,7 +223,7 @@ def _with_fields(message: Any, turn: Message) -> Any:
     return {**{name: value for name, value in turn.items() if name not in ("role", "content")}, **message}
 
 
-#: What processors say of positions by number: it holds for the prompt that they were given, and for no other.
+#: Processors' outputs that number positions: they hold for the prompt that the processor was given, and for no other.
 BY_POSITION = frozenset({"image_input_idx", "image_bound", "cross_attention_mask"})
 
 

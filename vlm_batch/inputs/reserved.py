@@ -66,7 +66,7 @@ class ReservedWords:
 
     @cached_property
     def _written(self) -> frozenset[str]:
-        """What the template writes for a picture or a video, whether or not it is a token: processors look for it in text."""
+        """The marks that the template writes for pictures and videos, tokens or not: processors look for them in text."""
         without = self._rendering("x") or ""
         renderings = [self._rendering("x", 1), self._rendering("x", 0, 1)]
         words = [_added(without, text).strip() for text in renderings if text is not None]
@@ -123,13 +123,13 @@ def _is_mark(word: str) -> bool:
 
 
 def _added(without: str, text: str) -> str:
-    """What ``text`` has between the beginning and the end that it shares with ``without``."""
+    """The middle of ``text``, between the beginning and the end that it shares with ``without``."""
     start = _common(without, text)
     return text[start : len(text) - _common(without[start:][::-1], text[start:][::-1])]
 
 
 def _common(one: str, other: str) -> int:
-    """How many first characters two texts share."""
+    """The number of first characters that two texts share."""
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

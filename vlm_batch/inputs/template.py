@@ -19,7 +19,7 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import shown
 from vlm_batch.types import Request
 
-#: What fills a template in besides arguments: the chat, the tokenizer's own words and transformers' functions.
+#: Names in a template that are no arguments: the chat, the tokenizer's own words and transformers' functions.
 _GIVEN = frozenset(
     (
         *("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
@@ -29,7 +29,7 @@ _GIVEN = frozenset(
         *("video", "fps", "num_frames"),
     )
 )
-#: How models mark that they think, begin and end; a template has the first whose end it writes.
+#: Marks of thinking, beginning and end; a template has the first pair whose end it writes.
 _THINKING = (
     ("<think>", "</think>"),
     ("<|channel>thought", "<channel|>"),
@@ -43,7 +43,7 @@ _THINKING = (
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
-    """How a chat is put through its template: ``arguments`` by name, and how the prompt ends.
+    """Settings for filling in a chat template: ``arguments`` by name, and the end of the prompt.
 
     ``add_generation_prompt`` begins the assistant's turn; ``continue_final_message`` leaves the chat's last turn open
     instead, so that the answer goes on with it.
@@ -60,7 +60,7 @@ class TemplateOptions:
 
     @classmethod
     def of(cls, request: Request) -> TemplateOptions:
-        """What a request says. Raises InvalidPrompt for an argument that is said twice, or of another type."""
+        """The settings of a request. Raises InvalidPrompt for an argument that is given twice, or of another type."""
         given = request.template_args
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise InvalidPrompt(f"template_args is {shown(given)}; it must be a mapping of names to values")
@@ -150,7 +150,7 @@ class ChatTemplate:
 
     @cached_property
     def thinking(self) -> ThinkingMarks | None:
-        """How it marks thinking; None if it does not."""
+        """The marks of thinking; None if it has none."""
         text = "".join(self.sources.values())
         return next((ThinkingMarks(start, end) for start, end in _THINKING if end in text), None)
 

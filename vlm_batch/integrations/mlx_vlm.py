@@ -166,7 +166,7 @@ class Engine:
         videos: list[Any] | None = None,
         **preprocessing_kwargs: Any,
     ) -> dict[str, Any]:
-        """What the model takes. Limits on pixels go to the processor, for this request alone."""
+        """The model's inputs for a request. Limits on pixels go to the processor, for this request alone."""
         self.wait_until_ready()
         assert self.batcher is not None
         if audio:

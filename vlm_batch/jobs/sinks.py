@@ -1,4 +1,4 @@
-"""Where answers go: JSON lines, CSV, Parquet, text files beside the pictures, standard output.
+"""Outputs of a job: JSON lines, CSV, Parquet, text files beside the pictures, standard output.
 
 Answers are kept as JSON lines while a job runs: they are the output itself, or the journal of a CSV or Parquet file that is
 made of them when the job ends. A process that is killed leaves every answer that it had.
@@ -19,7 +19,7 @@ from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile, Record
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded, read_records, torn_bytes
 from vlm_batch.jobs.rows import Ids, InvalidJob
 
-#: What CSV and Parquet files hold of an answer where no columns are named.
+#: The columns of CSV and Parquet files where none are named.
 FLAT_COLUMNS = (
     "id",
     "text",
@@ -272,7 +272,7 @@ class Sidecars:
         return self._sink.name if self._sink is not None else f"*{self._suffix}"
 
     def path_of(self, picture: str) -> Path:
-        """Where a picture's answer goes."""
+        """The file for a picture's answer."""
         return Path(picture).expanduser().with_suffix(self._suffix)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:

@@ -39,7 +39,7 @@ LINES, DELIMITED, PARQUET, PDF, TAR = (
     (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
 )
 DEFAULT_DPI = 150
-#: What prompts may name of a picture or video.
+#: Facts about a picture or video that prompts may name.
 FILE_COLUMNS = ("path", "name", "stem", "folder")
 POINTS_PER_INCH = 72
 #: Members of an archive that are read as text, at most.

@@ -1,4 +1,4 @@
-"""What came of a job, in bounded memory: counts, latencies by decades, where the time went, failures, a sample of answers."""
+"""The summary of a job, in bounded memory: counts, latencies by decades, time by stage, failures, a sample of answers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: The group of entry points by which other packages make families known.
 ENTRY_POINTS = "vlm_batch.families"
-#: Where mlx-vlm's loader looks for the code of a model type, and what it needs there.
+#: The package in which mlx-vlm's loader looks for the code of a model type, and the names that it needs there.
 UPSTREAM, NEEDED = "mlx_vlm.models", ("Model", "ModelConfig")
 
 

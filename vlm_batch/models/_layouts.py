@@ -1,4 +1,4 @@
-"""How families lie on disk, where mlx-vlm 0.7.10 does not read what transformers 5 writes."""
+"""Layouts of families' folders that transformers 5 writes and mlx-vlm 0.7.10 does not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is done to one family's ``config.json`` and tensors before mlx-vlm's classes read them."""
+    """Changes to one family's ``config.json`` and tensors before mlx-vlm's classes read them."""
 
     config: Callable[[Config], Config] = lambda config: config
     weights: Callable[[Weights, Config], Weights] = lambda weights, config: weights
@@ -195,9 +195,9 @@ MUSE_SPARK_NORMS = (
 
 
 def gemma4_text(text: Config) -> Config:
-    """What ``per_layer_config`` says of the full layers, in the words for all of them.
+    """The settings that ``per_layer_config`` has for the full layers, under the names that hold for all of them.
 
-    Raises UnsupportedModel where it says different things of them, or something of a sliding layer.
+    Raises UnsupportedModel where the full layers differ, or where a sliding layer has settings of its own.
     """
     layers: Mapping[str, Mapping[str, Any]] = text.get("per_layer_config") or {}
     full = [str(layer) for layer, kind in enumerate(text.get("layer_types") or ()) if kind == "full_attention"]

@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.models.qwen3_vl import Qwen3VL
+from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, Encoded
 
 
 @register(

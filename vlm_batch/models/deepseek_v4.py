@@ -13,8 +13,8 @@ from mlx_vlm.models.cache import RotatingKVCache
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches import PoolCache, WholeCache
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Picture
 
 #: Of the ids that follow the vocabulary, those that begin and end a picture (processing_deepseek_v4.py:14).
 START, END, NUM_MARKS = 0, 4, 5

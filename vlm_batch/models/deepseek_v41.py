@@ -14,9 +14,9 @@ from vlm_batch.adapters.modules import LastPosition, evaluate_arrays, leave_on_d
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
+from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.store.digest import digest
-from vlm_batch.types import Picture
 
 
 class Rows:

@@ -10,8 +10,8 @@ import mlx.core as mx
 from vlm_batch.adapters.attention import attend_apart
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.adapters.prompts import cut
+from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, Encoded, PositionState
 
 
 @register(

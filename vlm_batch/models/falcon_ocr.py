@@ -11,8 +11,8 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask, cut
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, Encoded, PositionState
 
 
 @register(

@@ -14,8 +14,8 @@ from mlx_vlm.models.base import create_attention_mask
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.falcon_ocr import FalconOCR
+from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, PositionState
 
 #: Two points nearer than this on both axes are one (falcon_perception/language.py:487).
 SAME_POINT = 0.01

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
+from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, Encoded, PositionState
 
 
 @register(

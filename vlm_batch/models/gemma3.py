@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
+from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 
 @register(

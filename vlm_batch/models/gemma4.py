@@ -13,8 +13,8 @@ from vlm_batch.adapters.frames import keep_every_frame
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 MASK_NOTE = (
     "where the checkpoint asks for it (use_bidirectional_attention 'vision'), a picture is one chunk and attends within "

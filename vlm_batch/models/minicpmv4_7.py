@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.models.minicpmv4_6 import MiniCPMV46
+from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import PositionState
 
 
 @register(

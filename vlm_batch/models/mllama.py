@@ -13,9 +13,9 @@ from mlx_vlm.models.base import create_attention_mask
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import DecodeStep, Encoded, Picture, PromptKey
 from vlm_batch.registry import ModelSpec, register
 from vlm_batch.store.digest import as_words, digest
-from vlm_batch.types import DecodeStep, Encoded, Picture, PromptKey
 
 
 @register(

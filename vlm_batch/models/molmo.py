@@ -11,8 +11,8 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import LastPosition, two_tables
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Picture
 
 
 @register(ModelSpec(family="molmo", model_types=("molmo",), multi_image=False))

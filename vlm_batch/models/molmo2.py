@@ -11,8 +11,8 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import two_tables
+from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 
 @register(

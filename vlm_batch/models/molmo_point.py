@@ -18,8 +18,8 @@ from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.states import SimpleState
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import DecodeStep, Encoded, Picture
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep, Encoded, Picture
 
 #: The logit of a token that the model does not choose from at a step (modeling_molmo_point.py, ``small_val``).
 SMALL = -100000.0

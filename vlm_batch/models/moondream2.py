@@ -12,8 +12,8 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Encoded, Picture
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded, Picture
 
 _PREFIX = (
     "the two-way mask of BOS and picture reaches the model: generate passes it as attention_mask_4d, which "

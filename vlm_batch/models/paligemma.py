@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.placeholders import PlacingAdapter
+from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep
 
 
 @register(

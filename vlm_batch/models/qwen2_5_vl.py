@@ -10,8 +10,8 @@ import numpy as np
 
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.models.qwen2_vl import Qwen2VL
+from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import PositionState
 
 
 @register(

@@ -9,8 +9,8 @@ from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 
 @register(ModelSpec(family="qwen3_vl", model_types=("qwen3_vl",), video=True))

@@ -13,8 +13,8 @@ from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import put_hooks
 from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import DecodeStep
 
 #: The file with the functions of sparse attention.
 SPARSE = "mlx_vlm.models.qwen4_exp.qsa_kernel"

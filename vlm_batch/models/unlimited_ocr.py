@@ -6,8 +6,8 @@ from typing import Any
 
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.models.deepseekocr import DeepseekOCR
+from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.types import Encoded
 
 
 @register(

@@ -1,1 +1,1 @@
-"""What must happen before MLX starts: a fast BLAS, CUDA's launches, threads that outlive their engines."""
+"""Settings that must be made before MLX starts (BLAS, CUDA launches), threads for engines, and memory given back."""

@@ -1,8 +1,8 @@
 """A fast BLAS for MLX on Linux CPUs, found where it already lies.
 
-MLX's Linux CPU wheel links netlib's reference BLAS, which multiplies float32 matrices at 2-3 GFLOP/s. opencv-python,
-which mlx-vlm depends on, ships OpenBLAS under the standard names (80-100 GFLOP/s on one core of the same machine; see
-docs/benchmarks.md). The dynamic linker takes the first definition in global scope, so a library that is loaded with
+MLX's Linux CPU wheel links netlib's reference BLAS, which is slow. opencv-python, on which mlx-vlm depends, ships
+OpenBLAS under the standard names, which is many times as fast (docs/benchmarks.md). The dynamic linker takes the first
+definition in global scope, so a library that is loaded with
 ``RTLD_GLOBAL`` before ``mlx.core`` is imported serves its calls; afterwards the symbols are bound and it is too late.
 
 Standard library only: this module runs before anything that might import MLX.
@@ -21,8 +21,8 @@ from pathlib import Path
 OPT_OUT = "VLM_BATCH_NO_BLAS"
 #: OpenBLAS's own: which processor's kernels to use.
 CORE_TYPE = "OPENBLAS_CORETYPE"
-#: What the kernels for Skylake-X need. The OpenBLAS of the wheels (0.3.15) knows no AMD processor that has it and takes the
-#: 256-bit kernels of Haswell there: 110 GFLOP/s instead of 200 on one core of an EPYC 9005.
+#: The processor's abilities that the kernels for Skylake-X need. The OpenBLAS of the wheels (0.3.15) knows no AMD processor
+#: that has them, and would take slower kernels there (docs/benchmarks.md).
 WIDE_VECTORS = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
 
 #: Core types whose kernels use them.
@@ -57,7 +57,7 @@ def limit_threads(threads: int) -> None:
     """Let the preloaded OpenBLAS use this many threads, unless the user's environment has set a number.
 
     For entry points, which own their process. A decode step's products are too small to share between two cores
-    (8 x 512 x 2048: 0.36 ms on one thread, 0.80 ms on two).
+    (docs/benchmarks.md, settings that were measured).
     """
     if _loaded is not None and not {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"} & os.environ.keys():
         _loaded.openblas_set_num_threads(ctypes.c_int(threads))
@@ -114,7 +114,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
 
 
 def facts() -> dict[str, str]:
-    """What chooses the kernels of float32 products here: the library, its processor type and its threads; "" if unknown."""
+    """Facts by which kernels of float32 products are chosen: the library, its processor type and its threads; "" if unknown."""
     if _loaded is None or _path is None:
         return {"blas": "", "core": platform.processor(), "threads": ""}
     _loaded.openblas_get_corename.restype = ctypes.c_char_p

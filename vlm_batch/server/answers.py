@@ -27,7 +27,7 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.types import Event, TokenLogprobs
 
-#: What a tokenizer decodes a part of a character to.
+#: The character to which a tokenizer decodes a part of a character.
 _UNFINISHED = "\ufffd"
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -38,7 +38,7 @@ class UnreadableCall(Exception):
 
 @dataclass(frozen=True)
 class Delta:
-    """What one event adds to an answer."""
+    """The part of an answer that one event adds."""
 
     content: str = ""
     reasoning: str = ""
@@ -59,7 +59,7 @@ class Delta:
 
 
 class Dialect:
-    """How a checkpoint writes reasoning and tool calls, and what its tokens are as text.
+    """A checkpoint's way of writing reasoning and tool calls, and its tokens as text.
 
     Raises ValueError for a ``tool_parser`` that mlx-vlm does not have.
     """
@@ -150,7 +150,7 @@ class AnswerReader:
         self._content: list[str] = []  # with its calls
 
     def feed(self, event: Event) -> Delta:
-        """What an event adds."""
+        """The part of the answer that an event adds."""
         marker = self.hidden.get(event.token) if event.token is not None and self._reads else None
         text = event.text if marker is None or marker in event.text else marker + event.text
         logprobs = () if event.logprobs is None else (event.logprobs,)
@@ -161,7 +161,7 @@ class AnswerReader:
         return self._read(text, logprobs, last=False)
 
     def finish(self) -> Delta:
-        """What was held back until the end, and the calls that were not streamed. Raises UnreadableCall."""
+        """The text that was held back until the end, and the calls that were not streamed. Raises UnreadableCall."""
         if not self._reads:
             return Delta()
         delta = self._read("", (), last=True)

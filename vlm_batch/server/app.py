@@ -118,12 +118,12 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the process lives."""
+        """Answer that the process is alive."""
         return {"status": "ok"}
 
     @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
     async def ready() -> JSONResponse:
-        """Whether a request would be answered: the model is there, and the engine steps."""
+        """Answer 200 if a request would be answered: the model is there, and the engine steps."""
         state = "stalled" if service.is_stalled else service.state
         return JSONResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
 

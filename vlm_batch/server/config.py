@@ -20,7 +20,7 @@ class InvalidConfig(VLMBatchError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How the server listens, whom it lets in, and what it takes.
+    """Settings of the server: its address, its clients and its limits.
 
     ``served_name`` is the model's name on the wire (default: the last part of ``model``). Beyond loopback the server needs an
     ``api_key`` or ``no_auth``. ``allowed_hosts`` are further names for the ``Host`` header of a server without a key.
@@ -99,7 +99,7 @@ class ServerConfig:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What requests get that do not say otherwise, by the wire's names."""
+        """Defaults of requests, by the wire's names."""
         said = {
             "enable_thinking": self.enable_thinking or None,
             "min_pixels": self.min_pixels,
@@ -114,7 +114,7 @@ class ServerConfig:
 
     @property
     def names(self) -> frozenset[str]:
-        """What a request may call the model."""
+        """The names by which a request may call the model."""
         return frozenset({self.name, self.model})
 
     @property

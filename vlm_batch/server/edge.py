@@ -25,7 +25,7 @@ from vlm_batch.server.metrics import Metrics
 logger = logging.getLogger("vlm_batch.server")
 access = logging.getLogger("vlm_batch.server.access")
 
-#: Where a request's ``Entry`` is found in its scope.
+#: The key of a request's ``Entry`` in its scope.
 ENTRY = "vlm_batch.entry"
 #: Seconds that a body may take to arrive.
 BODY_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""What goes wrong on the wire: one error with its HTTP status, in OpenAI's envelope."""
+"""Errors on the wire: one exception with its HTTP status, in OpenAI's envelope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlm_batch.types import Result
 #: Absolute paths of two folders or more, which tell a stranger about this machine; not the path of a URL.
 _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+){2,}")
 _FILE = re.compile(r"file://\S+")
-#: How much of an exception's text goes out.
+#: The most characters of an exception's text that a client gets.
 MAX_MESSAGE = 600
 
 _TYPES = {

@@ -54,7 +54,7 @@ class MediaReader:
                 raise ApiError(400, f"{count} {noun}; at most {most} go into one request", param="messages")
 
     async def _payloads(self, parts: Sequence[Mapping[str, Any]]) -> list[bytes | str]:
-        """What the parts name, read side by side; the first that fails, or a client that leaves, stops the others."""
+        """The contents that the parts name, read side by side; a failure, or a client that leaves, stops the others."""
         cancelled = Cancelled()
         tasks = [asyncio.ensure_future(self._payload(part, cancelled)) for part in parts]
         try:
@@ -92,7 +92,7 @@ class MediaReader:
 
 
 def policy_of(config: ServerConfig) -> FetchPolicy:
-    """What the server reads for its clients: nothing but what their requests carry, unless it is told otherwise."""
+    """The policy for clients' pictures: requests carry them; URLs and files are read only if the config allows it."""
     return FetchPolicy(
         allow_http=config.allow_urls,
         allow_private=False,

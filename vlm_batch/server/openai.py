@@ -163,7 +163,7 @@ ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, 
 
 
 class Common(Wire):
-    """What chat and text completions have in common."""
+    """The fields that chat and text completions have in common."""
 
     model: str | None = None
     stream: bool | None = None
@@ -306,7 +306,7 @@ def unknown_to_the_library() -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a body asks of the engine: several requests where it has several prompts, each answered ``n`` times."""
+    """A body as requests for the engine: several where it has several prompts, each answered ``n`` times."""
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams

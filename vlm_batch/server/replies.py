@@ -83,7 +83,7 @@ class Exchange(ABC):
 
     @property
     def seconds(self) -> float:
-        """How long its answers may take."""
+        """The seconds that its answers may take."""
         return self._service.config.request_seconds
 
     # The wire ----------------------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def _opening(self, choice: Choice) -> dict[str, Any] | None:
-        """What a choice's stream begins with."""
+        """The first chunk of a choice's stream."""
 
     @abstractmethod
     def _ending(self, choice: Choice) -> dict[str, Any]:
-        """What a choice's stream ends with."""
+        """The last chunk of a choice's stream."""
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed. Raises ApiError."""
@@ -177,7 +177,7 @@ class Exchange(ABC):
     # The engine --------------------------------------------------------------------------------------------------------
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
-        """What each event adds to which choice. Raises ApiError as soon as one choice has failed."""
+        """Each event's choice and what it adds there. Raises ApiError as soon as one choice has failed."""
         async with self._service.visit() as visit:
             ask = await self._prepare()
             assert visit.loaded is not None
@@ -202,7 +202,7 @@ class Exchange(ABC):
             self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.n == 0))
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
-        """What an event adds; at its end, what was held back, too. Raises ApiError for an answer that failed."""
+        """The part that an event adds, with the text held back if it is the last. Raises ApiError for an answer that failed."""
         if event.token is not None:
             self._note_gap(choice.index)
         try:

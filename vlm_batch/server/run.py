@@ -83,7 +83,7 @@ def serve(config: ServerConfig, open_batcher: Callable[[], Batcher]) -> bool:
 
 
 def set_up_logs(level: int = logging.INFO) -> None:
-    """What happens goes to stderr as text, the access log to stdout as one JSON object a line."""
+    """Send the log to stderr as text, and the access log to stdout as one JSON object a line."""
     for name, stream, form in (
         ("vlm_batch.server", sys.stderr, "%(asctime)s %(levelname)s %(message)s"),
         ("vlm_batch.server.access", sys.stdout, "%(message)s"),

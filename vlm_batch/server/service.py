@@ -40,7 +40,7 @@ MIN_RETRY, MAX_RETRY = 1, 60
 
 
 class Batcher(Protocol):
-    """What the server needs of a ``VLMBatcher``."""
+    """The part of a ``VLMBatcher`` that the server calls."""
 
     @property
     def spec(self) -> ModelSpec: ...

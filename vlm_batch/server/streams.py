@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 async def unless_left(request: HttpRequest, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """What ``work`` returns; it is cancelled if the client leaves. Raises ApiError 499 then, which nobody reads."""
+    """Await ``work``; cancel it if the client leaves. Raises ApiError 499 then, which nobody reads."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:

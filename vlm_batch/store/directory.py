@@ -15,7 +15,7 @@ from vlm_batch.store.files import Identity, can_write, identity_of, read_header,
 from vlm_batch.store.index import BeginningIndex
 from vlm_batch.store.saved import SavedRow, common_length
 
-#: What the files are called behind their digest, and all of their names: nothing else in a directory is ever touched.
+#: The suffix of the files' names, and the pattern of whole names: nothing else in a directory is ever touched.
 SUFFIX = ".row.safetensors"
 NAMES = "[0-9a-f]" * (2 * DIGEST_SIZE) + SUFFIX
 

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
+from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.index import BLOCK, BeginningIndex
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import PromptKey
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class Match:
 
 
 def match(row: SavedRow, key: PromptKey) -> Match:
-    """Where a prompt can go on from a saved row; ``length`` is 0 if nowhere.
+    """The place at which a prompt can continue a saved row; ``length`` is 0 if there is none.
 
-    The last position is left to do, for its logits, unless they were saved. A span is resumed before it or after it.
+    The last position is left to be computed, for its logits, unless they were saved. A row never continues inside a span.
     """
     common = row.common(key.positions)
     limit = common
@@ -51,7 +51,7 @@ def match(row: SavedRow, key: PromptKey) -> Match:
 
 
 class SecondTier(Protocol):
-    """Where rows go that the budget pushes out, and where they may be found again."""
+    """A store for rows that the budget pushes out, in which they may be found again."""
 
     def put(self, row: SavedRow) -> None: ...
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None: ...

@@ -1,4 +1,4 @@
-"""What was measured of a device's arithmetic, kept in small files for the next process."""
+"""Measurements of a device's arithmetic, kept in small files for the next process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = "VLM_BATCH_CACHE"
 
 
 def cache_folder() -> Path:
-    """Where files go that can be made again: ``VLM_BATCH_CACHE``, or the platform's folder for caches."""
+    """The folder for files that can be made again: ``VLM_BATCH_CACHE``, or the platform's folder for caches."""
     if given := os.environ.get(FOLDER):
         return Path(given)
     if sys.platform == "darwin":
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def read_proof(key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What was kept under a key; None if nothing was, or it cannot be read."""
+    """The measurement under a key; None if there is none, or it cannot be read."""
     try:
         kept = json.loads(_path(key).read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):  # no home

@@ -37,7 +37,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedRow:
-    """A row's state over the prompt positions that ``keys`` (L, 3) tell apart (``types.PromptKey``).
+    """A row's state over the prompt positions that ``keys`` (L, 3) tell apart (``records.PromptKey``).
 
     ``whole`` holds the whole layers by number, at length L; ``snapshots`` the others, by length. ``num_pictures`` have
     been seen.

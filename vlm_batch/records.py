@@ -1,0 +1,102 @@
+"""Records that inputs, adapters, caches and the engine hand to each other. Users of the library do not meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PositionState:
+    """A row's place in position space.
+
+    ``prompt`` holds the prompt's positions, (1, L) or (3, 1, L), or None for 0..L-1.
+    ``delta``: the position of the next token is the number of tokens in the row's cache plus this.
+    """
+
+    prompt: Any | None = None
+    delta: int = 0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row, ready for prefill.
+
+    ``input_ids`` may hold ids below zero, with which some families mark their pictures' positions. ``prefill`` holds the
+    further arguments of the family's forward for the whole prompt; the adapter cuts each chunk's part out of them.
+    ``decode`` holds the arguments of every later step of this row. A chunk may not cut the ``atomic`` spans [start, end).
+    The first ``cached`` positions are in the row's caches already, and nobody reads what stands for them here.
+    ``vocabulary`` is the number of tokens that this row chooses from, where requests of one model differ in that.
+    """
+
+    input_ids: Any  # (1, L)
+    inputs_embeds: Any  # (1, L, D)
+    position: PositionState = PositionState()
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    atomic: tuple[tuple[int, int], ...] = ()
+    image_tokens: int = 0
+    model_image_sizes: tuple[tuple[int, int], ...] = ()
+    cached: int = 0
+    vocabulary: int | None = None
+
+    @property
+    def length(self) -> int:
+        """The number of prompt positions, pictures included."""
+        return int(self.inputs_embeds.shape[1])
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a prompt: its features stand in [start, end), and ``inputs`` is its part of the processor's output."""
+
+    start: int
+    end: int
+    inputs: Any
+
+
+@dataclass(frozen=True)
+class PromptKey:
+    """The identity of a prompt, position by position: equal first rows of ``positions`` mean equal keys and values.
+
+    A row of ``positions`` (L, 3) int64 is a token id and 128 bits of content: zero for text, for a picture's position
+    the digest of its processed pixels, size and layout. A row cannot go on from inside one of the ``spans``
+    [start, end). ``answer`` is the content of the tokens that follow the prompt.
+    """
+
+    positions: Any  # (L, 3) int64, numpy
+    spans: tuple[tuple[int, int], ...] = ()
+    pictures: tuple[tuple[int, int], ...] = ()
+    answer: Any = (0, 0)  # (2,) int64
+
+    @property
+    def length(self) -> int:
+        return len(self.positions)
+
+    def before_span(self, length: int) -> int:
+        """``length``, or the beginning of the span that it would cut."""
+        return min([start for start, end in self.spans if start < length < end], default=length)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token for each place of the batch; an empty place has token 0, position 0 and no extras."""
+
+    tokens: Any  # (B, 1) int32
+    positions: Any  # (B,) int32, the position of each row's token: the tokens in its cache + its delta
+    caches: Sequence[Any]  # one LayerCache a layer
+    extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The token ids with which a model marks its thinking, and the state in which a prompt leaves it.
+
+    ``is_open``: the prompt ends within thinking. ``may_begin``: the answer's first token may begin it.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False
+    may_begin: bool = False
