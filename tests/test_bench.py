@@ -24,7 +24,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.cli import bench
 from vlm_batch.cli import main as cli
-from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.groups import DecodeGroups
 
 TINY = SHAPES["tiny"]
 CASES = [(name, engine) for name in WANTED for engine in WANTED[name] if engine != "vllm-mlx"]
@@ -93,7 +93,7 @@ def test_a_join_copies_at_most_one_row_and_a_leave_nothing(placement: Placement,
 
     def make(model: Any, workload: Workload, contexts: Contexts | None = None) -> ThisLibrary:
         engine = ThisLibrary(model, workload, contexts)
-        engine.generator.batch = DecodeBatch(placement, workload.rows)
+        engine.generator.batch = DecodeGroups(placement, workload.rows)
         return engine
 
     found = probe.copied_bytes(make, model, workload, Contexts(model, workload.asks))

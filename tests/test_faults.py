@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import subprocess
 import sys
@@ -36,12 +37,17 @@ from vlm_batch import (
     assets,
 )
 from vlm_batch.arrays import as_mlx
+from vlm_batch.caches import Placement
 from vlm_batch.engine.admission import Admission
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
-from vlm_batch.runtime import threads
+from vlm_batch.errors import OutOfMemory
+from vlm_batch.loading import load_model
+from vlm_batch.runtime import threads, watchdog
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Event
@@ -532,9 +538,289 @@ def test_an_entry_that_cannot_be_kept_costs_no_request(monkeypatch: pytest.Monke
     assert list(_finish(generator)["a"].token_ids) == oracle(FAMILY, "text:5:26").tokens[:NUM_TOKENS]
 
 
+#: Families by the kinds of state that a row loses with a failed step: keys and values, with pictures' features at every layer,
+#: windows, pictures' own layers, recurrent states beside keys and values, prompts that attend both ways.
+KINDS = ("qwen2_vl", "qwen3_vl", "gemma3n", "mllama", "qwen3_5", "paligemma")
+FOUR = {"a": "text:4:9", "bad": "text:5:26", "b": "image:2:1", "c": "text:6:14"}
+
+
+def _joined(generator: BatchGenerator, family: str, asks: dict[str, str], **params: Any) -> None:
+    """Insert requests, and step until all of them decode and have said something."""
+    for seed, (name, key) in enumerate(asks.items()):
+        given = SamplingParams(max_tokens=NUM_TOKENS, seed=seed, **params)
+        generator.insert(name, as_mlx(inputs_of(family, key)), given)
+    while len(generator.batch) < len(asks) or not all(row.answer.token_ids for row in generator.batch.rows):
+        assert not [event.result for event in generator.step() if event.result is not None]
+
+
+@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize("family", KINDS)
+def test_a_decode_forward_that_raises_ends_the_culprit_alone(
+    family: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of it: some layers have their token by then, and others have not."""
+    adapter = shared_adapter(family)
+    generator = BatchGenerator(adapter, placement=placement)
+    _joined(generator, family, FOUR)
+    decode = adapter.decode
+    forwards: list[list[str]] = []
+
+    def breaks(step: Any) -> mx.array:
+        group = next(group for group in generator.batch.groups if group.layers is step.caches)
+        names = [row.request_id for row in group.rows]
+        forwards.append(names)
+        row = next((row for row in group.rows if row.request_id == "bad"), None)
+        decoded = decode(step)
+        if row is not None and row.answer.num_sampled >= 3:
+            for layer in step.caches[1:]:  # as they are when the second layer's attention raises
+                for array in layer.arrays():
+                    array[...] = math.nan if array.dtype == mx.float32 else 0
+            raise ZeroDivisionError("of the test")
+        return decoded
+
+    monkeypatch.setattr(adapter, "decode", breaks)
+    results = _finish(generator)
+    assert results["bad"].error == "ZeroDivisionError: of the test"
+    assert list(results["bad"].token_ids) == oracle(family, FOUR["bad"]).tokens[: len(results["bad"].token_ids)]
+    for name in ("a", "b", "c"):
+        assert list(results[name].token_ids) == oracle(family, FOUR[name]).tokens[:NUM_TOKENS]
+    assert ["bad"] in forwards  # tried apart
+    assert any(len(names) > 1 for names in forwards[forwards.index(["bad"]) :])  # and the others are together again
+    assert generator.num_recomputed == 4
+    assert not generator.batch.groups[0].layers and generator.batch.nbytes == 0
+
+
+def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody fails apart; drawn tokens, log-probabilities, penalties and pieces of text come out as alone."""
+    adapter = shared_adapter(FAMILY)
+    how: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "logprobs": 2,
+        "repetition_penalty": 1.3,
+        "ignore_eos": True,
+    }
+
+    def answers(fails: bool) -> tuple[dict[str, Result], dict[str, list[int | None]]]:
+        generator = BatchGenerator(adapter, text=AnswerText(lambda ids: "".join(f"<{token}>" for token in ids)))
+        for seed, (name, key) in enumerate(FOUR.items()):
+            generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=12, seed=seed, **how))
+        decode, count, failed = adapter.decode, 0, 0
+        results: dict[str, Result] = {}
+        streams: dict[str, list[int | None]] = {name: [] for name in FOUR}
+
+        def flaky(step: Any) -> mx.array:
+            nonlocal count, failed
+            count += 1
+            if fails and step.tokens.shape[0] > 1 and failed < 2 and count >= (3, 20)[failed]:
+                failed += 1
+                raise RuntimeError("a device had a bad moment")
+            return decode(step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "decode", flaky)
+            while generator.has_work:
+                for event in generator.step():
+                    streams[event.request_id].append(event.token)
+                    results |= {} if event.result is None else {event.request_id: event.result}
+        assert (generator.num_recomputed > 0) is fails
+        return results, streams
+
+    (calm, told), (flaky, told_again) = answers(False), answers(True)
+    assert told == told_again
+    for name, result in calm.items():
+        again = flaky[name]
+        assert (again.token_ids, again.text, again.error) == (result.token_ids, result.text, None)
+        for one, other in zip(result.logprobs or (), again.logprobs or (), strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("where", ["launch", "read"])
+def test_a_step_that_fails_on_the_device_is_tried_again(where: str) -> None:
+    """What was launched fails later than the forward: when it is evaluated, or waited for."""
+    count = 0
+
+    class Failing(Sampled):
+        def arrays(self) -> list[mx.array]:
+            if where == "launch":
+                raise RuntimeError("the device failed")
+            return super().arrays()
+
+        def are_finite(self) -> list[bool]:
+            raise RuntimeError("the device failed")
+
+    def sampler(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
+        nonlocal count
+        count += 1
+        bad = any(row.seed == 1 and row.step == 4 for row in rows)
+        has_failed_before = count in (2, 7) and len(rows) > 1
+        sampled = sample(logits, rows)
+        return Failing(sampled.tokens, sampled.logits) if bad or has_failed_before else sampled
+
+    generator = BatchGenerator(shared_adapter(FAMILY), sampler=sampler)
+    _joined(generator, FAMILY, FOUR)
+    results = _finish(generator)
+    assert "the device failed" in str(results["bad"].error)
+    for name in ("a", "b", "c"):
+        assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("fits", [2, 3])
+def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not fit together are answered all the same: fewer at a time, to the same tokens, drawn ones too."""
+    adapter = shared_adapter(FAMILY)
+    alone: dict[str, Result] = {}
+    how = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
+    setting = Exact(counts=(1, 2, 3, 4)) if exact else None
+    for seed, (name, key) in enumerate(FOUR.items()):
+        generator = BatchGenerator(adapter, exact=setting)
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed))
+        alone |= _finish(generator)
+    generator = BatchGenerator(adapter, exact=setting)
+    for seed, (name, key) in enumerate(FOUR.items()):
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed), priority=name == "c")
+    decode, most = adapter.decode, 0
+
+    def full(step: Any) -> mx.array:
+        nonlocal most
+        live = len(generator.batch)
+        if live > fits:
+            raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+        most = max(most, live)
+        return decode(step)
+
+    monkeypatch.setattr(adapter, "decode", full)
+    ended: list[str] = []
+    results: dict[str, Result] = {}
+    steps = itertools.count()
+    while generator.has_work:
+        assert next(steps) < 2000
+        for event in generator.step():
+            if event.result is not None:
+                ended.append(event.request_id)
+                results[event.request_id] = event.result
+    assert [results[name].token_ids for name in FOUR] == [alone[name].token_ids for name in FOUR]
+    assert most == fits
+    assert set(ended[:fits]) == set(
+        ["c", "a", "bad", "b"][:fits]
+    )  # "c" is urgent, and the others are as old as they come
+
+
+def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter(FAMILY)
+    generator = BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
+    prefill = adapter.prefill
+
+    def full(encoded: Any, *given: Any) -> mx.array:
+        if encoded.length == 26:
+            raise MemoryError("[malloc_or_wait] Unable to allocate 99 bytes")
+        return prefill(encoded, *given)
+
+    monkeypatch.setattr(adapter, "prefill", full)
+    for name, key in FOUR.items():
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS))
+    results = _finish(generator)
+    assert isinstance(results["bad"].exception, OutOfMemory)
+    said = str(results["bad"].error)
+    assert "even alone: a prompt of 26 tokens (0 of pictures)" in said and f"{NUM_TOKENS} of answer" in said
+    for name in ("a", "b", "c"):
+        assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
+
+
+def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A form has seen what was said and is not told again; further answers have the prompt of the first."""
+    with VLMBatcher(CHECKPOINT) as own:
+        adapter = own._loop.generator.adapter
+        schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        asks: list[dict[str, Any]] = [
+            {"prompt": "count to 9", "params": SamplingParams(max_tokens=24, json_schema=schema, seed=1)},
+            {"prompt": "count to 7", "params": SamplingParams(n=3, temperature=1.0, max_tokens=20, seed=2)},
+            {"images": CIRCLE, "prompt": DESCRIBE, "params": SamplingParams(max_tokens=16), "return_cache": True},
+        ]
+        calm = own.generate(asks)
+        decode, count = adapter.decode, 0
+
+        def flaky(step: Any) -> mx.array:
+            nonlocal count
+            count += 1
+            if count % 7 == 0 and count < 60 and step.tokens.shape[0] > 1:
+                raise RuntimeError("a device had a bad moment")
+            return decode(step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "decode", flaky)
+            shaken = own.generate(asks)
+        assert own._loop.generator.num_recomputed > 3
+        for one, other in zip(calm, shaken, strict=True):
+            assert (other.text, other.token_ids, other.parsed, other.error) == (
+                one.text,
+                one.token_ids,
+                one.parsed,
+                None,
+            )
+            assert [each.text for each in other.others] == [each.text for each in one.others]
+        cache = shaken[2].cache
+        assert cache is not None and cache.num_tokens == calm[2].cache.num_tokens  # type: ignore[union-attr]
+        assert own.stats().recomputed == own._loop.generator.num_recomputed
+
+
+def test_a_step_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While it hangs, by ``stats`` and in the log, with the place where it is; afterwards all is as it was."""
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.05)
+    begun, released = threading.Event(), threading.Event()
+
+    def hangs(tokens: mx.array, logits: mx.array) -> mx.array:
+        begun.set()
+        assert released.wait(60)
+        return logits
+
+    with VLMBatcher(CHECKPOINT) as own:
+        assert own.stats().stalled == 0
+        handle = own.submit(None, "count to 3", params=SamplingParams(logits_processors=[hangs], max_tokens=1))
+        assert begun.wait(60)
+        seconds = time.monotonic()
+        while not (own.stats().stalled and "in hangs" in caplog.text):
+            assert time.monotonic() < seconds + 60
+            time.sleep(0.01)
+            own._loop._watchdog.look()  # as the thread that watches does
+        assert caplog.text.count("a step of the engine has not ended") == 1
+        released.set()
+        assert handle.result(timeout=60).ok
+        assert answers(own)
+        while own.stats().stalled:
+            assert time.monotonic() < seconds + 120
+
+
+def test_two_batchers_on_one_model_object_know_nothing_of_each_other() -> None:
+    """Also while one of them fails and is closed."""
+    model, processor = load_model(CHECKPOINT)
+
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("of the test")
+
+    with VLMBatcher(model, processor) as one, VLMBatcher(model, processor) as other:
+        asks: list[tuple[Any, str]] = [(CIRCLE, DESCRIBE), (None, "count to 5"), (None, "count to 9")] * 3
+        handles = [[own.submit(picture, prompt) for picture, prompt in asks] for own in (one, other)]
+        bad = one.submit(None, "count to 3", params=SamplingParams(logits_processors=[broken]))
+        texts = [[handle.result(timeout=60).text for handle in each] for each in handles]
+        assert texts[0] == texts[1] == texts[0][:3] * 3 and texts[0][2] == "1 2 3 4 5 6 7 8 9"
+        assert "of the test" in str(bad.result(timeout=60).error)
+        running = other.submit(None, "count to 9", params=LONG)
+        next(iter(running))
+        one.close()
+        assert answers(other) and not running.done()
+        running.cancel()
+        assert running.result(timeout=60).error is None
+
+
 def _finish(generator: BatchGenerator) -> dict[str, Result]:
     results: dict[str, Result] = {}
+    steps = itertools.count()
     while generator.has_work:
+        assert next(steps) < 2000
         results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
     return results
 

@@ -111,6 +111,22 @@ def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: map_arrays(value, _to_numpy) for name, value in inputs.items()}
 
 
+def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays as numpy where numpy has their type, so that no device holds them; ``as_mlx`` of it is what they were."""
+    return {name: map_arrays(value, _to_host) for name, value in inputs.items()}
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of every mlx and numpy array in a tree."""
+    if isinstance(tree, (mx.array, np.ndarray)):
+        return int(tree.nbytes)
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return 0
+    return sum(map(num_bytes, tree))
+
+
 def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Numpy arrays as mlx arrays; everything else as it is."""
     return {name: map_arrays(value, _to_mlx) for name, value in inputs.items()}
@@ -120,6 +136,11 @@ def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
     return np.array(array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array)
+
+
+def _to_host(array: Any) -> Any:
+    is_numpys = isinstance(array, np.ndarray) or array.dtype in (mx.bfloat16, mx.complex64)
+    return array if is_numpys else np.array(array)
 
 
 def _to_mlx(array: Any) -> mx.array:

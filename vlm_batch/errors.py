@@ -10,6 +10,7 @@
     │   ├── InvalidVideo                missing, unreadable, damaged, empty, too large, or for a family that takes none
     │   ├── PromptTooLong               longer than the model's context or the batcher's limit
     │   └── InvalidCache                a prompt cache of another model or other settings, continued already, or damaged
+    ├── OutOfMemory (MemoryError)       a request that does not fit even alone
     ├── UnsupportedModel (ValueError)   a model type that is not known, or is refused with a reason
     ├── BatcherClosed (RuntimeError)    submitted to a closed batcher
     └── RequestFailed (RuntimeError)    a request that ended with an error, raised by ``Result.raise_for_error``
@@ -48,6 +49,10 @@ class PromptTooLong(InvalidRequest):
 
 class InvalidCache(InvalidRequest):
     """A prompt cache cannot be continued here: another model's, made with other settings, used already, or damaged."""
+
+
+class OutOfMemory(VLMBatchError, MemoryError):
+    """A request needs more memory than there is for it alone; the message has the numbers."""
 
 
 class UnsupportedModel(VLMBatchError, ValueError):

@@ -470,6 +470,10 @@ class Stats:
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
     steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
+    recomputed: int = (
+        0  # requests that began again, after a failed step or for want of memory; they end as if nothing had been
+    )
+    stalled: float = 0.0  # seconds that the engine has been in a step that does not end; 0 while it goes on
 
 
 def fresh_seed() -> int:

@@ -226,6 +226,7 @@ class QuantizedSlabCache(SlabCache):
         self.layouts = [states.layout for states in cache.state]
         rows = [states.parts for states in cache.state]
         self._reserve_parts(rows, length + 1)
+        self._left[place] = max(self._left[place], length)
         for slabs, parts in zip((self.keys, self.values), rows, strict=True):
             for slab, part in zip(slabs, parts, strict=True):
                 slab[place : place + 1, :, :length] = part

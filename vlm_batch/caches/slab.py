@@ -99,6 +99,7 @@ class SlabCache(SlabArrays):
         """
         keys, values = self._ordered(cache)
         self._reserve(keys, values, int(cache.offset) + 1)
+        self._left[place] = max(self._left[place], int(cache.offset))  # also if something raises on the way
         self._write(place, keys, values, int(cache.offset))
         self._wipe(place, min(int(cache.offset), int(keys.shape[2])))
         self._lengths[place] = int(cache.offset)

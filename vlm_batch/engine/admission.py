@@ -117,6 +117,7 @@ class Admission:
         rules = row.answer.rules = replace(row.answer.rules, bad_words=prepared.bad_words)
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
         row.prompt.inputs = as_mlx(prepared.inputs)
+        row.keep_given(prepared.inputs)
         self._unprepared.remove(row)
         self._prepared[row.request_id] = row
 

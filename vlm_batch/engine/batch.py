@@ -30,11 +30,6 @@ class DecodeBatch:
     def rows(self) -> list[Row]:
         return [row for row in self.places if row is not None]
 
-    @property
-    def groups(self) -> tuple[DecodeBatch, ...]:
-        """The batches that decode one after another: itself."""
-        return (self,)
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -48,8 +43,12 @@ class DecodeBatch:
         if None not in self.places:
             self._resize(len(self.places) + 1)
         place = self.places.index(None)
-        for layer, single in zip(self.layers, caches, strict=True):
-            layer.put(place, single)
+        try:
+            for layer, single in zip(self.layers, caches, strict=True):
+                layer.put(place, single)
+        except BaseException:
+            self._free(place)
+            raise
         self.places[place] = row
         row.status = Status.DECODE
 
@@ -62,9 +61,14 @@ class DecodeBatch:
 
     def leave(self, row: Row) -> None:
         """Free a row's place, if it has one; nobody else moves."""
-        if row not in self.places:
-            return
-        place = self.places.index(row)
+        if row in self.places:
+            self._free(self.places.index(row))
+
+    def drop(self) -> None:
+        """Let go of all rows and layers, whatever state those are in."""
+        self.places, self.layers = [], []
+
+    def _free(self, place: int) -> None:
         if self.placement is Placement.ROWS:
             del self.places[place]
             for layer in self.layers:

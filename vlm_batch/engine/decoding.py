@@ -1,4 +1,4 @@
-"""The forward of a step: one token for every row that decodes, group by group."""
+"""The forward of a step: one token for every row of a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
-from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.records import DecodeStep
@@ -21,15 +20,8 @@ class Decoder:
         self._adapter = adapter
         self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
 
-    def logits(self, batch: DecodeBatch | DecodeGroups, rows: Sequence[Row]) -> mx.array:
-        """A forward over every place of each group of the batch; logits (R, V) of ``rows``, which are in that order."""
-        wanted = set(rows)
-        groups = [(group, [row for row in group.rows if row in wanted]) for group in batch.groups]
-        logits = [self._group(group, live) for group, live in groups if live]
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
-
-    def _group(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
-        """The forward over every place of a group; logits (R, V) of ``rows``, in their order."""
+    def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
+        """A forward over every place of a group; logits (R, V) of ``rows``, in their order."""
         places = batch.places
         empty = mx.zeros((1,), dtype=mx.int32)
         tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)

@@ -32,7 +32,8 @@ class Encoder:
         """Give a row its caches and its ``Encoded``. Raises PromptTooLong, and whatever the family raises for bad inputs."""
         prompt = row.prompt
         assert prompt is not None and prompt.inputs is not None
-        row.clock.started = begin = time.perf_counter()
+        begin = time.perf_counter()
+        row.clock.started = row.clock.started or begin
         cached = self.reuse.begin(row, self._fresh_cache())
         encoded = self.adapter.encode(prompt.inputs, cached)
         context, asked = self.adapter.max_context, row.params.max_tokens
@@ -46,7 +47,8 @@ class Encoder:
             row.answer.history = mx.array(known, dtype=mx.int32)
             row.answer.rules = replace(row.answer.rules, num_prompt=len(known))
         self.reuse.commit(row)
-        row.clock.encode_seconds = time.perf_counter() - begin
+        if not row.clock.first_token:
+            row.clock.encode_seconds = time.perf_counter() - begin
 
     def encode_together(self, rows: Sequence[Row], others: Sequence[Row], is_decoding: bool) -> int:
         """Encode the pictures of the first rows in one call, where that can be done; how many rows.

@@ -8,7 +8,7 @@ nobody sees.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ from vlm_batch.arrays import stack_logits
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
-from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.faults import is_out_of_memory, is_users_own, too_large
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.penalties import RowRules
@@ -37,6 +37,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
 
@@ -45,10 +46,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Flight:
-    """A launched step: the sampled tokens, perhaps not yet computed, and the rows that they belong to."""
+    """A launched step: the sampled tokens, perhaps not yet computed, and the rows that they belong to.
+
+    ``losses`` are the rows' own at its launch: a row that has begun again since has no use for it. ``is_known``: the
+    tokens were said before, by rows that are on their way back to where they were.
+    """
 
     rows: tuple[Row, ...]
+    losses: tuple[int, ...]
     sampled: Sampled
+    is_known: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], sampled: Sampled, *, is_known: bool = False) -> _Flight:
+        return cls(tuple(rows), tuple(row.losses for row in rows), sampled, is_known)
+
+    @property
+    def waiting(self) -> list[Row]:
+        """The rows that its tokens are still for."""
+        return [row for row, losses in zip(self.rows, self.losses, strict=True) if _is_current(row, losses)]
 
 
 @dataclass
@@ -102,11 +118,7 @@ class BatchGenerator:
             config = exact.config(config)
             adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
-        self.batch: DecodeBatch | DecodeGroups = (
-            DecodeBatch(placement, config.max_rows)
-            if exact is None
-            else DecodeGroups(placement, config.max_rows, exact)
-        )
+        self.batch = DecodeGroups(placement, config.max_rows, exact)
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         guard = _weakly(self._guard)
@@ -124,6 +136,7 @@ class BatchGenerator:
         self._held: tuple[tuple[Row, mx.array], ...] = ()  # guided rows, with their logits (1, V) of this step
         self._forks: list[tuple[Row, mx.array]] = []  # further answers to prefilled prompts, with those prompts' logits
         self._events: list[Event] = []
+        self.num_recomputed = 0  # rows that began again, after a failed step or for want of memory
 
     # Rows in and out
 
@@ -211,6 +224,7 @@ class BatchGenerator:
         """Advance: launch the next decode step and a budget's worth of prefill, and read what the last step launched."""
         begin = time.perf_counter()
         before, self._launched = self._launched, _Launched()
+        self._set_apart()
         rows = [row for row in self.batch.rows if not row.is_last]
         if rows:
             self._launched.decode = self._launch(rows)
@@ -224,10 +238,7 @@ class BatchGenerator:
         plan = self.scheduler.plan(prefilling, budget)
         done, self._launched.chunks = self.prefill.run(plan)
         joined += [(row, logits) for row, logits in done if self._guard(row, self._join, row, logits)]
-        if joined:
-            self._launched.joined = self._sample(
-                stack_logits([logits for _, logits in joined]), [row for row, _ in joined]
-            )
+        self._launched.joined = self._sample_joined(joined)
         if rows:
             self._pace.record(time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan))
         if not self._is_active:
@@ -264,31 +275,66 @@ class BatchGenerator:
         self.batch.join(row, prompt.cache)
         return True
 
+    def _set_apart(self) -> None:
+        """Give rows that a failed forward may be the fault of a forward of their own, and let those back that are past it."""
+        for row in [row for row in self.batch.rows if row.suspected is not None]:
+            if row.is_suspect is not self.batch.is_apart(row):
+                self._guard(row, self.batch.move, row, apart=row.is_suspect)
+
     def _launch(self, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Decode one token for every live row and sample it, without waiting for the result."""
         self._held = ()
-        try:
-            logits = self._decoder.logits(self.batch, rows)
-            free = [index for index, row in enumerate(rows) if row.answer.guide is None]
-            if len(free) == len(rows):
-                return self._sample(logits, rows)
-            mx.async_eval(logits)
-            self._held = tuple(
-                (row, logits[index : index + 1]) for index, row in enumerate(rows) if row.answer.guide is not None
-            )
-            return self._sample(logits[mx.array(free)], [rows[index] for index in free]) if free else ()
-        except Exception as error:
-            self._fail_batch(error)
+        wanted = set(rows)
+        shared: list[tuple[list[Row], mx.array]] = []
+        flights: list[_Flight] = []
+        for group in self.batch.groups:
+            live = [row for row in group.rows if row in wanted]
+            logits = self._together(live, self._decoder.logits, group, live) if live else None
+            if logits is None:
+                continue
+            if self.batch.is_apart(live[0]):
+                flights += self._choose(logits, live)
+            else:
+                shared.append((live, logits))
+        if shared:
+            logits = shared[0][1] if len(shared) == 1 else mx.concatenate([logits for _, logits in shared])
+            flights += self._choose(logits, [row for live, _ in shared for row in live])
+        return flights
+
+    def _choose(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
+        """Sample a forward's logits (R, V), but for rows whose last token has to be read first."""
+        free = [
+            index for index, row in enumerate(rows) if row.answer.guide is None or row.answer.known_token is not None
+        ]
+        if len(free) == len(rows):
+            return self._sample(logits, rows)
+        if self._together(rows, _launch, logits) is None:
             return ()
+        self._held += tuple((row, logits[index : index + 1]) for index, row in enumerate(rows) if index not in free)
+        return self._sample(logits[mx.array(free)], [rows[index] for index in free]) if free else ()
+
+    def _sample_joined(self, joined: Sequence[tuple[Row, mx.array]]) -> Sequence[_Flight]:
+        """First tokens of rows whose prompts ended, with those prompts' logits (1, V); suspects are each alone."""
+        apart = [[pair] for pair in joined if pair[0].is_suspect]
+        shared = [pair for pair in joined if not pair[0].is_suspect]
+        flights: list[_Flight] = []
+        for pairs in ([shared] if shared else []) + apart:
+            flights += self._sample(stack_logits([logits for _, logits in pairs]), [row for row, _ in pairs])
+        return flights
 
     def _sample_held(self) -> Sequence[_Flight]:
         """Choose the tokens of rows that had to be read first; their forward is on its way, and the others' choice too."""
-        held = [(row, logits) for row, logits in self._held if row.status is not Status.FINISHED]
+        held = [(row, logits) for row, logits in self._held if row.status is Status.DECODE]
         self._held = ()
-        return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
+        return self._sample_joined(held)
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Processors, then sampling of (R, V). A row whose processor or parameters raise ends alone; the others go on."""
+        known = [index for index, row in enumerate(rows) if row.answer.known_token is not None]
+        if known:
+            new = [index for index in range(len(rows)) if index not in known]
+            flights = self._say_again(logits[mx.array(known)], [rows[index] for index in known])
+            return [*flights, *(self._sample(logits[mx.array(new)], [rows[index] for index in new]) if new else ())]
         if any(needs_processing(row.params) for row in rows):
             single = [logits[index : index + 1] for index in range(len(rows))]
             picked = [
@@ -302,44 +348,56 @@ class BatchGenerator:
         guided = [row for row in rows if row.answer.guide is not None]
         if guided:
             masks = {row: self._guard(row, _mask, row, logits.shape[-1]) for row in guided}
-            alive = [index for index, row in enumerate(rows) if row.status is not Status.FINISHED]
+            alive = [index for index, row in enumerate(rows) if row.status is Status.DECODE]
             if not alive:
                 return ()
             if len(alive) < len(rows):
                 rows, logits = [rows[index] for index in alive], logits[mx.array(alive)]
             logits = apply_masks(logits, [masks.get(row) for row in rows])
         try:
-            flights = [_Flight(tuple(rows), self.sampler(logits, [_sampling_row(row) for row in rows]))]
+            flights = [_Flight.of(rows, self.sampler(logits, [_sampling_row(row) for row in rows]))]
         except Exception:  # each alone then, so that only the culprit ends
             one_by_one = [
                 (row, self._guard(row, self.sampler, logits[index : index + 1], [_sampling_row(row)]))
                 for index, row in enumerate(rows)
             ]
-            flights = [_Flight((row,), sampled) for row, sampled in one_by_one if sampled is not None]
-        for flight in flights:
-            for index, row in enumerate(flight.rows):
-                row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
-                if row.is_last:
-                    self._leave(row)  # its last token needs no further step
-            mx.async_eval(flight.sampled.arrays())
-        return flights
+            flights = [_Flight.of([row], sampled) for row, sampled in one_by_one if sampled is not None]
+        return [flight for flight in flights if self._advance(flight)]
+
+    def _say_again(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
+        """The tokens that rows have said before, in place of sampled ones: the caches see them again, nobody else does."""
+        tokens = mx.array([row.answer.known_token for row in rows], dtype=mx.int32)
+        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        flight = _Flight.of(rows, Sampled(tokens, chosen), is_known=True)
+        return [flight] if self._advance(flight) else []
+
+    def _advance(self, flight: _Flight) -> bool:
+        """Launch what was chosen, as the rows' next tokens; False if that fails."""
+        if self._together(flight.rows, _launch_flight, flight) is None:
+            return False
+        for index, row in enumerate(flight.rows):
+            row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
+            if row.is_last:
+                self._guard(row, self._leave, row)  # its last token needs no further step
+        return True
 
     def _read(self, flight: _Flight) -> None:
         """Wait for a launched step and hand out its tokens."""
-        try:
-            tokens, are_finite = to_list(flight.sampled.tokens), flight.sampled.are_finite()
-            logprobs = flight.sampled.read_logprobs([row.params for row in flight.rows], tokens)
-        except Exception as error:
-            self._fail_batch(error, flight.rows)
+        if not (rows := flight.waiting):
             return
-        for index, (row, token) in enumerate(zip(flight.rows, tokens, strict=True)):
-            if row.status is Status.FINISHED:  # it ended meanwhile and has no use for it
+        found = self._together(rows, _values, flight)
+        if found is None:
+            return
+        tokens, are_finite, logprobs = found
+        for index, (row, losses) in enumerate(zip(flight.rows, flight.losses, strict=True)):
+            if not _is_current(row, losses):  # it ended meanwhile and has no use for it
                 continue
             if not are_finite[index]:
                 self._end(row, "error", _not_finite(row))
                 continue
             self.reuse.settle(row)
-            self._take(row, token, logprobs.get(index))
+            if not flight.is_known:
+                self._take(row, tokens[index], logprobs.get(index))
 
     def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to its row, with the text that it completes, and end the row if that is its end."""
@@ -361,31 +419,39 @@ class BatchGenerator:
             return
         is_stop = is_stop or matched is not None or answer.is_whole
         stop_reason = matched if matched is not None else token if is_stop and not answer.is_whole else None
-        cache = self._save(row)
-        result = row.result("stop" if is_stop else "length", stop_reason, cache=cache)
+        saved = self._guard(row, self._save, row)
+        if saved is None:  # its caches, which its user wants, could not be kept
+            return
+        result = row.result("stop" if is_stop else "length", stop_reason, cache=saved[0])
+        self.scheduler.end()
         self._events.append(Event(row.request_id, token, text, logprobs, result))
         self._forget(row)
 
     # Ends
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        cache = self._save(row) if reason == "cancelled" and row.status is Status.DECODE else None
+        cache = None
+        if reason == "cancelled" and row.status is Status.DECODE:
+            with contextlib.suppress(Exception):  # it was cancelled, whatever comes of its caches
+                (cache,) = self._save(row)
         self._events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
         for sibling in row.siblings:  # their prompt is this one's
             self._events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
             sibling.clear()
+        if row.status is Status.DECODE:
+            self.scheduler.end()
         self._forget(row)
 
     def _leave(self, row: Row) -> None:
         """Free a row's place; what is wanted of its caches goes with it."""
-        if row.reuse is not None and row in self.batch.places and self.reuse.wants(row):
+        if row.reuse is not None and row in self.batch and self.reuse.wants(row):
             row.reuse.left = self.batch.take(row)
         self.batch.leave(row)
 
-    def _save(self, row: Row) -> PromptCache | None:
+    def _save(self, row: Row) -> tuple[PromptCache | None]:
         """Its answer is complete: save its caches for later requests and for its user."""
         self._leave(row)
-        return self.reuse.end(row)
+        return (self.reuse.end(row),)
 
     def _forget(self, row: Row) -> None:
         del self._rows[row.request_id]
@@ -395,22 +461,90 @@ class BatchGenerator:
         self.reuse.forget(row)
         row.clear()
 
-    def _guard(self, row: Row, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Do one row's work; whatever it raises ends that row with an error and gives None."""
+    # What raises
+
+    def _guard(self, row: Row, work: Callable[..., T], *arguments: Any, **how: Any) -> T | None:
+        """Do one row's work; whatever it raises ends that row with an error and gives None. For want of memory it waits
+        and begins again."""
+        try:
+            return work(*arguments, **how)
+        except BaseException as error:
+            if is_users_own(error):
+                raise
+            if is_out_of_memory(error):
+                self._wait_for_memory([row], error)
+            else:
+                self._end(row, "error", error)
+            return None
+
+    def _together(self, rows: Sequence[Row], work: Callable[..., T], *arguments: Any) -> T | None:
+        """Do work that rows share; None if it raises. Then it is nobody's fault yet, and no array that it may have touched is
+        trusted: these rows, and all whose caches lie in the same arrays, begin again, and are tried apart where it was. Who
+        fails apart is the culprit."""
         try:
             return work(*arguments)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise  # the user's own, and no row's fault
-            self._end(row, "error", error)
+            if is_users_own(error):
+                raise
+            alone = len(rows) == 1 and (self.batch.is_apart(rows[0]) or rows[0].is_suspect)
+            lost = list(dict.fromkeys([*rows, *self.batch.drop(rows)]))
+            if is_out_of_memory(error):
+                self._wait_for_memory(lost, error)
+            elif alone:
+                self._end(rows[0], "error", error)
+            else:
+                for row in lost:
+                    row.suspect()
+                    self._begin_again(row, error)
             return None
 
-    def _fail_batch(self, error: BaseException, rows: Sequence[Row] = ()) -> None:
-        """A forward of the whole batch failed: no row's token can be trusted, so all of them end. The engine goes on."""
-        self._launched = _Launched()
-        for row in {id(row): row for row in (*self.batch.rows, *rows)}.values():
-            if row.status is not Status.FINISHED:
-                self._end(row, "error", error)
+    def _wait_for_memory(self, rows: Sequence[Row], error: BaseException) -> None:
+        """Rows that found no memory begin again, one row fewer at a time: the last in line, by priority and age, waits until
+        others have ended. Who does not fit alone, though all that was kept for later requests is gone, never will."""
+        live = len({*self.prefill.rows.values(), *self.batch.rows, *rows})
+        self.scheduler.run_out(live)
+        if live == 1:
+            self.reuse.budget.clear()
+            give_back()
+        for row in rows:
+            if live == 1 and row.was_alone:
+                self._end(row, "error", too_large(row, error))
+                continue
+            row.was_alone = live == 1
+            self._begin_again(row, error)
+
+    def _begin_again(self, row: Row, error: BaseException) -> None:
+        """Put a row back in line, in its place by priority and age; it ends with the error if nothing is left of its prompt."""
+        if row.status is Status.FINISHED:
+            return
+        if row.given is None:
+            self._end(row, "error", error)
+            return
+        self.admission.remove(row)
+        self.prefill.remove(row)
+        self.batch.leave(row)
+        row.begin_again()
+        self.num_recomputed += 1
+        self.admission.add(row)
+
+
+def _is_current(row: Row, losses: int) -> bool:
+    return row.status is not Status.FINISHED and row.losses == losses
+
+
+def _launch(*arrays: mx.array) -> bool:
+    mx.async_eval(list(arrays))
+    return True
+
+
+def _launch_flight(flight: _Flight) -> bool:
+    return _launch(*flight.sampled.arrays())
+
+
+def _values(flight: _Flight) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
+    tokens = to_list(flight.sampled.tokens)
+    logprobs = {} if flight.is_known else flight.sampled.read_logprobs([row.params for row in flight.rows], tokens)
+    return tokens, flight.sampled.are_finite(), logprobs
 
 
 def _not_finite(row: Row) -> FloatingPointError:

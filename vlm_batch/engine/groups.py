@@ -1,8 +1,12 @@
-"""Live rows in groups, each a batch of its own: where no number of rows is known to agree with larger ones."""
+"""Live rows in groups, each a batch of its own that decodes in a forward of its own.
+
+One group holds all rows, but where no number of rows is known to agree with larger ones (``exact``), and for rows that are
+decoded *apart*: after a forward that failed, until it is known whose fault it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vlm_batch.caches import LayerCache, Placement
@@ -12,13 +16,22 @@ from vlm_batch.engine.row import Row
 
 
 class DecodeGroups:
-    """As many ``DecodeBatch``es as the rows need, of at most ``exact.counts[-1]`` rows each; a step decodes one by one."""
+    """As many ``DecodeBatch``es as the rows need; a step decodes one by one.
 
-    def __init__(self, placement: Placement, max_rows: int, exact: Exact) -> None:
-        self._placement = exact.layout if exact.layout is Placement.SLAB else placement
+    Without ``exact`` one of ``max_rows`` rows; with it, of at most ``exact.counts[-1]`` rows each.
+    """
+
+    def __init__(self, placement: Placement, max_rows: int, exact: Exact | None = None) -> None:
+        self._placement = exact.layout if exact is not None and exact.layout is Placement.SLAB else placement
         self._exact = exact
-        self._most = exact.places(min(max_rows, exact.counts[-1]))
-        self.groups: tuple[DecodeBatch, ...] = (self._empty(),)
+        self._most = max_rows if exact is None else exact.places(min(max_rows, exact.counts[-1]))
+        self._shared: tuple[DecodeBatch, ...] = (self._empty(),)
+        self._apart: tuple[DecodeBatch, ...] = ()
+
+    @property
+    def groups(self) -> tuple[DecodeBatch, ...]:
+        """Those of several rows first."""
+        return (*self._shared, *self._apart)
 
     @property
     def rows(self) -> list[Row]:
@@ -37,13 +50,31 @@ class DecodeGroups:
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
-    def join(self, row: Row, caches: Sequence[Any]) -> None:
-        """Give a prefilled row a place in the first group that has one."""
-        group = next((group for group in self.groups if len(group) < self._most), None)
-        if group is None:
-            group = self._empty()
-            self.groups = (*self.groups, group)
-        group.join(row, caches)
+    def __contains__(self, row: Row) -> bool:
+        return any(row in group.places for group in self.groups)
+
+    def is_apart(self, row: Row) -> bool:
+        """Whether a row decodes in a forward of its own."""
+        return any(row in group.places for group in self._apart)
+
+    def join(self, row: Row, caches: Sequence[Any], *, apart: bool = False) -> None:
+        """Give a prefilled row a place: in the first group that has one, or in a group of its own."""
+        if apart:
+            group = self._empty(None if self._exact is not None else 1)
+            group.join(row, caches)
+            self._apart = (*self._apart, group)
+            return
+        with_room = [group for group in self._shared if len(group) < self._most]
+        if not with_room:
+            with_room = [self._empty()]
+            self._shared += (with_room[0],)
+        with_room[0].join(row, caches)
+
+    def move(self, row: Row, *, apart: bool) -> None:
+        """Take a row with its caches out of its group, into one of its own or back."""
+        caches = self.take(row)
+        self.leave(row)
+        self.join(row, caches, apart=apart)
 
     def take(self, row: Row) -> list[Any]:
         """A live row's single-row caches again, with all that it has seen; to be called when it leaves."""
@@ -53,12 +84,26 @@ class DecodeGroups:
         """Free a row's place, if it has one; a group without rows ends."""
         for group in self.groups:
             group.leave(row)
-        self.groups = tuple(group for group in self.groups if len(group)) or self.groups[:1]
+        self._close_up()
+
+    def drop(self, rows: Iterable[Row]) -> list[Row]:
+        """Let go of the groups of some rows with all that they hold, unread and unwritten; all rows that were in them."""
+        lost = set(rows)
+        broken = [group for group in self.groups if not lost.isdisjoint(group.rows)]
+        found = [row for group in broken for row in group.rows]
+        for group in broken:
+            group.drop()
+        self._close_up()
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of KV that the live rows' layers hold."""
         return sum(group.nbytes for group in self.groups)
 
-    def _empty(self) -> DecodeBatch:
-        return DecodeBatch(self._placement, self._most, self._exact)
+    def _close_up(self) -> None:
+        self._shared = tuple(group for group in self._shared if len(group)) or self._shared[:1]
+        self._apart = tuple(group for group in self._apart if len(group))
+
+    def _empty(self, places: int | None = None) -> DecodeBatch:
+        return DecodeBatch(self._placement, places or self._most, self._exact)

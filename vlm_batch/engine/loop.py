@@ -20,6 +20,7 @@ from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
+from vlm_batch.runtime.watchdog import Watchdog
 from vlm_batch.types import Event, Request, Result, Stats, failed_result
 
 
@@ -86,6 +87,7 @@ class EngineLoop:
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
+        self._watchdog = Watchdog()
 
     # From any thread
 
@@ -171,6 +173,8 @@ class EngineLoop:
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
             steps=counts["steps"],
+            recomputed=generator.num_recomputed,
+            stalled=self._watchdog.stalled,
         )
 
     # On its own thread
@@ -233,7 +237,8 @@ class EngineLoop:
             self._prepare(row)
         if not self.generator.has_work:
             return False
-        events = self.generator.step()
+        with self._watchdog.step():
+            events = self.generator.step()
         self._counts["steps"] += 1
         for event in events:
             self._hand_out(event)

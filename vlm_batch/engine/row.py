@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.arrays import as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
@@ -30,6 +31,12 @@ class Status(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
+
+#: Bytes of a processor's output that a row keeps until its end, in case it has to begin again: 40 megapixels or so. A row with
+#: more (a long video) ends with the error where others begin again.
+MOST_GIVEN = 2**27
+#: Losses after which a row stays apart for the rest of its life: what fails goes by who is beside it, and would go on so.
+ALWAYS_SUSPECT = 3
 
 
 @dataclass(eq=False)
@@ -89,6 +96,11 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def known_token(self) -> int | None:
+        """The next token, where the row has said it before and is on its way back to where it was."""
+        return self.token_ids[self.num_sampled] if self.num_sampled < len(self.token_ids) else None
 
     def advance(self, token: mx.array) -> None:
         """Note the next token (1,), perhaps not computed yet."""
@@ -183,6 +195,41 @@ class Row:
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse | None = None
     siblings: tuple[Row, ...] = ()  # further answers to its prompt, until that is prefilled
+    given: Mapping[str, Any] | None = None  # its processor's output, to begin again from
+    losses: int = 0  # how often it has begun again
+    suspected: tuple[int, int] | None = None  # tokens, one of which a forward with this row in it failed to give
+    was_alone: bool = False  # when memory ran out
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the forward that comes next, or one that was not read yet, may be the one that failed with this row in it."""
+        return (
+            self.suspected is not None
+            and self.suspected[0] <= self.answer.num_sampled
+            and len(self.answer.token_ids) <= self.suspected[1]
+        )
+
+    def keep_given(self, inputs: Mapping[str, Any] | None) -> None:
+        """Keep a processor's output, on the host, to begin again from, if it is not too large."""
+        self.given = inputs if num_bytes(inputs) <= MOST_GIVEN else None
+
+    def suspect(self) -> None:
+        """Note that the forward that failed gave one of the tokens that are not read yet, or the next one; after several
+        losses, that it may be any."""
+        known = len(self.answer.token_ids)
+        last = max(known, self.answer.num_sampled)
+        self.suspected = (known, last) if self.losses < ALWAYS_SUSPECT else (0, self.params.max_tokens)
+
+    def begin_again(self) -> None:
+        """Go back to where its prompt was not encoded yet: what is in its caches is lost. What it has said stays said."""
+        answer, book = self.answer, self.reuse
+        self.losses += 1
+        self.status = Status.WAITING
+        self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
+        self.reuse = None
+        if book is not None and (book.continues is not None or book.is_returned):
+            self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
+        answer.next_token, answer.num_sampled, answer.history = None, 0, None
 
     @property
     def position(self) -> int:
@@ -226,7 +273,7 @@ class Row:
     def clear(self) -> None:
         """Let go of everything but its name: it has ended, and a launched step may still hold it."""
         self.status = Status.FINISHED
-        self.prompt = self.reuse = None
+        self.prompt = self.reuse = self.given = None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
 
@@ -249,6 +296,7 @@ def new_row(
     """A row that waits, with a seed of its own if its parameters name none."""
     seed = fresh_seed() if params.seed is None else params.seed
     row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
+    row.keep_given(None if prompt.inputs is None else on_host(prompt.inputs))
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
     row.siblings = tuple(
@@ -272,7 +320,7 @@ def fork(row: Row) -> list[Row]:
     for sibling in row.siblings:
         sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
         sibling.facts, sibling.clock, sibling.priority = row.facts, replace(row.clock), row.priority
-        sibling.image_sizes, sibling.video_sizes = row.image_sizes, row.video_sizes
+        sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules
         answer.guide = None if given.guide is None else given.guide.copy()

@@ -96,14 +96,31 @@ class PrefillRow:
 
 
 class Scheduler:
-    """Pure policy: the same state gives the same plan."""
+    """Pure policy: the same state gives the same plan.
+
+    ``most_live`` rows have places at a time: the config's ``max_rows``, but fewer for a while after memory ran out.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.most_live = config.max_rows
+        self._ended = 0  # rows, since ``most_live`` changed
 
     def num_free(self, num_live: int) -> int:
         """The number of free places."""
-        return max(0, self.config.max_rows - num_live)
+        return max(0, self.most_live - num_live)
+
+    def run_out(self, num_live: int) -> None:
+        """So many rows that had places were more than fit into memory."""
+        self.most_live, self._ended = max(1, min(self.most_live, num_live) - 1), 0
+
+    def end(self) -> None:
+        """A row has ended that had a place: one more is tried once as many have ended as there are places."""
+        if self.most_live == self.config.max_rows:
+            return
+        self._ended += 1
+        if self._ended >= self.most_live:
+            self.most_live, self._ended = self.most_live + 1, 0
 
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
         """The chunks to prefill, most urgent row first, within the step's budget; of equals the first.

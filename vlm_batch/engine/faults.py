@@ -1,0 +1,42 @@
+"""What an exception says of whose fault it is."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import mlx.core as mx
+
+from vlm_batch.arrays import num_bytes
+from vlm_batch.engine.row import Row
+from vlm_batch.errors import OutOfMemory, describe
+
+#: What MLX's allocators say on CPUs, Metal and CUDA: they raise RuntimeErrors.
+_NO_MEMORY = re.compile(
+    r"\[(?:metal::)?malloc|unable to allocate|out of memory|insufficient memory|maximum allowed buffer|OutOfMemory|"
+    r"memory allocation (?:of .* )?failed",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, for which the row that met it need not be to blame."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def is_users_own(error: BaseException) -> bool:
+    """Whether it is the user's Ctrl-C, on the thread that gets it, and no row's fault."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def too_large(row: Row, error: BaseException) -> OutOfMemory:
+    """The end of a row that found no memory though nobody was beside it, with the numbers."""
+    said = f"the request does not fit into memory, even alone: {prompt_size(row)} and up to {row.params.max_tokens} of answer"
+    return OutOfMemory(f"{said}; MLX holds {mx.get_active_memory() / 1e6:,.0f} MB beside it ({describe(error)})")
+
+
+def prompt_size(row: Row) -> str:
+    """A row's prompt in numbers, as far as they are known."""
+    if row.facts.length:
+        return f"a prompt of {row.facts.length} tokens ({row.facts.image_tokens} of pictures)"
+    return f"a prompt of {num_bytes(row.given) / 1e6:,.1f} MB"

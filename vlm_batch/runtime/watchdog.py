@@ -1,0 +1,89 @@
+"""A watch over work that should go on: a step that does not end is said, with the place where its thread is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator
+
+from vlm_batch.runtime import threads
+
+_log = logging.getLogger(__name__)
+
+#: Seconds of one step that count as stalled. The first steps of a process can take half a minute (kernels are built then).
+STALL_SECONDS = 60.0
+#: Looks a stall's time.
+LOOKS = 4
+#: Frames of a stalled thread that are logged, innermost last.
+FRAMES = 8
+
+
+class Watchdog:
+    """Times the steps of one thread. ``step`` belongs to that thread; ``stalled`` may be asked from any."""
+
+    def __init__(self) -> None:
+        self._since = 0.0  # when the step began that is under way; 0 between steps
+        self._thread = 0
+        self._is_said = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """The time of a step."""
+        if self not in _watched:
+            _watch(self)
+        self._thread, self._is_said, self._since = threading.get_ident(), False, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = 0.0
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that the step under way has taken, if that is longer than it should; else 0."""
+        since = self._since
+        taken = time.monotonic() - since if since else 0.0
+        return taken if taken > STALL_SECONDS else 0.0
+
+    def look(self) -> None:
+        """Log a stall, once for each step."""
+        taken = self.stalled
+        if not taken or self._is_said:
+            return
+        self._is_said = True
+        frame = sys._current_frames().get(self._thread)
+        place = "".join(traceback.format_stack(frame)[-FRAMES:]) if frame is not None else "(its thread is gone)"
+        _log.warning("a step of the engine has not ended for %.0f s; requests wait for it. It is at\n%s", taken, place)
+
+
+_watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+_lock = threading.Lock()
+_watcher: threads.Running | None = None
+
+
+def _watch(watchdog: Watchdog) -> None:
+    """Have a thread look at a watchdog from time to time; ``stalled`` says the same where there is none to be had."""
+    global _watcher
+    with _lock:
+        _watched.add(watchdog)
+        if _watcher is None:
+            with contextlib.suppress(RuntimeError):
+                _watcher = threads.start(_look, "vlm-batch-watch")
+
+
+def _look() -> None:
+    global _watcher
+    while True:
+        time.sleep(STALL_SECONDS / LOOKS)
+        with _lock:
+            alive = list(_watched)
+            if not alive:
+                _watcher = None
+                return
+        for watchdog in alive:
+            watchdog.look()
+        del alive
