@@ -474,6 +474,7 @@ class Stats:
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
     steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
+    ahead_bytes: int = 0  # of what was read and prepared for requests that wait
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class _Cancel:
 
 
 @dataclass(frozen=True)
+class _Read:
+    row: Row
+
+
+@dataclass(frozen=True)
 class _Loaded:
     row: Row
     loading: Loading
@@ -64,7 +69,7 @@ class _Stop:
     """Ends the loop."""
 
 
-_Message = _Add | _Cancel | _Loaded | _Stop
+_Message = _Add | _Cancel | _Read | _Loaded | _Stop
 
 
 class EngineLoop:
@@ -171,6 +176,7 @@ class EngineLoop:
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
             steps=counts["steps"],
+            ahead_bytes=generator.admission.nbytes,
         )
 
     # On its own thread
@@ -211,13 +217,15 @@ class EngineLoop:
             self._recover(error, message)
         return True
 
-    def _follow(self, message: _Add | _Cancel | _Loaded) -> None:
+    def _follow(self, message: _Add | _Cancel | _Read | _Loaded) -> None:
         if isinstance(message, _Add):
             if message.several is not None:
                 self._several.update(dict.fromkeys(message.several.row_ids, message.several))
             self.generator.add(message.row)
         elif isinstance(message, _Cancel):
             self._cancel(message.request_id)
+        elif isinstance(message, _Read):
+            self.generator.admission.note_read(message.row)
         else:
             self.generator.take_in(message.row, message.loading)
 
@@ -231,6 +239,9 @@ class EngineLoop:
         """One round: have more prepared, step, hand out events. False if there was nothing to do."""
         while (row := self.generator.admission.next_to_prepare()) is not None:
             self._prepare(row)
+        while (row := self.generator.admission.next_to_process()) is not None:
+            assert row.prompt is not None
+            self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False
         events = self.generator.step()
@@ -257,10 +268,12 @@ class EngineLoop:
         assert row.prompt is not None
         question, row.prompt.question = row.prompt.question, None
         try:
-            row.prompt.loading = loading = self._loaders.start(question)
+            row.prompt.loading = loading = self._loaders.start(question, partial(self._inbox.put, _Read(row)))
         except BaseException as error:
             self.generator.fail(row, error)
             return
+        if loading.is_read:
+            self.generator.admission.note_read(row)
         loading.when_done(partial(self._inbox.put, _Loaded(row, loading)))  # a loader's thread holds no engine
 
     def _hand_out(self, event: Event) -> None:

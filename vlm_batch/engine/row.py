@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
@@ -43,6 +44,14 @@ class Prompt:
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
     ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was read or prepared for it, until it is encoded."""
+        inputs, loading = self.inputs, self.loading
+        if inputs is not None:
+            return sum(array.nbytes for array in arrays_of(inputs))
+        return 0 if loading is None else loading.nbytes
 
 
 @dataclass(frozen=True)
