@@ -378,7 +378,14 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         raise Taken
 
     monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", take)
-    options = ["--max-rows=3", "--cache-bytes=1.5G", "--cache-dir=kept", "--cache-dir-bytes=20M", "--look-ahead=5"]
+    options = [
+        "--max-rows=3",
+        "--cache-bytes=1.5G",
+        "--cache-dir=kept",
+        "--cache-dir-bytes=20M",
+        "--look-ahead=5",
+        "--look-ahead-bytes=2G",
+    ]
     options += ["--max-image-pixels=none", "--max-video-pixels=4M", "--max-prompt-tokens=900"]
     options += ["--kv-bits=4", "--kv-group-size=32"]
     assert cli.main(["run", "pictures", "--model", str(default_checkpoint()), *options]) == 2
@@ -393,6 +400,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "kv_bits": 4.0,
         "kv_group_size": 32,
         "look_ahead": 5,
+        "look_ahead_bytes": 2_000_000_000,
         "trust_remote_code": False,
     }
 

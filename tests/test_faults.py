@@ -94,6 +94,8 @@ def test_a_priority_that_cannot_be_ordered_is_refused_at_submit(batcher: VLMBatc
         {"max_image_pixels": "many"},
         {"max_video_pixels": -1},
         {"look_ahead": None},
+        {"look_ahead_bytes": 0},
+        {"look_ahead_bytes": 1.5},
         {"cache_bytes": 1.5},
         {"cache_dir": 3},
         {"cache_dir_bytes": "1"},
@@ -411,7 +413,7 @@ def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monk
 
 
 def test_loaders_that_cannot_start_end_the_request(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(question: Any) -> Any:
+    def start(question: Any, when_read: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.checks import whole_option
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
-from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.scheduler import DEFAULT_LOOK_AHEAD_BYTES, SchedulerConfig
 from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
@@ -55,7 +55,8 @@ class VLMBatcher:
     lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
     seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
     them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides, and
-    ``generate`` keeps that many in flight.
+    ``generate`` keeps that many in flight. What is read and prepared ahead is at most ``look_ahead_bytes`` large, but for a
+    request that is larger by itself, which goes alone.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -87,6 +88,7 @@ class VLMBatcher:
         max_pixels: int | None = None,
         fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
+        look_ahead_bytes: int = DEFAULT_LOOK_AHEAD_BYTES,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         cache_dir: str | Path | None = None,
         cache_dir_bytes: int = DEFAULT_DIRECTORY_BYTES,
@@ -105,6 +107,7 @@ class VLMBatcher:
                 prefill_budget=prefill_budget,
                 token_gap=token_gap,
                 look_ahead=look_ahead,
+                look_ahead_bytes=look_ahead_bytes,
                 max_prompt_tokens=max_prompt_tokens,
             ),
             caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),

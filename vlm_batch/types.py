@@ -474,6 +474,7 @@ class Stats:
         0  # requests that began again, after a failed step or for want of memory; they end as if nothing had been
     )
     stalled: float = 0.0  # seconds that the engine has been in a step that does not end; 0 while it goes on
+    ahead_bytes: int = 0  # of what was read and prepared for requests that wait
 
 
 def fresh_seed() -> int:

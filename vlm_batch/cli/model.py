@@ -19,6 +19,7 @@ EMBEDDED = "the embedded test piece (0.9 million parameters)"
 BATCHER_OPTIONS = (
     "trust_remote_code",
     "look_ahead",
+    "look_ahead_bytes",
     "max_prompt_tokens",
     "max_image_pixels",
     "max_video_pixels",
@@ -88,6 +89,7 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     )
     say = partial(group.add_argument, default=argparse.SUPPRESS)
     say("--look-ahead", type=at_least(1), metavar="N", help="requests that are read ahead of the batch (default: 16)")
+    say("--look-ahead-bytes", type=_bytes, metavar="N", help="memory for what is read ahead, as 2G (default: 1.07G)")
     say(
         "--max-prompt-tokens",
         type=at_least(1),

@@ -1,7 +1,8 @@
 """The choice of the rows that enter the engine next. No other module decides how full the engine is.
 
-A request waits in at most two places: the inbox, until its pictures are read and processed, and among the prepared, until
-it is given a place in the batch. The most urgent goes first from either.
+A request waits in at most three places: the inbox, until its pictures may be read; with what was read, until there is room
+for what a processor makes of it; and among the prepared, until it is given a place in the batch. The most urgent goes
+first from each.
 """
 
 from __future__ import annotations
@@ -26,8 +27,30 @@ from vlm_batch.engine.scheduler import Scheduler
 WITH_LOADERS = 8
 #: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
 VIDEOS_AHEAD = 4
+#: Bytes of a decoded pixel, which are there while a picture is processed.
+BYTES_PER_PIXEL = 3
 #: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
 MOST_AHEAD = 4
+
+
+class Sizes:
+    """Bytes that processors made of pictures, by how many pixels these have: the most that was seen for each power of two."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def note(self, num_pixels: int, nbytes: int) -> None:
+        power = num_pixels.bit_length()
+        self._seen[power] = max(nbytes, self._seen.get(power, 0))
+
+    def expected(self, num_pixels: int) -> int | None:
+        """What the next larger ones came to, or in proportion to the largest; None if none was seen."""
+        power = num_pixels.bit_length()
+        not_smaller = [seen for seen in self._seen if seen >= power]
+        if not_smaller:
+            return self._seen[min(not_smaller)]
+        largest = max(self._seen, default=None)
+        return None if largest is None else self._seen[largest] << (power - largest)
 
 
 class Admission:
@@ -50,14 +73,25 @@ class Admission:
         self._most_ahead = config.look_ahead + config.max_rows
         self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
         self._arrivals = itertools.count()
-        self._unprepared: set[Row] = set()  # in the inbox or with the loaders
-        self._preparing: set[Row] = set()  # with the loaders
+        self._unprepared: set[Row] = set()  # not prepared yet, wherever they are
+        self._reading: set[Row] = set()  # with the loaders
+        self._read: set[Row] = set()  # wait for room
+        self._processing: dict[Row, int] = {}  # with the loaders, and the bytes that they may come to
         self._prepared: dict[str, Row] = {}
+        self._most_bytes = config.look_ahead_bytes
+        self._sizes = {False: Sizes(), True: Sizes()}  # without and with videos
 
     @property
     def num_prepared(self) -> int:
         """Rows that could be given a place."""
         return len(self._prepared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was read and prepared for rows that wait, and is not encoded yet. From any thread."""
+        prompts = [row.prompt for rows in (self._reading, self._read, self._processing) for row in tuple(rows)]
+        prompts += [row.prompt for row in tuple(self._prepared.values())]
+        return sum(prompt.nbytes for prompt in prompts if prompt is not None)
 
     @property
     def num_unprepared(self) -> int:
@@ -78,12 +112,13 @@ class Admission:
         """Give up a row at whatever stage it waits. One in the inbox is passed over when its turn comes."""
         if row.prompt is not None and row.prompt.loading is not None:
             row.prompt.loading.cancel()
-        self._preparing.discard(row)
-        self._unprepared.discard(row)
+        for rows in (self._reading, self._read, self._unprepared):
+            rows.discard(row)
+        self._processing.pop(row, None)
         self._prepared.pop(row.request_id, None)
 
     def next_to_prepare(self) -> Row | None:
-        """The most urgent row of the inbox that may be prepared now; it counts as being prepared from now on.
+        """The most urgent row of the inbox that may be read now; it counts as being read from now on.
 
         Those of one lane hold up nobody of another.
         """
@@ -91,26 +126,62 @@ class Admission:
         if not heaps:
             return None
         _, _, row = heapq.heappop(min(heaps))
-        self._preparing.add(row)
+        self._reading.add(row)
         return row
 
+    def note_read(self, row: Row) -> None:
+        """A row's pictures are in memory: it waits for room. Nothing happens if it ended meanwhile, or if that is known."""
+        if row in self._reading:
+            self._reading.remove(row)
+            self._read.add(row)
+
+    def next_to_process(self) -> Row | None:
+        """The most urgent row that was read and has room for what comes of it; it counts as being processed from now on.
+
+        Nobody goes before one that has no room yet, but for those that need none.
+        """
+        if not self._read:
+            return None
+        row = min(self._read, key=lambda row: (self._expected(row) > 0, self._urgency(row)))
+        expected = self._expected(row)
+        ahead = {**self._processing, **{row: _nbytes(row) for row in self._prepared.values()}}
+        held = sum(ahead.values())
+        is_first = all(self._urgency(other) > self._urgency(row) for other, nbytes in ahead.items() if nbytes)
+        if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
+            return None
+        self._read.remove(row)
+        self._processing[row] = expected
+        return row
+
+    def _expected(self, row: Row) -> int:
+        """Bytes that a row that was read may take while it is processed and afterwards: more than there are if nobody knows."""
+        assert row.prompt is not None and row.prompt.loading is not None
+        loading = row.prompt.loading
+        if loading.known_nbytes is not None:
+            return loading.known_nbytes
+        seen = self._sizes[row.has_videos].expected(loading.num_pixels)
+        return self._most_bytes + 1 if seen is None else seen + BYTES_PER_PIXEL * loading.num_pixels
+
     def _has_room(self, lane: Hashable, has_videos: bool, heap: list[_Entry]) -> bool:
-        """Whether the first row of a lane's heap may be prepared now."""
+        """Whether the first row of a lane's heap may be read now."""
         while heap and heap[0][2].status is Status.FINISHED:
             heapq.heappop(heap)
-        if not heap or len(self._prepared) >= MOST_AHEAD * self._most_ahead:
+        if not heap or len(self._prepared) + len(self._read) >= MOST_AHEAD * self._most_ahead:
             return False
-        beside = [row for row in self._preparing if row.lane == lane]
-        waiting = [*beside, *self._prepared.values()]
+        beside = [row for row in (*self._reading, *self._processing) if row.lane == lane]
+        waiting = [*beside, *self._read, *self._prepared.values()]
         if has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD:
             return False
-        num_before = sum(self._urgency(row) <= heap[0][0] for row in waiting)
-        return len(beside) < WITH_LOADERS and num_before < self._most_ahead
+        before = [row for row in waiting if self._urgency(row) <= heap[0][0]]
+        files = any(_nbytes(row) for row in (*self._reading, *self._read) if row.lane == lane)
+        has_bytes = not files or sum(map(_nbytes, before)) < self._most_bytes
+        return len(beside) < WITH_LOADERS and len(before) < self._most_ahead and has_bytes
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """A row's loading is done. Raises what reading or processing raised."""
         assert row.prompt is not None
-        self._preparing.remove(row)
+        self._reading.discard(row)
+        self._processing.pop(row, None)
         row.prompt.loading = None
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
@@ -118,6 +189,8 @@ class Admission:
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
         row.prompt.inputs = as_mlx(prepared.inputs)
         row.keep_given(prepared.inputs)
+        if loading.known_nbytes is None:
+            self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self._unprepared.remove(row)
         self._prepared[row.request_id] = row
 
@@ -166,6 +239,10 @@ class Admission:
 
 
 _Entry = tuple[float, int, Row]  # urgency, order of arrival
+
+
+def _nbytes(row: Row) -> int:
+    return 0 if row.prompt is None else row.prompt.nbytes
 
 
 def _is_encoded(row: Row) -> bool:

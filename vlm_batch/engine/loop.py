@@ -56,6 +56,11 @@ class _Cancel:
 
 
 @dataclass(frozen=True)
+class _Read:
+    row: Row
+
+
+@dataclass(frozen=True)
 class _Loaded:
     row: Row
     loading: Loading
@@ -65,7 +70,7 @@ class _Stop:
     """Ends the loop."""
 
 
-_Message = _Add | _Cancel | _Loaded | _Stop
+_Message = _Add | _Cancel | _Read | _Loaded | _Stop
 
 
 class EngineLoop:
@@ -175,6 +180,7 @@ class EngineLoop:
             steps=counts["steps"],
             recomputed=generator.num_recomputed,
             stalled=self._watchdog.stalled,
+            ahead_bytes=generator.admission.nbytes,
         )
 
     # On its own thread
@@ -215,13 +221,15 @@ class EngineLoop:
             self._recover(error, message)
         return True
 
-    def _follow(self, message: _Add | _Cancel | _Loaded) -> None:
+    def _follow(self, message: _Add | _Cancel | _Read | _Loaded) -> None:
         if isinstance(message, _Add):
             if message.several is not None:
                 self._several.update(dict.fromkeys(message.several.row_ids, message.several))
             self.generator.add(message.row)
         elif isinstance(message, _Cancel):
             self._cancel(message.request_id)
+        elif isinstance(message, _Read):
+            self.generator.admission.note_read(message.row)
         else:
             self.generator.take_in(message.row, message.loading)
 
@@ -235,6 +243,9 @@ class EngineLoop:
         """One round: have more prepared, step, hand out events. False if there was nothing to do."""
         while (row := self.generator.admission.next_to_prepare()) is not None:
             self._prepare(row)
+        while (row := self.generator.admission.next_to_process()) is not None:
+            assert row.prompt is not None
+            self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False
         with self._watchdog.step():
@@ -262,10 +273,12 @@ class EngineLoop:
         assert row.prompt is not None
         question, row.prompt.question = row.prompt.question, None
         try:
-            row.prompt.loading = loading = self._loaders.start(question)
+            row.prompt.loading = loading = self._loaders.start(question, partial(self._inbox.put, _Read(row)))
         except BaseException as error:
             self.generator.fail(row, error)
             return
+        if loading.is_read:
+            self.generator.admission.note_read(row)
         loading.when_done(partial(self._inbox.put, _Loaded(row, loading)))  # a loader's thread holds no engine
 
     def _hand_out(self, event: Event) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import as_mlx, num_bytes, on_host
+from vlm_batch.arrays import arrays_of, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
@@ -32,6 +32,7 @@ class Status(Enum):
     DECODE = "decode"
     FINISHED = "finished"
 
+
 #: Bytes of a processor's output that a row keeps until its end, in case it has to begin again: 40 megapixels or so. A row with
 #: more (a long video) ends with the error where others begin again.
 MOST_GIVEN = 2**27
@@ -50,6 +51,14 @@ class Prompt:
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
     ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was read or prepared for it, until it is encoded."""
+        inputs, loading = self.inputs, self.loading
+        if inputs is not None:
+            return sum(array.nbytes for array in arrays_of(inputs))
+        return 0 if loading is None else loading.nbytes
 
 
 @dataclass(frozen=True)

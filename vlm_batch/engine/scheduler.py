@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 from vlm_batch.checks import seconds_option, whole_option
 
+#: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
+DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
 _OPTIONAL = (
     "prefill_budget",
     "idle_budget",
@@ -38,8 +40,10 @@ class SchedulerConfig:
     ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
     ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
-    requests whose pictures are read while they wait, beside a batch's worth. ``max_prompt_tokens``: longer prompts are
-    refused. None leaves a setting to the device (``vlm_batch.engine.defaults.for_placement``).
+    requests whose pictures are read while they wait, beside a batch's worth, and ``look_ahead_bytes``: what is prepared of
+    them is no more than that (one that is larger by itself goes alone), and no more files are read while that much is held.
+    ``max_prompt_tokens``: longer prompts are refused. None leaves a setting to the device
+    (``vlm_batch.engine.defaults.for_placement``).
     """
 
     max_rows: int = 8
@@ -55,10 +59,11 @@ class SchedulerConfig:
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
     look_ahead: int = 16
+    look_ahead_bytes: int = DEFAULT_LOOK_AHEAD_BYTES
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "look_ahead"):
+        for name in ("max_rows", "look_ahead", "look_ahead_bytes"):
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1))
         for name in ("encode_ahead", "slack"):
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=0))

@@ -139,6 +139,23 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         return data if (again.size, again.mode) == (image.size, image.mode) else None
 
 
+def count_pixels(source: ImageInput) -> int:
+    """Pixels of a picture that is in memory, by its header; 0 for one that is not, or that cannot be read."""
+    try:
+        if isinstance(source, Image.Image):
+            width, height = source.size
+        elif isinstance(source, np.ndarray):
+            height, width = source.shape[:2]
+        elif isinstance(source, (bytes, Fetched)):
+            with _open_within(BytesIO(source if isinstance(source, bytes) else source.data), None) as image:
+                width, height = image.size
+        else:
+            return 0
+    except Exception:  # whoever decodes it will say what is wrong
+        return 0
+    return int(width * height)
+
+
 def fetch_image(source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None) -> ImageInput:
     """The picture with its path or URL read; anything else as it is. Raises InvalidImage, or OperationCancelled."""
     if not isinstance(source, (str, Path)):

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from vlm_batch.errors import InvalidRequest
-from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error, read_medium
 from vlm_batch.runtime import threads
 
@@ -212,14 +212,32 @@ class Pool:
 class Loading:
     """One question on its way to being ``Prepared``; every method is safe from any thread."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, when_read: Callable[[], None] | None = None) -> None:
         self.question = question
+        self.when_read = when_read
         self.cancelled = Cancelled()
         self._media = list(question.media)
         self._unread = {at for at, medium in enumerate(self._media) if lane_of(medium) is not None}
+        self.is_read = not self._unread  # its pictures and videos are in memory, or at hand
         self._future: Future[Prepared] = Future()
         self._lock = threading.Lock()
         self._has_ended = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that were read for it and are in memory."""
+        media = self.question.media if self.is_read else tuple(self._media)
+        return sum(len(medium.data) for medium in media if isinstance(medium, Fetched))
+
+    @property
+    def num_pixels(self) -> int:
+        """Pixels of the pictures that are in memory."""
+        return self.question.num_pixels
+
+    @property
+    def known_nbytes(self) -> int | None:
+        """Bytes that it will come to; None if nobody knows that yet."""
+        return self.question.known_nbytes
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once."""
@@ -256,8 +274,10 @@ class Loading:
             self._unread.discard(at)
             if self._unread:
                 return False
-            self.question = self.question.with_media(self._media)
-            return True
+            media = list(self._media)
+        self.question = self.question.with_media(media)
+        self.is_read = True
+        return True
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, and stop what still works for it."""
@@ -279,9 +299,10 @@ class Loading:
 class Loaders:
     """Read and prepare questions; each lane in the order in which its questions are started.
 
-    ``prepare`` is ``Preparer.prepare``. The engine's loop calls ``start``, is woken by ``Loading.when_done``, and calls
-    ``Loading.cancel`` for a request that was cancelled before it was taken in. It decides how many are started, and
-    counts those of each ``Question.lane`` apart: what waits for a network may not take the places of what does not.
+    ``prepare`` is ``Preparer.prepare``. The engine's loop calls ``start``, calls ``process`` when there is room for what
+    will come of it, is woken by ``Loading.when_done``, and calls ``Loading.cancel`` for a request that was cancelled before
+    it was taken in. It decides how many are started, and counts those of each ``Question.lane`` apart: what waits for a
+    network may not take the places of what does not.
     """
 
     def __init__(self, prepare: Callable[[Question, Cancelled], Prepared]) -> None:
@@ -294,20 +315,31 @@ class Loaders:
         }
         self._open: set[Loading] = set()
 
-    def start(self, question: Question) -> Loading:
-        """Begin to read and process a question; returns at once."""
-        loading = Loading(question)
+    def start(self, question: Question, when_read: Callable[[], None] | None = None) -> Loading:
+        """Begin to read and process a question; returns at once.
+
+        With ``when_read`` it is read only: that is called once by the thread that has read the last of it, or not at all
+        if there was nothing to read, and ``process`` goes on with it.
+        """
+        loading = Loading(question, when_read)
         self._open.add(loading)
         loading.when_done(partial(self._open.discard, loading))
         unread = loading.unread()
         try:
             for at, medium in unread:
                 self._read(loading, at, medium)
-            if not unread:
+            if not unread and when_read is None:
                 self._process(loading)
         except BaseException as error:
             loading.fail(error)
         return loading
+
+    def process(self, loading: Loading) -> None:
+        """Have what was read processed; returns at once."""
+        try:
+            self._process(loading)
+        except BaseException as error:
+            loading.fail(error)
 
     def close(self) -> None:
         """End everything that is under way, and wait a little for what native code is doing."""
@@ -333,7 +365,7 @@ class Loaders:
     def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
         try:
             if loading.put(at, reading.result()):
-                self._process(loading)
+                (loading.when_read or partial(self._process, loading))()
         except BaseException as error:  # also of what comes next: a future's callback tells nobody
             loading.fail(error)
 

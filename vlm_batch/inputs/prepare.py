@@ -30,7 +30,14 @@ from vlm_batch.errors import (
 from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
 from vlm_batch.inputs.grammar import Form, Forms
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, describe_source, fetch_image, load_image, own_image
+from vlm_batch.inputs.images import (
+    DEFAULT_MAX_PIXELS,
+    count_pixels,
+    describe_source,
+    fetch_image,
+    load_image,
+    own_image,
+)
 from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import TemplateOptions
@@ -92,7 +99,8 @@ class Lane(Enum):
 class Question:
     """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread.
 
-    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read.
+    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read. ``num_pixels``
+    are those of the pictures that are in memory.
     """
 
     prompt: str | None = None
@@ -104,6 +112,14 @@ class Question:
     params: SamplingParams = field(default_factory=SamplingParams)
     thinking: Thinking | None = None
     pixels: PixelBounds | None = None
+    num_pixels: int = 0
+
+    @property
+    def known_nbytes(self) -> int | None:
+        """Bytes of what a processor will make of it; None if nobody knows that yet."""
+        if self.inputs is not None:
+            return sum(map(_nbytes, self.inputs.values()))
+        return None if self.media else 0
 
     @property
     def media(self) -> tuple[ImageInput | Video, ...]:
@@ -113,7 +129,8 @@ class Question:
     def with_media(self, media: Sequence[ImageInput | Video]) -> Question:
         """The same with other ``media``, as many of each."""
         count = len(self.images)
-        return replace(self, images=tuple(media[:count]), videos=tuple(media[count:]))
+        images, videos = tuple(media[:count]), tuple(media[count:])
+        return replace(self, images=images, videos=videos, num_pixels=sum(map(count_pixels, images)))
 
     @property
     def is_long(self) -> bool:
@@ -187,7 +204,8 @@ class Preparer:
         """
         self._forms.check(request.params)
         question = replace(self._checked(request), params=request.params, pixels=self._pixels(request))
-        return replace(question, thinking=self._thinking(question, request))
+        num_pixels = sum(map(count_pixels, question.images))
+        return replace(question, thinking=self._thinking(question, request), num_pixels=num_pixels)
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
