@@ -146,6 +146,37 @@ def test_several_answers_with_seeds_that_count_up(client: openai.OpenAI) -> None
     assert several.usage.prompt_tokens == single.usage.prompt_tokens
 
 
+def test_several_answers_are_one_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their prompt is read, encoded and prefilled once, and counts once."""
+    loaded = server.server.service.model
+    assert loaded is not None
+    adapter = loaded.batcher._loop.generator.adapter  # type: ignore[attr-defined]
+    calls: list[str] = []
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(*given: Any) -> Any:
+            calls.append(name)
+            return call(*given)
+
+        return noting
+
+    for name in ("encode", "prefill"):
+        monkeypatch.setattr(adapter, name, noted(name, getattr(adapter, name)))
+    before = counted(server, "vlm_batch:pictures_total")
+    body = {"messages": asked("digits_728.png", question="read the digits")}
+    reply = server.ask("POST", "/v1/chat/completions", {**body, "n": 6, "seed": 1, "temperature": 0.5})
+    assert {choice["message"]["content"] for choice in reply.json["choices"]} == {"728"}
+    assert calls.count("encode") == 1
+    assert calls.count("prefill") <= 2
+    assert counted(server, "vlm_batch:pictures_total") == before + 1
+
+
+def counted(server: Running, name: str) -> float:
+    """A counter of ``/metrics``, over all of its labels."""
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
 def test_several_answers_streamed(client: openai.OpenAI) -> None:
     said = {0: "", 1: ""}
     for chunk in client.chat.completions.create(model="qwen2_vl", messages=asked("red_circle.png"), n=2, stream=True):

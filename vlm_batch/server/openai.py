@@ -306,30 +306,29 @@ def unknown_to_the_library() -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a body asks of the engine: several requests where it has several prompts, each answered ``n`` times."""
+    """What a body asks of the engine: one request for each of its prompts, each answered ``n`` times."""
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams
     template: Mapping[str, Any]
-    n: int
     stream: bool
     include_usage: bool
     is_chat: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
     user: str | None = None
 
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.params.n
+
     def requests(self, *, request_id: str, priority: int) -> list[Request]:
-        """One request for each choice, in order of their indices; seeds of one prompt count up from the one given."""
+        """One request for each prompt, in their order; its answers share what is encoded and prefilled."""
         return [
             Request(
-                params=_with_seed(self.params, choice),
-                request_id=f"{request_id}-{index * self.n + choice}",
-                priority=priority,
-                **prompt,
-                **self.template,
+                params=self.params, request_id=f"{request_id}-{index}", priority=priority, **prompt, **self.template
             )
             for index, prompt in enumerate(self.prompts)
-            for choice in range(self.n)
         ]
 
 
@@ -359,7 +358,7 @@ def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: L
         params=_params(body, max_tokens, logprobs, limits),
         template=template,
         tools=tools,
-        **_shape(body, limits),
+        **_shape(body),
     )
 
 
@@ -373,7 +372,7 @@ def completion_ask(body: CompletionRequest, limits: Limits) -> Ask:
         params=_params(body, body.max_tokens, body.logprobs, limits),
         template={},
         is_chat=False,
-        **_shape(body, limits),
+        **_shape(body),
     )
 
 
@@ -391,23 +390,22 @@ def field_status(model: type[Wire]) -> dict[str, str]:
     return status | dict.fromkeys(REFUSED, "refused")
 
 
-def _shape(body: Common, limits: Limits) -> dict[str, Any]:
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= limits.max_choices:
-        raise ApiError(400, f"n is {n}; it must be in 1..{limits.max_choices}", param="n")
+def _shape(body: Common) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     options = body.stream_options or StreamOptions()
     user = body.user or body.safety_identifier
-    return {"n": n, "stream": bool(body.stream), "include_usage": options.include_usage, "user": user}
+    return {"stream": bool(body.stream), "include_usage": options.include_usage, "user": user}
 
 
 def _params(body: Common, max_tokens: int | None, logprobs: int | None, limits: Limits) -> SamplingParams:
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= limits.max_choices:
+        raise ApiError(400, f"n is {n}; it must be in 1..{limits.max_choices}", param="n")
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
+    most = limits.default_max_tokens if max_tokens is None else max_tokens
     try:
-        return SamplingParams(
-            max_tokens=limits.default_max_tokens if max_tokens is None else max_tokens, logprobs=logprobs, **given
-        )
+        return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:
         raise refusal(error) from error
 
@@ -444,13 +442,6 @@ def _bias(value: Mapping[str, float]) -> dict[int, float]:
 
 
 _CONVERSIONS = {"response_format": _format, "logit_bias": _bias}
-
-
-def _with_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    if params.seed is None or choice == 0:
-        return params
-    given = {name: value for name, value in vars(params).items() if name != "seed"}
-    return SamplingParams(**given, seed=(params.seed + choice) % 2**64)
 
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:

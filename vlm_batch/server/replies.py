@@ -187,7 +187,7 @@ class Exchange(ABC):
             )
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
-                    choice = self._choices[index]
+                    choice = self._choices[index * ask.n + event.index]
                     delta = self._read(choice, event, visit)
                     if not delta.is_empty or choice.result is not None:
                         yield choice, delta
@@ -207,10 +207,11 @@ class Exchange(ABC):
             self._note_gap(choice.index)
         try:
             delta = choice.reader.feed(event)
-            if event.result is not None:
-                self._service.ended(event.result)
-                self._check(event.result, visit)
-                choice.result = event.result
+            result = event.answer or event.result
+            if result is not None:
+                self._service.ended(result, shares_prompt=not choice.is_first_of_prompt)
+                self._check(result, visit)
+                choice.result = result
                 delta += choice.reader.finish()
         except UnreadableCall as error:
             raise ApiError(500, f"the model's tool call cannot be read: {error}") from error
@@ -236,12 +237,12 @@ class Exchange(ABC):
 
     def _note(self, ask: Ask) -> None:
         usage = self._usage()
-        results = [choice.result for choice in self._choices if choice.result is not None]
+        firsts = [choice.result for choice in self._choices if choice.result is not None and choice.is_first_of_prompt]
         self._entry.said |= {
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "pictures": sum(len(result.image_sizes) for result in results),
+            "pictures": sum(len(result.image_sizes) for result in firsts),
             "finish_reasons": [choice.finish_reason for choice in self._choices],
         }
         if ask.user is not None:

@@ -233,10 +233,10 @@ class Service:
             visit.end()
         return visit.handles
 
-    def ended(self, result: Result) -> None:
-        """Note a request's end."""
+    def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
+        """Note an answer's end; ``shares_prompt`` says that another answer stands for their prompt."""
         self._ends.append(time.monotonic())
-        self.metrics.ended(result)
+        self.metrics.ended(result, shares_prompt=shares_prompt)
 
     def _admit(self) -> None:
         """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long."""
