@@ -260,6 +260,25 @@ def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
     assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
 
 
+def test_log_probabilities_of_prompts(server: Running) -> None:
+    """In vLLM's form and places: beside a chat's choices, and in each of a text completion's."""
+    chat = server.chat("count to 3", prompt_logprobs=1).json
+    told = chat["prompt_logprobs"]
+    assert len(told) == chat["usage"]["prompt_tokens"]
+    assert told[0] is None
+    assert all(min(entry["logprob"] for entry in one.values()) <= 0 for one in told[1:])
+    assert {entry["rank"] for one in told[1:] for entry in one.values() if "rank" in entry} == {1}
+    prompts = [f"<|im_start|>user\ncount to {n}<|im_end|>\n<|im_start|>assistant\n" for n in (3, 12)]
+    reply = server.ask("POST", "/v1/completions", {"prompt": prompts, "prompt_logprobs": 0, "max_tokens": 2})
+    said = [
+        "".join(next(iter(one.values()))["decoded_token"] for one in choice["prompt_logprobs"][1:])
+        for choice in reply.json["choices"]
+    ]
+    assert all(prompt.endswith(words) for prompt, words in zip(prompts, said, strict=True))
+    assert "prompt_logprobs" not in server.chat("count to 3").json
+    assert server.chat("count to 3", prompt_logprobs=1, stream=True).error["param"] == "prompt_logprobs"
+
+
 # Concurrency -------------------------------------------------------------------------------------------------------
 
 

@@ -182,6 +182,7 @@ class Common(Wire):
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
@@ -241,7 +242,6 @@ REFUSED: Mapping[str, str] = {
     "prediction": "answers are not speculated",
     "priority": "use the header X-Priority, in which higher goes first",
     "prompt_cache_retention": "prefixes are kept as long as they fit",
-    "prompt_logprobs": "log-probabilities are given of the answer only",
     "suffix": "text is only added at the end",
     "verbosity": "no family has a control for it",
     "web_search_options": "nothing is searched",
@@ -261,6 +261,7 @@ SAMPLING: Mapping[str, str] = {
     "min_tokens": "min_tokens",
     "bad_words": "bad_words",
     "allowed_token_ids": "allowed_token_ids",
+    "prompt_logprobs": "prompt_logprobs",
     "seed": "seed",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
@@ -393,6 +394,8 @@ def field_status(model: type[Wire]) -> dict[str, str]:
 def _shape(body: Common) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs come with the whole answer; leave stream out", param="prompt_logprobs")
     options = body.stream_options or StreamOptions()
     user = body.user or body.safety_identifier
     return {"stream": bool(body.stream), "include_usage": options.include_usage, "user": user}

@@ -110,7 +110,11 @@ class Exchange(ABC):
             async for choice, delta in deltas:
                 choice.add(delta)
         choices = [self._whole(choice) for choice in self._choices]
-        return {**self._head(self.kind), "choices": choices, "usage": self._usage()}
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._of_prompt()}
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What a whole answer says of its prompt, where that stands beside the choices."""
+        return {}
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Server-sent events. Raises ApiError before the first; later errors are events, after which the stream ends."""
@@ -140,6 +144,21 @@ class Exchange(ABC):
             logger.exception("request %s ended in its middle", self._entry.request_id)
             yield _event(ApiError(500, "the server failed in the middle of this answer").body)
         yield DONE
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The log-probabilities of a choice's prompt in vLLM's form, if they were asked for: a mapping for each position."""
+        assert choice.result is not None and self._dialect is not None
+        if choice.result.prompt_logprobs is None:
+            return {}
+        text = self._dialect.token
+        found = []
+        for one in choice.result.prompt_logprobs:
+            told = {} if one is None else {one.token_id: {"logprob": _finite(one.logprob)}}
+            for rank, (token, logprob) in enumerate(() if one is None else one.top, 1):
+                told[token] = {"logprob": _finite(logprob), "rank": rank}
+            entries = {str(token): {**entry, "decoded_token": text(token)[0]} for token, entry in told.items()}
+            found.append(entries or None)
+        return {"prompt_logprobs": found}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -265,6 +284,9 @@ class ChatExchange(Exchange):
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
         return {"index": choice.index, "message": message, **self._logprobs(choice.logprobs), **_end(choice)}
 
+    def _of_prompt(self) -> dict[str, Any]:
+        return self._prompt_logprobs(self._choices[0])
+
     def _opening(self, choice: Choice) -> dict[str, Any]:
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
@@ -308,7 +330,8 @@ class TextExchange(Exchange):
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.content)
-        return {"index": choice.index, "text": text, **self._logprobs(choice, choice.logprobs), **_end(choice)}
+        logprobs = self._logprobs(choice, choice.logprobs)
+        return {"index": choice.index, "text": text, **logprobs, **self._prompt_logprobs(choice), **_end(choice)}
 
     def _opening(self, choice: Choice) -> None:
         return None
