@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
+from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.edge import ENTRY, Edge, Entry
 from vlm_batch.server.errors import ApiError, envelope, without_paths
@@ -86,8 +87,8 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
 
-        async def prepare() -> Ask:
-            return chat_ask(body, await media.read(wire_messages(body)), limits)
+        async def prepare(dialect: Dialect) -> Ask:
+            return chat_ask(body, await media.read(wire_messages(body)), limits, dialect.writer)
 
         entry = request.scope[ENTRY]
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
@@ -97,7 +98,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         """Go on with a text, or with token ids."""
         _check_model(config, body.model)
 
-        async def prepare() -> Ask:
+        async def prepare(dialect: Dialect) -> Ask:
             return completion_ask(body, limits)
 
         entry = request.scope[ENTRY]

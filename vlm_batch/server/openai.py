@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictFloat, StrictInt
 
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.errors import ApiError, refusal
-from vlm_batch.types import Request, SamplingParams
+from vlm_batch.types import FORMS, Request, SamplingParams
 
 #: Bounds of what one request may hold beside its body's bytes.
 MAX_STOPS = 16
@@ -135,6 +136,17 @@ class Tool(Wire):
     function: Function
 
 
+class ToolName(Wire):
+    name: str
+
+
+class NamedTool(Wire):
+    """The one tool that the answer has to call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class StreamOptions(Wire):
     include_usage: bool = False
 
@@ -208,8 +220,8 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, JsonValue]] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
@@ -343,8 +355,11 @@ class Limits:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of the wire for bodies that lack them
 
 
-def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: Limits) -> Ask:
-    """The engine's part of a chat. ``messages`` are the body's, with pictures and videos as bytes. Raises ApiError."""
+def chat_ask(
+    body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: Limits, writer: CallWriter | None = None
+) -> Ask:
+    """The engine's part of a chat. ``messages`` are the body's, with pictures and videos as bytes; ``writer`` is of the
+    model's tool calls, None if its template has no form for them. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -356,7 +371,7 @@ def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: L
     template = _template(body, tools) | {TEMPLATE[name]: value for name, value in missing.items()}
     return Ask(
         prompts=({"messages": list(messages)},),
-        params=_params(body, max_tokens, logprobs, limits),
+        params=_params(body, max_tokens, logprobs, limits, grammar=_call_grammar(body, tools, writer)),
         template=template,
         tools=tools,
         **_shape(body),
@@ -386,7 +401,7 @@ def field_status(model: type[Wire]) -> dict[str, str]:
     """Each field of a body, and "honoured", "refused" or "one value" (refused unless it asks for nothing)."""
     later = unknown_to_the_library()
     status = {name: "one value" if name in later else "honoured" for name in model.model_fields}
-    status |= dict.fromkeys(("store", "service_tier", "modalities", "echo", "parallel_tool_calls"), "one value")
+    status |= dict.fromkeys(("store", "service_tier", "modalities", "echo"), "one value")
     status = {name: value for name, value in status.items() if name in model.model_fields}
     return status | dict.fromkeys(REFUSED, "refused")
 
@@ -401,11 +416,42 @@ def _shape(body: Common) -> dict[str, Any]:
     return {"stream": bool(body.stream), "include_usage": options.include_usage, "user": user}
 
 
-def _params(body: Common, max_tokens: int | None, logprobs: int | None, limits: Limits) -> SamplingParams:
+def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
+    """What an answer is held to that must call a tool, may call one only, or must keep to a tool's schema; None for others."""
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    is_forced = choice == "required" or named is not None
+    one_only = body.parallel_tool_calls is False
+    if named is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == named]
+    if is_forced and not tools:
+        missing = "no tools are given" if named is None else f"there is no tool {named[:100]!r}"
+        raise ApiError(400, f"tool_choice: {missing}", param="tool_choice")
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if not tools or not (is_forced or one_only or is_strict):
+        return None
+    asked = "tool_choice" if is_forced else "parallel_tool_calls" if one_only else "tools"
+    if writer is None:
+        raise ApiError(400, f"{asked}: this model's chat template has no form for tool calls", param=asked)
+    if not is_forced and not writer.is_marked:
+        said = "only with tool_choice required or a tool's name: this model's calls begin like other text"
+        raise ApiError(400, f"{asked}: {'one call' if one_only else 'strict'} {said}", param=asked)
+    try:
+        return writer.grammar(tools, several=named is None and not one_only, is_free=not is_forced)
+    except CannotForce as error:
+        raise ApiError(400, f"{asked}: {error}", param=asked) from error
+
+
+def _params(
+    body: Common, max_tokens: int | None, logprobs: int | None, limits: Limits, *, grammar: str | None = None
+) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= limits.max_choices:
         raise ApiError(400, f"n is {n}; it must be in 1..{limits.max_choices}", param="n")
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
+    if grammar is not None and set(FORMS) & given.keys():
+        raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
+    given |= {} if grammar is None else {"grammar": grammar}
     most = limits.default_max_tokens if max_tokens is None else max_tokens
     try:
         return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)

@@ -27,7 +27,7 @@ MAX_PENDING = 64
 DONE = b"data: [DONE]\n\n"
 
 #: Makes the engine's part of a body, once the request has been let in.
-Prepare: TypeAlias = Callable[[], Awaitable[Ask]]
+Prepare: TypeAlias = Callable[[Dialect], Awaitable[Ask]]
 
 
 @dataclass
@@ -198,8 +198,8 @@ class Exchange(ABC):
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """What each event adds to which choice. Raises ApiError as soon as one choice has failed."""
         async with self._service.visit() as visit:
-            ask = await self._prepare()
             assert visit.loaded is not None
+            ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
             handles = await self._service.submit(
                 visit, ask.requests(request_id=visit.request_id, priority=self._priority)
