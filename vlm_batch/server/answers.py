@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from mlx_vlm.server.responses_state import (
@@ -79,7 +79,7 @@ class Dialect:
         self.reasons = _response_template_tokenizer(self._processor) is not None or any(end in text for _, end in pairs)
         self._hidden = self._hidden_markers([marker for pair in pairs for marker in pair])
 
-    @property
+    @cached_property
     def writer(self) -> CallWriter | None:
         """What makes grammars of its tool calls; None if it has no form for them."""
         if self.tool_parser is None:
