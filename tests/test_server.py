@@ -27,6 +27,7 @@ from vlm_batch import Request, SamplingParams, Video, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli import serve
+from vlm_batch.runtime.memory import usual_limit
 from vlm_batch.server.config import InvalidConfig, ServerConfig
 
 DESCRIBED = {
@@ -614,13 +615,34 @@ def test_the_command_lines_flags_become_the_configuration(capsys: pytest.Capture
     assert "/no/such/folder" in said
 
 
-def test_defaults_that_cannot_be_followed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from vlm_batch.server.openai import unknown_to_the_library
+def test_the_memory_limit_is_the_devices_unless_it_is_said() -> None:
+    limits = {
+        said: serve.config_of(cli.parser().parse_args(["serve", *said.split()]), {}).max_memory
+        for said in ("", "--max-memory-gb 0", "--max-memory-gb 2")
+    }
+    assert limits == {"": usual_limit(), "--max-memory-gb 0": None, "--max-memory-gb 2": 2 << 30}
+    assert 2**28 < usual_limit() < 2**44
 
-    for flags in (["--enable-thinking"], ["--max-pixels", "1000"], ["--min-pixels", "1000"]):
-        if flags[0][2:].replace("-", "_") in unknown_to_the_library():
-            assert cli.main(["serve", *flags]) == 2
-            assert "not supported yet" in capsys.readouterr().err
+
+def test_sizes_of_pictures_are_bounded_by_flags() -> None:
+    """--max-pixels is the batcher's own bound: pictures are seen no larger, and nobody may ask for more."""
+    args = cli.parser().parse_args(["serve", "--max-pixels", "1568", "--min-pixels", "784"])
+    with serving(lambda: serve.open_batcher(args), warm_up=False) as small, serving(warm_up=False) as usual:
+        asked_of = [
+            one.ask("POST", "/v1/chat/completions", {"messages": asked("receipt.jpg")}) for one in (small, usual)
+        ]
+        tokens = [reply.json["usage"]["prompt_tokens_details"]["image_tokens"] for reply in asked_of]
+        assert 0 < tokens[0] <= 2 < tokens[1]
+        assert small.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+        refused = small.chat([picture("receipt.jpg"), text("x")], max_pixels=10**6)
+        assert (refused.status, "1,568" in refused.error["message"]) == (400, True)
+
+
+def test_thinking_by_flag_needs_a_template_that_reads_it() -> None:
+    with serving(enable_thinking=True, warm_up=False) as server:
+        reply = server.chat("count to 3")
+        assert reply.status == 503
+        assert "does not read enable_thinking" in reply.error["message"]
 
 
 def test_a_request_has_so_much_time() -> None:

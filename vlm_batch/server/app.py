@@ -80,7 +80,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
 
 def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     config = service.config
-    limits = Limits(config.max_choices, config.max_prompts, config.default_max_tokens, config.defaults)
+    limits = Limits(config.max_choices, config.max_prompts, config.default_max_tokens, config.enable_thinking)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

@@ -1,14 +1,14 @@
 """OpenAI's wire format: the bodies of requests as types, and what becomes of each field.
 
 A field is honoured or refused with its name, never ignored. ``SAMPLING`` and ``TEMPLATE`` say which field of
-``SamplingParams`` and ``Request`` a field of the wire becomes; one that the library does not have is refused.
+``SamplingParams`` and ``Request`` a field of the wire becomes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictFloat, StrictInt
@@ -307,15 +307,6 @@ NEUTRAL: Mapping[str, Any] = {
     "chat_template_kwargs": {},
 }
 
-_SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))
-_REQUEST_FIELDS = frozenset(one.name for one in fields(Request))
-
-
-def unknown_to_the_library() -> frozenset[str]:
-    """Fields of the wire that the library has nothing for yet: refused unless they are neutral."""
-    sampling = {wire for wire, ours in SAMPLING.items() if ours not in _SAMPLING_FIELDS}
-    return frozenset(sampling | {wire for wire, ours in TEMPLATE.items() if ours not in _REQUEST_FIELDS})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
@@ -352,7 +343,7 @@ class Limits:
     max_choices: int
     max_prompts: int
     default_max_tokens: int
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of the wire for bodies that lack them
+    enable_thinking: bool = False  # for bodies that do not say
 
 
 def chat_ask(
@@ -367,8 +358,9 @@ def chat_ask(
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
-    missing = {name: value for name, value in limits.defaults.items() if getattr(body, name) is None}
-    template = _template(body, tools) | {TEMPLATE[name]: value for name, value in missing.items()}
+    template = _template(body, tools)
+    if limits.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
+        template.setdefault("enable_thinking", True)
     return Ask(
         prompts=({"messages": list(messages)},),
         params=_params(body, max_tokens, logprobs, limits, grammar=_call_grammar(body, tools, writer)),
@@ -399,8 +391,7 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
 
 def field_status(model: type[Wire]) -> dict[str, str]:
     """Each field of a body, and "honoured", "refused" or "one value" (refused unless it asks for nothing)."""
-    later = unknown_to_the_library()
-    status = {name: "one value" if name in later else "honoured" for name in model.model_fields}
+    status = dict.fromkeys(model.model_fields, "honoured")
     status |= dict.fromkeys(("store", "service_tier", "modalities", "echo"), "one value")
     status = {name: value for name, value in status.items() if name in model.model_fields}
     return status | dict.fromkeys(REFUSED, "refused")
@@ -465,15 +456,13 @@ def _template(body: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a table that a body sets to more than nothing. Raises ApiError for one that the library lacks."""
+    """The fields of a table that a body sets to more than nothing. Raises ApiError for a value that cannot be read."""
     found: dict[str, Any] = {}
     for name in sorted(body.model_fields_set & table.keys()):
         value = body.model_dump(include={name}, by_alias=True, exclude_none=True).get(name)
         neutral = NEUTRAL.get(name)
         if value is None or value == (neutral.model_dump() if isinstance(neutral, Wire) else neutral):
             continue
-        if name in unknown_to_the_library():
-            raise ApiError(400, f"{name} is not supported by this server yet; leave it out", param=name)
         found[name] = _CONVERSIONS[name](value) if name in _CONVERSIONS else value
     return found
 
