@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from vlm_batch import (
     RequestFailed,
     Result,
     SamplingParams,
+    Stats,
     UnsupportedModel,
     VLMBatcher,
     assets,
@@ -174,10 +175,25 @@ def test_generate_keeps_the_order_and_reads_generators_lazily(batcher: VLMBatche
 
     first = next(stream := batcher.as_completed(source()))
     assert first.request_id.startswith("lazy-")
-    assert produced <= batcher.look_ahead + 1
+    assert produced <= batcher.look_ahead + 8 + 1  # beside a batch's worth
     stream.close()  # type: ignore[attr-defined]
     results = batcher.generate(source())
     assert [result.request_id for result in results] == [f"lazy-{n}" for n in range(40)]
+
+
+def test_generate_fills_a_batch_of_more_rows_than_are_read_ahead() -> None:
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    most = 0
+
+    def source(stats: Callable[[], Stats]) -> Iterator[Request]:
+        nonlocal most
+        for _ in range(30):
+            most = max(most, stats().decoding)
+            yield Request(prompt="count to 9", params=params)
+
+    with VLMBatcher(CHECKPOINT, max_rows=24, look_ahead=2) as wide:
+        assert all(result.ok for result in wide.generate(source(wide.stats)))
+    assert most > 8
 
 
 def test_generate_takes_mappings_and_shows_progress(batcher: VLMBatcher, capfd: pytest.CaptureFixture[str]) -> None:

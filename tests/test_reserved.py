@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +17,9 @@ from mlx_vlm.prompt_utils import apply_chat_template
 from vlm_batch.assets import CHECKOUT
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.inputs.reserved import ReservedWords
+from vlm_batch.inputs.reserved import ReservedWords, _patterns_of, _words_of
 from vlm_batch.inputs.template import TemplateOptions
-from vlm_batch.models import adapter_for
+from vlm_batch.models import adapter_for, families
 
 CHECKPOINTS = ["qwen2_vl", "qwen3_vl", "qwen3_5", "falcon_ocr", "aya_vision", "mllama"]
 
@@ -158,3 +162,142 @@ def test_what_says_nothing_is_rendered_as_mlx_vlm_does(name: str, model_type: st
             theirs = apply_chat_template(processing.processor, config, prompt, num_images=num_images)
             theirs = theirs["content"] if isinstance(theirs, dict) else theirs
             assert own.render(prompt, num_images) == theirs
+
+
+#: The words that each family's processor in mlx-vlm looks for or writes for pictures, videos and sounds, by its folder.
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "aya_vision": ("<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+    "cohere_compass": ("<|IMAGE_PAD|>", "<|VISION_START|>"),
+    "deepseek_v4": ("<\uff5cdeepseek_image\uff5c>",),
+    "deepseek_v41": ("<\uff5cdeepseek_image\uff5c>",),
+    "deepseek_vl_v2": ("<image>",),
+    "deepseekocr": ("<image>",),
+    "deepseekocr_2": ("<image>",),
+    "dots_ocr": ("<|imgpad|>", "<|video_pad|>"),
+    "ernie4_5_moe_vl": ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|image@placeholder|>"),
+    "falcon_ocr": ("<|image|>",),
+    "fastvlm": ("<image>",),
+    "gemma4": ("<|video|>",),
+    "gemma4_unified": ("<|video|>",),
+    "glm4v": ("<|image|>", "<|video|>"),
+    "glm4v_moe": ("<|image|>", "<|video|>"),
+    "glm5_next": ("<|image|>", "<|begin_of_image|>"),
+    "glm_ocr": ("<|image|>", "<|video|>"),
+    "got": ("<img>", "</img>", "<imgpad>", "<image>"),
+    "granite4_vision": ("<image>",),
+    "granite_vision": ("<image>",),
+    "hunyuan_vl": ("<image>",),
+    "idefics2": ("<image>", "<fake_token_around_image>"),
+    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"),
+    "inkling": ("<|content_image|>", "<|audio_placeholder|>"),
+    "internvl": ("<image>",),
+    "internvl_chat": ("<image>", "<IMG_CONTEXT>", "<img>"),
+    "jina_vlm": ("<|image|>",),
+    "kimi_k25": ("<|media_pad|>",),
+    "kimi_k3": ("<|media_pad|>", "<|kimi_image_placeholder|>"),
+    "kimi_vl": ("<|media_pad|>",),
+    "llama4": ("<|image|>", "<|patch|>", "<|image_start|>"),
+    "llava": ("<image>",),
+    "llava_next": ("<image>",),
+    "llava_onevision": ("<image>", "<video>"),
+    "locateanything": ("<IMG_CONTEXT>", "<image-7>"),
+    "mage_vl": ("<|image_pad|>", "<|vision_start|>"),
+    "mimo_v2": ("<|audio_pad|>",),
+    "minicpmo": ("<image>", "</image>", "<audio>"),
+    "minicpmv4_6": ("<image>", "<|image_pad|>", "<video>"),
+    "minicpmv4_7": ("<image>", "<|image_pad|>", "<video>"),
+    "minimax_m3_vl": ("<|minimax_m3_image_placeholder|>",),
+    "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "mllama": ("<|image|>",),
+    "molmo": ("<im_patch>",),
+    "molmo2": ("<|image|>", "<im_patch>"),
+    "molmo_point": ("<|image|>", "<im_patch>"),
+    "multi_modality": ("<image>",),
+    "muse_glimmer": ("<|image_placeholder|>", "<|patch|>"),
+    "muse_spark": ("<|image_start|>", "<|patch|>"),
+    "nemotron_h_nano_omni": ("<image>", "<img>"),
+    "paddleocr_vl": ("<|IMAGE_PLACEHOLDER|>",),
+    "paligemma": ("<image>",),
+    "phi3_v": ("<|image_1|>", "<|image_23|>"),
+    "phi4_siglip": ("<image>",),
+    "phi4mm": ("<|image_2|>", "<|audio_1|>", "<image>"),
+    "pixtral": ("[IMG]", "[IMG_END]"),
+    "plamo2vl": ("<plamo:image>", "<siglip2:img>"),
+    "qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>"),
+    "qwen2_vl": ("<|image_pad|>", "<|video_pad|>"),
+    "qwen3_omni_moe": ("<|image_placeholder|>",),
+    "qwen3_vl": ("<|image_pad|>", "<|vision_start|>"),
+    "smolvlm": ("<image>", "<fake_token_around_image>", "<video>"),
+    "step3p7": ("<im_patch>", "<patch_start>"),
+    "unlimited_ocr": ("<image>",),
+    "zaya1_vl": ("<image>",),
+}
+
+
+#: The classes that read text; the others take pictures, films and sounds alone.
+_PROCESSOR = re.compile(r"(?!.*(Image|Video|Audio)Processor)\w+Processor")
+
+
+def processors_of(folder: str) -> list[type]:
+    """The classes of mlx-vlm's that make a family's inputs."""
+    root = Path(mlx_vlm.__file__).parent / "models" / folder
+    found: list[type] = []
+    for file in sorted(root.glob("*process*.py")):
+        module = import_module(f"mlx_vlm.models.{folder}.{file.stem}")
+        found += [
+            kind
+            for name, kind in vars(module).items()
+            if inspect.isclass(kind) and _PROCESSOR.fullmatch(name) and kind.__module__ == module.__name__
+        ]
+    return found
+
+
+def _nothing(_: object, name: str) -> Any:
+    raise AttributeError(name)
+
+
+class Unmade:
+    """A processing whose processor was never given its parts, and whose template writes nothing of pictures."""
+
+    def __init__(self, kind: type) -> None:
+        bare = type(kind.__name__, (kind,), {"__getattr__": _nothing, "__module__": kind.__module__})
+        self.processor = object.__new__(bare)
+        self.tokenizer = SimpleNamespace(added_tokens_decoder={})
+
+    def render(self, prompt: Any, num_images: int, num_videos: int = 0) -> str:
+        return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
+
+
+@pytest.mark.parametrize("folder", WRITTEN)
+def test_what_a_familys_processor_looks_for_cannot_be_typed(folder: str) -> None:
+    kinds = processors_of(folder)
+    assert kinds
+    reserved = [ReservedWords(Unmade(kind)) for kind in kinds]  # type: ignore[arg-type]
+    call = {"function": {"name": "a", "arguments": {"text": "%s"}}}
+    for word in WRITTEN[folder]:
+        text = f"before {word} after"
+        refused = 0
+        for one in reserved:
+            try:
+                one.check_prompt(text)
+            except InvalidPrompt:
+                refused += 1
+                for chat in (
+                    [{"role": "user", "content": text}],
+                    [{"role": "user", "content": [{"type": "text", "text": text}]}],
+                    [{"role": "tool", "content": text, "tool_call_id": "1"}],
+                    [{"role": "assistant", "content": "", "tool_calls": [{**call, "id": text}]}],
+                ):
+                    with pytest.raises(InvalidPrompt, match="place"):
+                        one.check_chat(chat)
+        assert refused == len(reserved), f"{folder}: {word} can be typed"
+    for one in reserved:
+        one.check_prompt("an image of <b>bold</b> [text] (see the video), x < image > y, <|grounding|> <OD>")
+
+
+def test_every_familys_processor_with_such_words_is_there() -> None:
+    for spec in families():
+        for folder in {spec.family, *spec.model_types}:
+            if (Path(mlx_vlm.__file__).parent / "models" / folder).is_dir():
+                named = {word for kind in processors_of(folder) for word in _words_of(kind) | _patterns_of(kind)}
+                assert not named or folder in WRITTEN, f"{folder}: {sorted(named)}"

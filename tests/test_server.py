@@ -26,6 +26,7 @@ from vlm_batch import Request, SamplingParams, Video, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli import serve
+from vlm_batch.runtime.memory import usual_limit
 from vlm_batch.server.config import InvalidConfig, ServerConfig
 
 DESCRIBED = {
@@ -145,6 +146,37 @@ def test_several_answers_with_seeds_that_count_up(client: openai.OpenAI) -> None
     assert several.usage.prompt_tokens == single.usage.prompt_tokens
 
 
+def test_several_answers_are_one_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their prompt is read, encoded and prefilled once, and counts once."""
+    loaded = server.server.service.model
+    assert loaded is not None
+    adapter = loaded.batcher._loop.generator.adapter  # type: ignore[attr-defined]
+    calls: list[str] = []
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(*given: Any) -> Any:
+            calls.append(name)
+            return call(*given)
+
+        return noting
+
+    for name in ("encode", "prefill"):
+        monkeypatch.setattr(adapter, name, noted(name, getattr(adapter, name)))
+    before = counted(server, "vlm_batch:pictures_total")
+    body = {"messages": asked("digits_728.png", question="read the digits")}
+    reply = server.ask("POST", "/v1/chat/completions", {**body, "n": 6, "seed": 1, "temperature": 0.5})
+    assert {choice["message"]["content"] for choice in reply.json["choices"]} == {"728"}
+    assert calls.count("encode") == 1
+    assert calls.count("prefill") <= 2
+    assert counted(server, "vlm_batch:pictures_total") == before + 1
+
+
+def counted(server: Running, name: str) -> float:
+    """A counter of ``/metrics``, over all of its labels."""
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
 def test_several_answers_streamed(client: openai.OpenAI) -> None:
     said = {0: "", 1: ""}
     for chunk in client.chat.completions.create(model="qwen2_vl", messages=asked("red_circle.png"), n=2, stream=True):
@@ -226,6 +258,25 @@ def test_log_probabilities_of_text_completions(client: openai.OpenAI) -> None:
     assert whole.token_logprobs is not None
     assert whole.top_logprobs is not None
     assert [max(step.values()) for step in whole.top_logprobs] == whole.token_logprobs
+
+
+def test_log_probabilities_of_prompts(server: Running) -> None:
+    """In vLLM's form and places: beside a chat's choices, and in each of a text completion's."""
+    chat = server.chat("count to 3", prompt_logprobs=1).json
+    told = chat["prompt_logprobs"]
+    assert len(told) == chat["usage"]["prompt_tokens"]
+    assert told[0] is None
+    assert all(min(entry["logprob"] for entry in one.values()) <= 0 for one in told[1:])
+    assert {entry["rank"] for one in told[1:] for entry in one.values() if "rank" in entry} == {1}
+    prompts = [f"<|im_start|>user\ncount to {n}<|im_end|>\n<|im_start|>assistant\n" for n in (3, 12)]
+    reply = server.ask("POST", "/v1/completions", {"prompt": prompts, "prompt_logprobs": 0, "max_tokens": 2})
+    said = [
+        "".join(next(iter(one.values()))["decoded_token"] for one in choice["prompt_logprobs"][1:])
+        for choice in reply.json["choices"]
+    ]
+    assert all(prompt.endswith(words) for prompt, words in zip(prompts, said, strict=True))
+    assert "prompt_logprobs" not in server.chat("count to 3").json
+    assert server.chat("count to 3", prompt_logprobs=1, stream=True).error["param"] == "prompt_logprobs"
 
 
 # Concurrency -------------------------------------------------------------------------------------------------------
@@ -561,13 +612,34 @@ def test_the_command_lines_flags_become_the_configuration(capsys: pytest.Capture
     assert "/no/such/folder" in said
 
 
-def test_defaults_that_cannot_be_followed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from vlm_batch.server.openai import unknown_to_the_library
+def test_the_memory_limit_is_the_devices_unless_it_is_said() -> None:
+    limits = {
+        said: serve.config_of(cli.parser().parse_args(["serve", *said.split()]), {}).max_memory
+        for said in ("", "--max-memory-gb 0", "--max-memory-gb 2")
+    }
+    assert limits == {"": usual_limit(), "--max-memory-gb 0": None, "--max-memory-gb 2": 2 << 30}
+    assert 2**28 < usual_limit() < 2**44
 
-    for flags in (["--enable-thinking"], ["--max-pixels", "1000"], ["--min-pixels", "1000"]):
-        if flags[0][2:].replace("-", "_") in unknown_to_the_library():
-            assert cli.main(["serve", *flags]) == 2
-            assert "not supported yet" in capsys.readouterr().err
+
+def test_sizes_of_pictures_are_bounded_by_flags() -> None:
+    """--max-pixels is the batcher's own bound: pictures are seen no larger, and nobody may ask for more."""
+    args = cli.parser().parse_args(["serve", "--max-pixels", "1568", "--min-pixels", "784"])
+    with serving(lambda: serve.open_batcher(args), warm_up=False) as small, serving(warm_up=False) as usual:
+        asked_of = [
+            one.ask("POST", "/v1/chat/completions", {"messages": asked("receipt.jpg")}) for one in (small, usual)
+        ]
+        tokens = [reply.json["usage"]["prompt_tokens_details"]["image_tokens"] for reply in asked_of]
+        assert 0 < tokens[0] <= 2 < tokens[1]
+        assert small.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+        refused = small.chat([picture("receipt.jpg"), text("x")], max_pixels=10**6)
+        assert (refused.status, "1,568" in refused.error["message"]) == (400, True)
+
+
+def test_thinking_by_flag_needs_a_template_that_reads_it() -> None:
+    with serving(enable_thinking=True, warm_up=False) as server:
+        reply = server.chat("count to 3")
+        assert reply.status == 503
+        assert "does not read enable_thinking" in reply.error["message"]
 
 
 def test_a_request_has_so_much_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.handle import Handle
 from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
-from vlm_batch.server import openai as wire
 from vlm_batch.server.answers import AnswerReader, Dialect
 from vlm_batch.types import Event, Request, Result, Stats, Usage
 
@@ -79,20 +77,6 @@ class ScriptedBatcher:
         pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaterRequest(Request):
-    """A request as the library will know it: what templates read is part of it."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    enable_thinking: bool | None = None
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "Request", LaterRequest)
-    monkeypatch.setattr(wire, "_REQUEST_FIELDS", wire._REQUEST_FIELDS | {"tools", "enable_thinking"})
-
-
 def answered(answer: str, piece: int, **options: Any) -> list[tuple[Any, str]]:
     """The message and finish reason of an answer, whole and put together from its stream."""
     batcher = ScriptedBatcher(answer, piece)
@@ -126,7 +110,6 @@ def joined(server: Running, asked: dict[str, Any]) -> tuple[dict[str, Any], str]
     return found, reason
 
 
-@pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("piece", [1, 3, 7, 1000])
 def test_tool_calls_whole_and_streamed(piece: int) -> None:
     second = CALL.replace("Bern", "Z\u00fcrich")
@@ -139,13 +122,11 @@ def test_tool_calls_whole_and_streamed(piece: int) -> None:
         assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-@pytest.mark.usefixtures("later")
 def test_a_call_alone_has_no_content() -> None:
     (message, _), _ = answered(CALL, 5, tools=[TOOL])
     assert message["content"] is None
 
 
-@pytest.mark.usefixtures("later")
 def test_text_that_looks_like_a_call_is_text_without_tools() -> None:
     for options in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         for message, reason in answered(CALL, 4, **options):
@@ -153,7 +134,6 @@ def test_text_that_looks_like_a_call_is_text_without_tools() -> None:
             assert not message["tool_calls"]
 
 
-@pytest.mark.usefixtures("later")
 def test_a_call_that_is_cut_off_is_no_call() -> None:
     """What was streamed of it cannot be taken back; the finish reason says that it is not whole."""
     for message, reason in answered("Well. " + CALL[:60], 4, tools=[TOOL]):
@@ -167,7 +147,6 @@ def test_a_call_that_is_cut_off_is_no_call() -> None:
         assert message["content"].startswith("Well. <tool_call>")
 
 
-@pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("piece", [1, 4, 1000])
 def test_reasoning_is_told_apart(piece: int) -> None:
     thought = "<think>\nRed, I think.\n</think>\n\na red circle"
@@ -180,7 +159,6 @@ def test_reasoning_is_told_apart(piece: int) -> None:
         assert message["content"] == "a red circle"
 
 
-@pytest.mark.usefixtures("later")
 def test_the_model_gets_the_tools_and_earlier_calls() -> None:
     batcher = ScriptedBatcher("Fine.")
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}
@@ -193,21 +171,10 @@ def test_the_model_gets_the_tools_and_earlier_calls() -> None:
         reply = server.ask("POST", "/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
         assert reply.status == 200
     (request,) = batcher.requests
-    assert isinstance(request, LaterRequest)
     assert request.tools == [TOOL]
     assert request.messages is not None
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Bern"}
     assert request.messages[1]["content"] == ""
-
-
-def test_what_the_library_lacks_is_refused_by_name_until_it_has_it() -> None:
-    if "tools" not in wire.unknown_to_the_library():
-        pytest.skip("the library knows tools")
-    with serving(lambda: ScriptedBatcher(""), warm_up=False) as server:  # type: ignore[arg-type,return-value]
-        reply = server.ask(
-            "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
-        )
-        assert (reply.status, reply.error["param"]) == (400, "tools")
 
 
 # Parts -------------------------------------------------------------------------------------------------------------

@@ -43,11 +43,12 @@ _WHOLE_PARAMETERS = (
     ("repetition_context_size", 1, MOST),
     ("seed", 0, 2**64 - 1),
     ("logprobs", 0, 100),
+    ("prompt_logprobs", 0, 100),
     ("min_tokens", 0, 2**63 - 1),
     ("n", 1, 128),
     ("thinking_budget", 0, 2**63 - 1),
 )
-_MAY_BE_NONE = ("seed", "logprobs", "thinking_budget")
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_budget")
 #: Logits are divided by the temperature, and by or with the penalty, in float32 or less: what overflows there is refused.
 _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"),
@@ -68,7 +69,8 @@ class SamplingParams:
     al. 2019). ``seed`` makes a sampled request reproducible whatever shares its batch; without one, a fresh seed is
     drawn. ``stop`` strings end the answer and are not part of it; ``stop_token_ids`` end it beside the model's own
     end tokens, which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k
-    most likely tokens' log-probabilities, taken after the processors and before the temperature.
+    most likely tokens' log-probabilities, taken after the processors and before the temperature. ``prompt_logprobs=k``
+    reports the same of each of the prompt's own tokens, as the model has them; it takes nothing from earlier requests.
     ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
     shape (T,)) and logits of shape (1, V). Numbers of numpy are taken as Python's.
 
@@ -98,6 +100,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -338,6 +341,8 @@ class Request:
         if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
             raise InvalidRequest(f"request_id is {shown(self.request_id)}; it must be text, not empty, or None")
         put_pixels(self, self.min_pixels, self.max_pixels)
+        if self.params.prompt_logprobs is not None and (self.cache is not None or self.return_cache):
+            raise InvalidRequest("prompt_logprobs need every token prefilled; leave cache and return_cache out")
         for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidRequest(f"{name} is {shown(getattr(self, name))}; it must be True or False")
@@ -389,6 +394,8 @@ class Result:
     made of them where it says so (families with a patch grid). ``video_sizes`` are the videos' (frames, width,
     height) as the processor was given them. ``parsed`` is the value of an answer that was held to a form: what its JSON
     says, or its text; None if it ended before it had the form. ``stop_reason`` is the matched stop string or token id.
+    ``prompt_logprobs`` has an entry for each position of the prompt, pictures included: None for the first, for pictures'
+    positions and for tokens that the model sees before it would have to tell them.
     ``others`` are the further answers of a request that asked for several (``n``), each with its own end and usage.
     ``cache`` holds the conversation's state, where the request asked for it (``return_cache``).
     """
@@ -404,6 +411,7 @@ class Result:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     parsed: Any = None
     others: tuple[Result, ...] = ()
     error: str | None = None

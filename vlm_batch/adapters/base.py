@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -30,7 +31,7 @@ SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 #: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
-RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_together", "decode"})
+RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_scored", "prefill_together", "decode"})
 
 #: Processors' outputs that no decoder reads: one row has no padding, token types repeat the ids, and most families do
 #: not count a video's seconds.
@@ -326,6 +327,17 @@ class Adapter:
         names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
         return frozenset(token for name in names if isinstance(token := getattr(self.config, name, None), int))
 
+    def text_positions(self, inputs: Mapping[str, Any]) -> np.ndarray:
+        """Which positions (L,) of a prompt are text and not a picture's or a video's."""
+        extra = self._known_inputs(inputs)
+        ids = self.expand_ids(inputs["input_ids"], extra)
+        tokens, marks = np.array(ids[0]), list(self.image_token_ids())
+        is_text = (tokens >= 0) & ~np.isin(tokens, marks)
+        if not marks:
+            for picture in self.pictures(ids, extra):
+                is_text[picture.start : picture.end] = False
+        return is_text
+
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         """Count the prompt positions that hold picture features."""
         tokens = self.image_token_ids()
@@ -357,6 +369,27 @@ class Adapter:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
         return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+
+    @runs_model
+    def prefill_scored(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+        """``prefill`` with the logits of every position of the chunk, (end - start, V), where ``scores_chunks`` is true."""
+        parts = self._last_positions
+        for part in parts:
+            part.is_apart = True
+        try:
+            return self.prefill(encoded, cache, start, end)
+        finally:
+            for part in parts:
+                part.is_apart = False
+
+    @property
+    def scores_chunks(self) -> bool:
+        """Whether one forward can answer for all positions of a chunk."""
+        return bool(self._last_positions)
+
+    @cached_property
+    def _last_positions(self) -> list[LastPosition]:
+        return [module for _, module in self.language.named_modules() if isinstance(module, LastPosition)]
 
     @runs_model
     def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array:

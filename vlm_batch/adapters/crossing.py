@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
@@ -24,6 +25,11 @@ class CrossingAdapter(Adapter):
     @property
     def token_table(self) -> Any:
         return self.language.model.shared
+
+    def text_positions(self, inputs: Mapping[str, Any]) -> np.ndarray:
+        """All of them: pictures are the encoder's."""
+        ids = self.expand_ids(inputs["input_ids"], self._known_inputs(inputs))
+        return np.ones(ids.shape[1], dtype=np.bool_)
 
     def last_position_logits(self) -> None:
         """The family's ``answer`` gives the last position's logits only."""

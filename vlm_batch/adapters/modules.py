@@ -44,16 +44,19 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
 class LastPosition(nn.Module):
     """A language model's trunk that answers for its last position only, so that the LM head runs once per prompt.
 
-    Everything else (embedding table, layers, norm) is the trunk's own.
+    Everything else (embedding table, layers, norm) is the trunk's own. While ``is_apart`` is set, each position of one row
+    is answered for as the last position of a row of its own.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
+        self.is_apart = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """(B, L, D) of the trunk, cut to (B, 1, D)."""
-        return self.trunk(*args, **kwargs)[:, -1:]
+        """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row whose positions are wanted apart."""
+        hidden: mx.array = self.trunk(*args, **kwargs)
+        return hidden[0][:, None] if self.is_apart else hidden[:, -1:]
 
     def __getattr__(self, name: str) -> Any:
         if name == "trunk":

@@ -50,16 +50,23 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
         max_videos=args.max_videos,
         default_max_tokens=args.max_tokens,
         max_queue=args.max_queue,
-        max_memory=None if args.max_memory_gb is None else round(args.max_memory_gb * 2**30),
+        max_memory=_memory_limit(args.max_memory_gb),
         request_seconds=args.request_timeout,
         idle_unload=args.idle_unload,
         shutdown_seconds=args.shutdown_timeout,
         warm_up=args.warm_up,
         enable_thinking=args.enable_thinking,
-        min_pixels=args.min_pixels,
-        max_pixels=args.max_pixels,
         tool_parser=args.tool_parser,
     )
+
+
+def _memory_limit(gigabytes: float | None) -> int | None:
+    """Bytes that arrays may take before nobody may wait any more: what was said (0 for no limit), or what the device bears."""
+    if gigabytes is not None:
+        return round(gigabytes * 2**30) or None
+    from vlm_batch.runtime.memory import usual_limit
+
+    return usual_limit()
 
 
 def open_batcher(args: argparse.Namespace) -> Batcher:
@@ -72,6 +79,8 @@ def open_batcher(args: argparse.Namespace) -> Batcher:
         max_rows=args.max_num_seqs,
         max_prompt_tokens=args.max_prompt_tokens,
         max_image_pixels=args.max_image_pixels,
+        min_pixels=args.min_pixels,
+        max_pixels=args.max_pixels,
         fetch=FetchPolicy(allow_http=False, allow_files=False),
         cache_dir=args.cache_dir,
         kv_bits=args.kv_bits,
@@ -142,10 +151,10 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
         "--max-image-pixels", type=int, default=89_478_485, metavar="N", help="of a picture (default: %(default)s)"
     )
     group.add_argument(
-        "--min-pixels", type=int, metavar="N", help="make smaller pictures larger, if a request does not say"
+        "--min-pixels", type=int, metavar="N", help="show the model smaller pictures larger, if a request does not say"
     )
     group.add_argument(
-        "--max-pixels", type=int, metavar="N", help="make larger pictures smaller, if a request does not say"
+        "--max-pixels", type=int, metavar="N", help="show the model larger pictures smaller, whatever a request says"
     )
     group.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="of a body (default: %(default)s)")
 
@@ -162,7 +171,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-queue", type=int, default=256, metavar="N", help="requests that may wait (default: %(default)s)"
     )
-    group.add_argument("--max-memory-gb", type=float, metavar="GB", help="let nobody wait above so much memory")
+    group.add_argument(
+        "--max-memory-gb",
+        type=float,
+        metavar="GB",
+        help="refuse to let requests wait while arrays take more (default: nine tenths of the device's; 0: no limit)",
+    )
     group.add_argument(
         "--request-timeout", type=float, default=600.0, metavar="SECONDS", help="of a request (default: %(default)s)"
     )

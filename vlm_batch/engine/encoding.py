@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,13 @@ import mlx.core as mx
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.defaults import BESIDE_DECODE
 from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.prompt_scores import PromptScores
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.sampling import needs_history
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import PromptTooLong
+from vlm_batch.errors import InvalidParameters, PromptTooLong
+from vlm_batch.types import Encoded
 
 
 class Encoder:
@@ -36,6 +38,8 @@ class Encoder:
         row.clock.started = row.clock.started or begin
         cached = self.reuse.begin(row, self._fresh_cache())
         encoded = self.adapter.encode(prompt.inputs, cached)
+        if row.params.prompt_logprobs is not None:
+            row.answer.prompt_scores = self._scores(row.params.prompt_logprobs, prompt.inputs, encoded)
         context, asked = self.adapter.max_context, row.params.max_tokens
         check_length(encoded.length, context, self._config.max_prompt_tokens)
         mx.async_eval(encoded.inputs_embeds)
@@ -72,6 +76,22 @@ class Encoder:
         for prompt, inputs in zip(prompts, found, strict=True):
             prompt.inputs = inputs
         return max((index for index in range(len(given)) if found[index] is not given[index]), default=0) + 1
+
+    def _scores(self, count: int, inputs: Mapping[str, Any], encoded: Encoded) -> PromptScores:
+        """What takes in the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
+        if encoded.input_ids.shape[1] != encoded.length:
+            raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
+        if self.reuse.exact is not None and not self.adapter.scores_chunks:
+            raise InvalidParameters(
+                "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
+            )
+        ids: Any = encoded.input_ids[0].tolist()
+        scores = PromptScores(ids, self.adapter.text_positions(inputs), encoded.atomic, count, encoded.vocabulary)
+        if len(ids) > 1 and not scores.says_any:
+            raise InvalidParameters(
+                "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
+            )
+        return scores
 
     def _fresh_cache(self) -> list[Any]:
         fresh = self.adapter.make_cache()

@@ -13,6 +13,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.defaults import MAX_TOGETHER
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
 from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, together
@@ -81,6 +82,9 @@ class Prefill:
     def _view(self, row: Row, now: float) -> PrefillRow:
         prompt = _prompt(row)
         stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
+        if row.answer.prompt_scores is not None:
+            together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
+            stops = (*stops, *range(together, row.facts.length, together))
         waited = max(0.0, now - row.clock.submitted)
         atomic = _encoded(prompt).atomic
         return PrefillRow(
@@ -91,7 +95,8 @@ class Prefill:
         """The plan in groups that run as one array."""
         if self._most_together == 1:
             return [[chunk] for chunk in plan]
-        lengths = {row.request_id: row.facts.length for row in self.rows.values()}
+        scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
+        lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
         return together(plan, lengths, self._most_together, MAX_TOGETHER)
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
@@ -122,20 +127,27 @@ class Prefill:
         prompt = _prompt(row)
         assert prompt.cache is not None
         logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
+        scores, scored = row.answer.prompt_scores, []
         if logits is None:
-            logits = self.adapter.prefill(_encoded(prompt), prompt.cache, chunk.start, chunk.end)  # (1, V)
+            scores_chunk = scores is not None and self.adapter.scores_chunks
+            prefill = self.adapter.prefill_scored if scores_chunk else self.adapter.prefill
+            logits = prefill(
+                _encoded(prompt), prompt.cache, chunk.start, chunk.end
+            )  # (1, V); (L, V) where all are scored
+            if scores is not None:
+                scored, logits = scores.add(logits, chunk.end), logits[-1:]
         prompt.prefilled = chunk.end
-        return self._settle(row, logits)
+        return self._settle(row, logits, scored)
 
-    def _settle(self, row: Row, logits: mx.array) -> mx.array | None:
-        """Launch what a chunk left in a row's caches; ``logits`` (1, V) if the prompt is done."""
+    def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> mx.array | None:
+        """Launch what a chunk left in a row's caches and ``scored`` of its tokens; ``logits`` (1, V) if the prompt is done."""
         prompt = _prompt(row)
         assert prompt.cache is not None
         is_done = prompt.prefilled == row.facts.length
         kept = self._reuse.prompt_done(row, logits) if is_done else self._reuse.chunk_done(row)
         if is_done:
             self.adapter.finish_prefill(_encoded(prompt), prompt.cache)
-        arrays = arrays_of([cache.state for cache in prompt.cache]) + ([logits] if is_done else []) + kept
+        arrays = arrays_of([cache.state for cache in prompt.cache]) + ([logits] if is_done else []) + kept + [*scored]
         mx.async_eval(arrays)
         self._launched[row] = arrays
         return logits if is_done else None

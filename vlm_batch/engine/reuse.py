@@ -101,7 +101,7 @@ class Reuse:
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
-        if self.prefix is None or row.prompt is None or row.prompt.encoded is not None:
+        if self.prefix is None or row.prompt is None or row.prompt.encoded is not None or not _may_reuse(row):
             return False
         if row.reuse is not None and row.reuse.continues is not None:
             return False
@@ -123,7 +123,7 @@ class Reuse:
         """Whether a row starts from nothing, so that all of its pictures have to be encoded."""
         if row.reuse is not None and row.reuse.continues is not None:
             return False
-        if self.prefix is None:
+        if self.prefix is None or not _may_reuse(row):
             return True
         try:
             key = self._book(row).key
@@ -151,7 +151,9 @@ class Reuse:
         if row.reuse is not None:
             row.reuse.shared.clear()
         wanted = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
-        if self.prefix is None and not wanted:
+        if wanted and not _may_reuse(row):
+            raise InvalidCache("prompt_logprobs: every token is prefilled for them; leave cache and return_cache out")
+        if not wanted and (self.prefix is None or not _may_reuse(row)):
             return 0
         book = self._book(row)
         if book.key is None:
@@ -295,6 +297,11 @@ class Reuse:
                 f"of {saved.length} tokens cannot be cut back to that"
             )
         return found
+
+
+def _may_reuse(row: Row) -> bool:
+    """Whether a row may leave a part of its prompt to what is kept: not where something is wanted of each of its tokens."""
+    return row.params.prompt_logprobs is None
 
 
 def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:

@@ -16,6 +16,7 @@ from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
 from vlm_batch.engine.port import Loading
+from vlm_batch.engine.prompt_scores import PromptScores
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
 from vlm_batch.records import Encoded, PromptKey
@@ -105,6 +106,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_scores: PromptScores | None = None
 
     @property
     def known_token(self) -> int | None:
@@ -273,11 +275,17 @@ class Row:
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.video_sizes,
             logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs(reason),
             parsed=answer.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
         )
+
+    def _prompt_logprobs(self, reason: FinishReason) -> tuple[TokenLogprobs | None, ...] | None:
+        """What was asked for of the prompt's tokens, once all of them are prefilled."""
+        scores = self.answer.prompt_scores
+        return None if scores is None or reason == "error" or not self.answer.token_ids else scores.read()
 
     def clear(self) -> None:
         """Let go of everything but its name: it has ended, and a launched step may still hold it."""
@@ -332,6 +340,7 @@ def fork(row: Row) -> list[Row]:
         sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules
+        answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

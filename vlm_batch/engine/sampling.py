@@ -132,18 +132,18 @@ def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...],
     if max(counts) == 0:
         empty = mx.zeros((len(wanting), 0))
         return Sampled(tokens, None, wanting, chosen, empty.astype(mx.int32), empty)
-    ids, top = _likeliest(logprobs, counts)
+    ids, top = likeliest(logprobs, counts)
     return Sampled(tokens, None, wanting, chosen, ids, top)
 
 
-def _likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
+def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
     """Each row's ``counts[r]`` most likely tokens of (R, V), in order, and their values; -inf fills up the shorter ones.
 
     Rows that want as many are looked at together and no others: which of equal values come last depends on how many are wanted.
     """
     if len(set(counts)) > 1:
         widest = max(counts)
-        found = [_likeliest(logprobs[row : row + 1], [count]) if count else None for row, count in enumerate(counts)]
+        found = [likeliest(logprobs[row : row + 1], [count]) if count else None for row, count in enumerate(counts)]
         blank = mx.zeros((1, widest), dtype=mx.uint32), mx.full((1, widest), -mx.inf)
         rows = [blank if one is None else _widened(*one, widest) for one in found]
         return mx.concatenate([ids for ids, _ in rows]), mx.concatenate([top for _, top in rows])

@@ -186,6 +186,9 @@ class Preparer:
         self.processing = processing
         self.spec = spec
         self.limits = limits or Limits()
+        bounds = (self.limits.min_pixels, self.limits.max_pixels)
+        if spec.images and processing.pixels is None and bounds != (None, None):
+            raise InvalidImage(f"min_pixels and max_pixels: the processor of {spec.family} has no such bounds")
         self.max_context = max_context
         self._image_token_ids = image_token_ids
         self._reserved = ReservedWords(processing, image_token_ids)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from vlm_batch.errors import InvalidPrompt
@@ -26,6 +30,8 @@ _PLACEHOLDER_NAMES = (
     "fake_image_token",
 )
 _NUMBER = re.compile(r"\d+")
+#: A mark of a picture, video or sound, as files of processors write them.
+_MARK = re.compile(r"(?i)[<\[(◁][^\s]*(image|img|im_patch|video|vision|audio|media|patch|frame)[^\s]*[>\])▷]")
 #: Chats whose renderings show the words with which a template marks turns.
 _PROBES: tuple[list[Message], ...] = (
     [{"role": "user", "content": "x"}],
@@ -50,19 +56,20 @@ class ReservedWords:
     def placeholders(self) -> frozenset[str]:
         processor, tokenizer = self._processing.processor, self._processing.tokenizer
         named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
-        special = self._special
-        marked = [special[token] for token in self._image_token_ids if token in special]
+        special, added = self._special, self._added
+        marked = [added[token] for token in self._image_token_ids if token in added]
         around = self._rendering("x", num_images=1) or ""  # a picture's beginning and end
         framing = [word for word in special.values() if word in around and word not in self.turns and _is_mark(word)]
         written = [word for word in self._written if not _NUMBER.search(word)]
-        words = (*named, *marked, *framing, *written)
+        words = (*named, *marked, *framing, *written, *_words_of(type(processor)))
         return frozenset(word for word in words if isinstance(word, str) and len(word.strip()) > 1)
 
     @cached_property
     def numbered(self) -> tuple[re.Pattern[str], ...]:
         """Placeholders with a number (``<|image_1|>``): any number is taken for a picture's."""
         written = sorted(word for word in self._written if _NUMBER.search(word))
-        return tuple(re.compile(r"\d+".join(map(re.escape, _NUMBER.split(word)))) for word in written)
+        patterns = {r"\d+".join(map(re.escape, _NUMBER.split(word))) for word in written}
+        return tuple(map(re.compile, sorted(patterns | _patterns_of(type(self._processing.processor)))))
 
     @cached_property
     def _written(self) -> frozenset[str]:
@@ -110,11 +117,54 @@ class ReservedWords:
         added = getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
         return {int(token): str(word) for token, word in added.items() if getattr(word, "special", False)}
 
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        """All tokens that were added to the tokenizer's own, special or not."""
+        added = getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
+        return {int(token): str(word) for token, word in added.items()}
+
     def _rendering(self, chat: str | list[Message], num_images: int = 0, num_videos: int = 0) -> str | None:
         try:
             return self._processing.render(chat, num_images, num_videos)
         except InvalidPrompt:  # not every template takes a system turn, or a picture
             return None
+
+
+def _words_of(kind: type) -> frozenset[str]:
+    """Marks of pictures, videos and sounds that a processor's file names: it looks for them in the text."""
+    return frozenset(word for word in _literals(kind) if "\\" not in word)
+
+
+def _patterns_of(kind: type) -> frozenset[str]:
+    """The same with a number, as patterns."""
+    return frozenset(word for word in _literals(kind) if r"\d+" in word and _compiles(word))
+
+
+def _literals(kind: type) -> frozenset[str]:
+    """Texts that look like a mark, in the files of a processor's classes that belong to one model."""
+    modules = {parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__}
+    return frozenset[str]().union(*map(_literals_in, modules))
+
+
+@cache
+def _literals_in(module: str) -> frozenset[str]:
+    """Those of a module, and of the other files of its folder that process."""
+    try:
+        file = Path(inspect.getfile(sys.modules[module]))
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in {file, *file.parent.glob("*process*.py")}]
+    except (KeyError, OSError, TypeError, ValueError):  # no file to read, or none of Python's
+        return frozenset()
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    texts = (node.value.strip() for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return frozenset(filter(_MARK.fullmatch, texts))
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 def _is_mark(word: str) -> bool:

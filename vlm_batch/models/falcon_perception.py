@@ -89,6 +89,11 @@ class FalconPerception(FalconOCR):
                 embeds[place] = fed.astype(embeds.dtype)
         return self.forward(step.tokens, embeds, step.caches, self.decode_extras(step))
 
+    @property
+    def scores_chunks(self) -> bool:
+        """No: a row's points are read where its last position is."""
+        return False
+
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:

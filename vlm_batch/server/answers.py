@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from mlx_vlm.server.responses_state import (
@@ -25,6 +25,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import copy_for_thread
+from vlm_batch.server.calls import INNER_MARKS, CallWriter
 from vlm_batch.types import Event, TokenLogprobs
 
 #: The character to which a tokenizer decodes a part of a character.
@@ -78,6 +79,14 @@ class Dialect:
         self.reasons = _response_template_tokenizer(self._processor) is not None or any(end in text for _, end in pairs)
         self._hidden = self._hidden_markers([marker for pair in pairs for marker in pair])
 
+    @cached_property
+    def writer(self) -> CallWriter | None:
+        """What makes grammars of its tool calls; None if it has no form for them."""
+        if self.tool_parser is None:
+            return None
+        marks = {str(word): int(token) for token, word in self._tokenizer.added_tokens_decoder.items()}
+        return CallWriter(self.tool_parser, marks, _template_text(self._template) or "")
+
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """A token's text and its bytes; the text of a part of a character is U+FFFD, its bytes are its own."""
         text, raw = self._known_token(token_id)
@@ -108,7 +117,8 @@ class Dialect:
     def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
         """Markers that are special tokens, which decoding leaves out, by their ids."""
         if self.tool_module is not None:
-            markers = [*markers, self.tool_module.tool_call_start, self.tool_module.tool_call_end]
+            inner = INNER_MARKS.get(self.tool_parser or "", ())
+            markers = [*markers, self.tool_module.tool_call_start, self.tool_module.tool_call_end, *inner]
         special = set(self._tokenizer.all_special_ids)
         special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         ids = {marker: self._tokenizer.convert_tokens_to_ids(marker) for marker in markers if marker}

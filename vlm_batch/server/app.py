@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
+from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.edge import ENTRY, Edge, Entry
 from vlm_batch.server.errors import ApiError, envelope, without_paths
@@ -79,15 +80,15 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
 
 def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     config = service.config
-    limits = Limits(config.max_choices, config.max_prompts, config.default_max_tokens, config.defaults)
+    limits = Limits(config.max_choices, config.max_prompts, config.default_max_tokens, config.enable_thinking)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
 
-        async def prepare() -> Ask:
-            return chat_ask(body, await media.read(wire_messages(body)), limits)
+        async def prepare(dialect: Dialect) -> Ask:
+            return chat_ask(body, await media.read(wire_messages(body)), limits, dialect.writer)
 
         entry = request.scope[ENTRY]
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
@@ -97,7 +98,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         """Go on with a text, or with token ids."""
         _check_model(config, body.model)
 
-        async def prepare() -> Ask:
+        async def prepare(dialect: Dialect) -> Ask:
             return completion_ask(body, limits)
 
         entry = request.scope[ENTRY]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlm_batch.errors import VLMBatchError
 
@@ -30,7 +29,7 @@ class ServerConfig:
     none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
     so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
     the server is told to stop. ``stall_seconds`` without any progress of unfinished requests make it not ready.
-    ``enable_thinking``, ``min_pixels`` and ``max_pixels`` hold for requests that do not say otherwise.
+    ``enable_thinking`` holds for requests that do not say otherwise.
 
     Raises InvalidConfig.
     """
@@ -60,8 +59,6 @@ class ServerConfig:
     stall_seconds: float = 120.0
     warm_up: bool = True
     enable_thinking: bool = False
-    min_pixels: int | None = None
-    max_pixels: int | None = None
     tool_parser: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,16 +93,6 @@ class ServerConfig:
         for folder in self.allow_dirs:
             if not folder.is_dir():
                 raise InvalidConfig(f"{folder} is no folder; requests cannot be allowed to read files from it")
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Defaults of requests, by the wire's names."""
-        said = {
-            "enable_thinking": self.enable_thinking or None,
-            "min_pixels": self.min_pixels,
-            "max_pixels": self.max_pixels,
-        }
-        return {name: value for name, value in said.items() if value is not None}
 
     @property
     def name(self) -> str:

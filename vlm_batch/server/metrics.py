@@ -59,17 +59,18 @@ class Metrics:
         """Note the time between two tokens of one answer."""
         self._gap.labels(self._model).observe(seconds)
 
-    def ended(self, result: Result) -> None:
-        """Note a request's end."""
+    def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
+        """Note an answer's end; ``shares_prompt`` says that its prompt is another answer's, and counted there."""
         usage, timings = result.usage, result.timings
         reason = {"cancelled": "abort"}.get(result.finish_reason, result.finish_reason)
         self._requests.labels(self._model, reason).inc()
-        self._prompt.labels(self._model).inc(usage.prompt_tokens)
         self._generated.labels(self._model).inc(usage.completion_tokens)
-        self._queries.labels(self._model).inc(usage.prompt_tokens)
-        self._hits.labels(self._model).inc(usage.cached_tokens)
-        self._pictures.labels(self._model).inc(len(result.image_sizes))
-        self._encoder.labels(self._model).inc(timings.encode)
+        if not shares_prompt:
+            self._prompt.labels(self._model).inc(usage.prompt_tokens)
+            self._queries.labels(self._model).inc(usage.prompt_tokens)
+            self._hits.labels(self._model).inc(usage.cached_tokens)
+            self._pictures.labels(self._model).inc(len(result.image_sizes))
+            self._encoder.labels(self._model).inc(timings.encode)
         if usage.completion_tokens:
             self._ttft.labels(self._model).observe(timings.ttft)
             for histogram, seconds in (

@@ -1,21 +1,22 @@
 """OpenAI's wire format: the bodies of requests as types, and what becomes of each field.
 
 A field is honoured or refused with its name, never ignored. ``SAMPLING`` and ``TEMPLATE`` say which field of
-``SamplingParams`` and ``Request`` a field of the wire becomes; one that the library does not have is refused.
+``SamplingParams`` and ``Request`` a field of the wire becomes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictFloat, StrictInt
 
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.errors import ApiError, refusal
-from vlm_batch.types import Request, SamplingParams
+from vlm_batch.types import FORMS, Request, SamplingParams
 
 #: Bounds of what one request may hold beside its body's bytes.
 MAX_STOPS = 16
@@ -135,6 +136,17 @@ class Tool(Wire):
     function: Function
 
 
+class ToolName(Wire):
+    name: str
+
+
+class NamedTool(Wire):
+    """The one tool that the answer has to call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class StreamOptions(Wire):
     include_usage: bool = False
 
@@ -182,6 +194,7 @@ class Common(Wire):
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
@@ -207,8 +220,8 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, JsonValue]] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
@@ -241,7 +254,6 @@ REFUSED: Mapping[str, str] = {
     "prediction": "answers are not speculated",
     "priority": "use the header X-Priority, in which higher goes first",
     "prompt_cache_retention": "prefixes are kept as long as they fit",
-    "prompt_logprobs": "log-probabilities are given of the answer only",
     "suffix": "text is only added at the end",
     "verbosity": "no family has a control for it",
     "web_search_options": "nothing is searched",
@@ -261,6 +273,7 @@ SAMPLING: Mapping[str, str] = {
     "min_tokens": "min_tokens",
     "bad_words": "bad_words",
     "allowed_token_ids": "allowed_token_ids",
+    "prompt_logprobs": "prompt_logprobs",
     "seed": "seed",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
@@ -294,42 +307,32 @@ NEUTRAL: Mapping[str, Any] = {
     "chat_template_kwargs": {},
 }
 
-_SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))
-_REQUEST_FIELDS = frozenset(one.name for one in fields(Request))
-
-
-def unknown_to_the_library() -> frozenset[str]:
-    """Fields of the wire that the library has nothing for yet: refused unless they are neutral."""
-    sampling = {wire for wire, ours in SAMPLING.items() if ours not in _SAMPLING_FIELDS}
-    return frozenset(sampling | {wire for wire, ours in TEMPLATE.items() if ours not in _REQUEST_FIELDS})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A body as requests for the engine: several where it has several prompts, each answered ``n`` times."""
+    """What a body asks of the engine: one request for each of its prompts, each answered ``n`` times."""
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams
     template: Mapping[str, Any]
-    n: int
     stream: bool
     include_usage: bool
     is_chat: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
     user: str | None = None
 
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.params.n
+
     def requests(self, *, request_id: str, priority: int) -> list[Request]:
-        """One request for each choice, in order of their indices; seeds of one prompt count up from the one given."""
+        """One request for each prompt, in their order; its answers share what is encoded and prefilled."""
         return [
             Request(
-                params=_with_seed(self.params, choice),
-                request_id=f"{request_id}-{index * self.n + choice}",
-                priority=priority,
-                **prompt,
-                **self.template,
+                params=self.params, request_id=f"{request_id}-{index}", priority=priority, **prompt, **self.template
             )
             for index, prompt in enumerate(self.prompts)
-            for choice in range(self.n)
         ]
 
 
@@ -340,11 +343,14 @@ class Limits:
     max_choices: int
     max_prompts: int
     default_max_tokens: int
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of the wire for bodies that lack them
+    enable_thinking: bool = False  # for bodies that do not say
 
 
-def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: Limits) -> Ask:
-    """The engine's part of a chat. ``messages`` are the body's, with pictures and videos as bytes. Raises ApiError."""
+def chat_ask(
+    body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: Limits, writer: CallWriter | None = None
+) -> Ask:
+    """The engine's part of a chat. ``messages`` are the body's, with pictures and videos as bytes; ``writer`` is of the
+    model's tool calls, None if its template has no form for them. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -352,14 +358,15 @@ def chat_ask(body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: L
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
-    missing = {name: value for name, value in limits.defaults.items() if getattr(body, name) is None}
-    template = _template(body, tools) | {TEMPLATE[name]: value for name, value in missing.items()}
+    template = _template(body, tools)
+    if limits.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
+        template.setdefault("enable_thinking", True)
     return Ask(
         prompts=({"messages": list(messages)},),
-        params=_params(body, max_tokens, logprobs, limits),
+        params=_params(body, max_tokens, logprobs, limits, grammar=_call_grammar(body, tools, writer)),
         template=template,
         tools=tools,
-        **_shape(body, limits),
+        **_shape(body),
     )
 
 
@@ -373,7 +380,7 @@ def completion_ask(body: CompletionRequest, limits: Limits) -> Ask:
         params=_params(body, body.max_tokens, body.logprobs, limits),
         template={},
         is_chat=False,
-        **_shape(body, limits),
+        **_shape(body),
     )
 
 
@@ -384,30 +391,61 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
 
 def field_status(model: type[Wire]) -> dict[str, str]:
     """Each field of a body, and "honoured", "refused" or "one value" (refused unless it asks for nothing)."""
-    later = unknown_to_the_library()
-    status = {name: "one value" if name in later else "honoured" for name in model.model_fields}
-    status |= dict.fromkeys(("store", "service_tier", "modalities", "echo", "parallel_tool_calls"), "one value")
+    status = dict.fromkeys(model.model_fields, "honoured")
+    status |= dict.fromkeys(("store", "service_tier", "modalities", "echo"), "one value")
     status = {name: value for name, value in status.items() if name in model.model_fields}
     return status | dict.fromkeys(REFUSED, "refused")
 
 
-def _shape(body: Common, limits: Limits) -> dict[str, Any]:
+def _shape(body: Common) -> dict[str, Any]:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs come with the whole answer; leave stream out", param="prompt_logprobs")
+    options = body.stream_options or StreamOptions()
+    user = body.user or body.safety_identifier
+    return {"stream": bool(body.stream), "include_usage": options.include_usage, "user": user}
+
+
+def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
+    """What an answer is held to that must call a tool, may call one only, or must keep to a tool's schema; None for others."""
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    is_forced = choice == "required" or named is not None
+    one_only = body.parallel_tool_calls is False
+    if named is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == named]
+    if is_forced and not tools:
+        missing = "no tools are given" if named is None else f"there is no tool {named[:100]!r}"
+        raise ApiError(400, f"tool_choice: {missing}", param="tool_choice")
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if not tools or not (is_forced or one_only or is_strict):
+        return None
+    asked = "tool_choice" if is_forced else "parallel_tool_calls" if one_only else "tools"
+    if writer is None:
+        raise ApiError(400, f"{asked}: this model's chat template has no form for tool calls", param=asked)
+    if not is_forced and not writer.is_marked:
+        said = "only with tool_choice required or a tool's name: this model's calls begin like other text"
+        raise ApiError(400, f"{asked}: {'one call' if one_only else 'strict'} {said}", param=asked)
+    try:
+        return writer.grammar(tools, several=named is None and not one_only, is_free=not is_forced)
+    except CannotForce as error:
+        raise ApiError(400, f"{asked}: {error}", param=asked) from error
+
+
+def _params(
+    body: Common, max_tokens: int | None, logprobs: int | None, limits: Limits, *, grammar: str | None = None
+) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= limits.max_choices:
         raise ApiError(400, f"n is {n}; it must be in 1..{limits.max_choices}", param="n")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    options = body.stream_options or StreamOptions()
-    user = body.user or body.safety_identifier
-    return {"n": n, "stream": bool(body.stream), "include_usage": options.include_usage, "user": user}
-
-
-def _params(body: Common, max_tokens: int | None, logprobs: int | None, limits: Limits) -> SamplingParams:
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
+    if grammar is not None and set(FORMS) & given.keys():
+        raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
+    given |= {} if grammar is None else {"grammar": grammar}
+    most = limits.default_max_tokens if max_tokens is None else max_tokens
     try:
-        return SamplingParams(
-            max_tokens=limits.default_max_tokens if max_tokens is None else max_tokens, logprobs=logprobs, **given
-        )
+        return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:
         raise refusal(error) from error
 
@@ -418,15 +456,13 @@ def _template(body: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a table that a body sets to more than nothing. Raises ApiError for one that the library lacks."""
+    """The fields of a table that a body sets to more than nothing. Raises ApiError for a value that cannot be read."""
     found: dict[str, Any] = {}
     for name in sorted(body.model_fields_set & table.keys()):
         value = body.model_dump(include={name}, by_alias=True, exclude_none=True).get(name)
         neutral = NEUTRAL.get(name)
         if value is None or value == (neutral.model_dump() if isinstance(neutral, Wire) else neutral):
             continue
-        if name in unknown_to_the_library():
-            raise ApiError(400, f"{name} is not supported by this server yet; leave it out", param=name)
         found[name] = _CONVERSIONS[name](value) if name in _CONVERSIONS else value
     return found
 
@@ -444,13 +480,6 @@ def _bias(value: Mapping[str, float]) -> dict[int, float]:
 
 
 _CONVERSIONS = {"response_format": _format, "logit_bias": _bias}
-
-
-def _with_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    if params.seed is None or choice == 0:
-        return params
-    given = {name: value for name, value in vars(params).items() if name != "seed"}
-    return SamplingParams(**given, seed=(params.seed + choice) % 2**64)
 
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:

@@ -27,7 +27,7 @@ MAX_PENDING = 64
 DONE = b"data: [DONE]\n\n"
 
 #: Makes the engine's part of a body, once the request has been let in.
-Prepare: TypeAlias = Callable[[], Awaitable[Ask]]
+Prepare: TypeAlias = Callable[[Dialect], Awaitable[Ask]]
 
 
 @dataclass
@@ -110,7 +110,11 @@ class Exchange(ABC):
             async for choice, delta in deltas:
                 choice.add(delta)
         choices = [self._whole(choice) for choice in self._choices]
-        return {**self._head(self.kind), "choices": choices, "usage": self._usage()}
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._of_prompt()}
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What a whole answer says of its prompt, where that stands beside the choices."""
+        return {}
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Server-sent events. Raises ApiError before the first; later errors are events, after which the stream ends."""
@@ -140,6 +144,21 @@ class Exchange(ABC):
             logger.exception("request %s ended in its middle", self._entry.request_id)
             yield _event(ApiError(500, "the server failed in the middle of this answer").body)
         yield DONE
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The log-probabilities of a choice's prompt in vLLM's form, if they were asked for: a mapping for each position."""
+        assert choice.result is not None and self._dialect is not None
+        if choice.result.prompt_logprobs is None:
+            return {}
+        text = self._dialect.token
+        found = []
+        for one in choice.result.prompt_logprobs:
+            told = {} if one is None else {one.token_id: {"logprob": _finite(one.logprob)}}
+            for rank, (token, logprob) in enumerate(() if one is None else one.top, 1):
+                told[token] = {"logprob": _finite(logprob), "rank": rank}
+            entries = {str(token): {**entry, "decoded_token": text(token)[0]} for token, entry in told.items()}
+            found.append(entries or None)
+        return {"prompt_logprobs": found}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -179,15 +198,15 @@ class Exchange(ABC):
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Each event's choice and what it adds there. Raises ApiError as soon as one choice has failed."""
         async with self._service.visit() as visit:
-            ask = await self._prepare()
             assert visit.loaded is not None
+            ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
             handles = await self._service.submit(
                 visit, ask.requests(request_id=visit.request_id, priority=self._priority)
             )
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
-                    choice = self._choices[index]
+                    choice = self._choices[index * ask.n + event.index]
                     delta = self._read(choice, event, visit)
                     if not delta.is_empty or choice.result is not None:
                         yield choice, delta
@@ -207,10 +226,11 @@ class Exchange(ABC):
             self._note_gap(choice.index)
         try:
             delta = choice.reader.feed(event)
-            if event.result is not None:
-                self._service.ended(event.result)
-                self._check(event.result, visit)
-                choice.result = event.result
+            result = event.answer or event.result
+            if result is not None:
+                self._service.ended(result, shares_prompt=not choice.is_first_of_prompt)
+                self._check(result, visit)
+                choice.result = result
                 delta += choice.reader.finish()
         except UnreadableCall as error:
             raise ApiError(500, f"the model's tool call cannot be read: {error}") from error
@@ -236,12 +256,12 @@ class Exchange(ABC):
 
     def _note(self, ask: Ask) -> None:
         usage = self._usage()
-        results = [choice.result for choice in self._choices if choice.result is not None]
+        firsts = [choice.result for choice in self._choices if choice.result is not None and choice.is_first_of_prompt]
         self._entry.said |= {
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "pictures": sum(len(result.image_sizes) for result in results),
+            "pictures": sum(len(result.image_sizes) for result in firsts),
             "finish_reasons": [choice.finish_reason for choice in self._choices],
         }
         if ask.user is not None:
@@ -263,6 +283,9 @@ class ChatExchange(Exchange):
         if calls:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
         return {"index": choice.index, "message": message, **self._logprobs(choice.logprobs), **_end(choice)}
+
+    def _of_prompt(self) -> dict[str, Any]:
+        return self._prompt_logprobs(self._choices[0])
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -307,7 +330,8 @@ class TextExchange(Exchange):
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.content)
-        return {"index": choice.index, "text": text, **self._logprobs(choice, choice.logprobs), **_end(choice)}
+        logprobs = self._logprobs(choice, choice.logprobs)
+        return {"index": choice.index, "text": text, **logprobs, **self._prompt_logprobs(choice), **_end(choice)}
 
     def _opening(self, choice: Choice) -> None:
         return None

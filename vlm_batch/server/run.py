@@ -12,9 +12,8 @@ import uvicorn
 
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server.app import create_app
-from vlm_batch.server.config import InvalidConfig, ServerConfig
+from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.media import MediaReader
-from vlm_batch.server.openai import unknown_to_the_library
 from vlm_batch.server.service import Batcher, Service
 
 #: Seconds beyond ``shutdown_seconds`` after which connections that are still open are cut.
@@ -45,12 +44,7 @@ class Server(uvicorn.Server):
 def make_server(
     config: ServerConfig, open_batcher: Callable[[], Batcher], *, policy: FetchPolicy | None = None
 ) -> Server:
-    """A server that has not begun; ``run()`` or ``serve()`` begins it. ``policy`` replaces the configuration's for media.
-
-    Raises InvalidConfig for defaults that the library cannot follow.
-    """
-    if later := sorted(config.defaults.keys() & unknown_to_the_library()):
-        raise InvalidConfig(f"{', '.join(later)}: not supported yet; leave it out")
+    """A server that has not begun; ``run()`` or ``serve()`` begins it. ``policy`` replaces the configuration's for media."""
     service = Service(config, open_batcher, memory=mx.get_active_memory, release=mx.clear_cache)
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(

@@ -233,10 +233,10 @@ class Service:
             visit.end()
         return visit.handles
 
-    def ended(self, result: Result) -> None:
-        """Note a request's end."""
+    def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
+        """Note an answer's end; ``shares_prompt`` says that another answer stands for their prompt."""
         self._ends.append(time.monotonic())
-        self.metrics.ended(result)
+        self.metrics.ended(result, shares_prompt=shares_prompt)
 
     def _admit(self) -> None:
         """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long."""
@@ -273,7 +273,11 @@ class Service:
         saying = asyncio.create_task(_say_while("loading", self.config.model))
         try:
             batcher = await self._on_worker(self._open)
-            dialect = await self._on_worker(lambda: Dialect(batcher.processing, self.config.tool_parser))
+            try:
+                dialect = await self._on_worker(lambda: _dialect(batcher, self.config))
+            except Exception:
+                await self._on_worker(batcher.close)
+                raise
             if self.config.warm_up:
                 await self._on_worker(lambda: _warm_up(batcher))
         except Exception as error:
@@ -319,6 +323,13 @@ class Service:
 
     async def _on_worker(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+
+
+def _dialect(batcher: Batcher, config: ServerConfig) -> Dialect:
+    """How the model's answers are read. Raises ValueError for settings that this checkpoint cannot follow."""
+    if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
+        raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
+    return Dialect(batcher.processing, config.tool_parser)
 
 
 def _warm_up(batcher: Batcher) -> None:

@@ -1,0 +1,130 @@
+"""Log-probabilities of a prompt's own tokens: of every family, in company, and whatever earlier requests have left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.harness import TOLERANCE, every_family, inputs_of, shared_adapter
+from tests.zoo import family as tiny_family
+from vlm_batch import InvalidCache, InvalidRequest, Request, Result, SamplingParams, VLMBatcher
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.arrays import as_mlx
+from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.engine import prompt_scores
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.scheduler import SchedulerConfig
+
+TEXT, PICTURE = "text:5:26", "image:1:0"
+ASKED = SamplingParams(prompt_logprobs=3, max_tokens=2, ignore_eos=True)
+#: Families whose prompts are seen as wholes, or have more positions than tokens.
+REFUSED = {"florence2", "paligemma", "paligemma2"}
+
+
+def answers(name: str, asked: Mapping[str, SamplingParams], **settings: Any) -> dict[str, Result]:
+    """Results of requests that arrive together, by their keys."""
+    engine = BatchGenerator(shared_adapter(name), config=SchedulerConfig(max_rows=4, **settings))
+    for key, params in asked.items():
+        engine.insert(key, as_mlx(inputs_of(name, key)), params)
+    found: dict[str, Result] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if event.result is not None:
+                found[event.request_id] = event.result
+    return found
+
+
+def values(result: Result) -> list[float | None]:
+    assert result.error is None, result.error
+    assert result.prompt_logprobs is not None
+    return [None if one is None else one.logprob for one in result.prompt_logprobs]
+
+
+def apart(one: list[float | None], other: list[float | None]) -> float:
+    assert [value is None for value in one] == [value is None for value in other]
+    return max((abs(a - b) for a, b in zip(one, other, strict=True) if a is not None and b is not None), default=0.0)
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_they_are_what_the_model_says_of_each_beginning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the oracle's first token after some beginnings of the prompt, and against a forward for each token."""
+    plain = SamplingParams(max_tokens=2, ignore_eos=True)
+    found = answers(name, {TEXT: ASKED, PICTURE: ASKED, "image:2:1": plain, "text:4:9": plain}, prefill_budget=8)
+    if name in REFUSED:
+        assert "prompt_logprobs" in (found[PICTURE].error or "")
+        return
+    text, picture = values(found[TEXT]), values(found[PICTURE])
+    assert found["text:4:9"].prompt_logprobs is None
+    ids = np.array(inputs_of(name, TEXT)["input_ids"])
+    assert [value is None for value in text] == [at == 0 for at in range(ids.shape[1])]
+    tiny = tiny_family(name)
+    model = tiny.build()
+    for length in (2, 17):
+        trace = tiny.greedy(model, {**inputs_of(name, TEXT), "input_ids": ids[:, :length]}, 1)
+        told = found[TEXT].prompt_logprobs
+        assert told is not None
+        entry = told[length]
+        assert entry is not None
+        assert abs(entry.logprob - trace.logprobs[0][ids[0, length]]) <= TOLERANCE
+        assert abs(entry.top[0][1] - trace.logprobs[0].max()) <= TOLERANCE
+        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+
+    monkeypatch.setattr(Adapter, "scores_chunks", False)
+    singly = answers(name, {TEXT: ASKED, PICTURE: ASKED})
+    assert apart(text, values(singly[TEXT])) <= TOLERANCE
+    assert apart(picture, values(singly[PICTURE])) <= TOLERANCE
+    assert singly[PICTURE].token_ids == found[PICTURE].token_ids
+    is_text = shared_adapter(name).text_positions(as_mlx(inputs_of(name, PICTURE)))
+    assert all(value is None for value, one in zip(picture, is_text, strict=True) if not one)
+
+
+@pytest.fixture
+def batcher() -> Any:
+    with VLMBatcher(default_checkpoint()) as made:
+        yield made
+
+
+def test_through_the_door_also_when_the_prompt_is_known(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlm_batch.engine.prefill.POSITIONS_TOGETHER", 7)
+    picture, question = str(sample_images()[3]), "describe the image"
+    plain = batcher.submit(picture, question).result(timeout=60)
+    assert plain.prompt_logprobs is None
+    first = batcher.submit(picture, question, params={"prompt_logprobs": 2, "n": 2}).result(timeout=60)
+    again = batcher.submit(picture, question, params={"prompt_logprobs": 0}).result(timeout=60)
+    assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 0)
+    assert first.token_ids == again.token_ids == plain.token_ids
+    assert first.prompt_logprobs == first.others[0].prompt_logprobs
+    assert apart(values(first), values(again)) <= TOLERANCE
+    told = first.prompt_logprobs
+    assert told is not None
+    assert len(told) == first.usage.prompt_tokens
+    assert sum(one is None for one in told) == first.usage.image_tokens + 1
+    assert all(len(one.top) == 2 for one in told if one is not None)
+    text = batcher.processing.tokenizer.decode([one.token_id for one in told if one is not None])
+    assert text.rstrip().endswith("assistant")
+
+
+def test_what_does_not_go_with_them(batcher: VLMBatcher) -> None:
+    with pytest.raises(InvalidRequest, match="return_cache"):
+        Request(prompt="a", params=ASKED, return_cache=True)
+    engine = batcher._loop.generator.reuse
+    cache = batcher.submit(prompt="count to 3", return_cache=True).result(timeout=60).cache
+    assert cache is not None
+    with pytest.raises(InvalidRequest, match="cache"):
+        batcher.submit(prompt="count to 3", cache=cache, params=ASKED)
+    assert engine.prefix is not None
+    assert InvalidCache
+
+
+def test_logits_of_no_more_than_so_many_positions_are_held() -> None:
+    scores = prompt_scores.PromptScores([3, 1, 2, 0], np.array([True, True, False, True]), ((0, 2),), 1, None)
+    assert scores.add(mx.zeros((4, 5)), 4)
+    assert [one is not None for one in scores.read()] == [False, False, False, True]
+    last = scores.read()[3]
+    assert last is not None
+    assert math.isclose(last.logprob, -math.log(5), rel_tol=1e-6)

@@ -1,0 +1,302 @@
+"""Grammars that force tool calls, in the forms that mlx-vlm's parsers read (``mlx_vlm.tools.parsers``).
+
+A model that must call a tool is held to a grammar of its own form of calls, with the tools' names and their parameters'
+schemas. It is Lark as llguidance reads it. Marks that the tokenizer has as tokens are named by their ids: llguidance takes
+the spelling of an added token for other bytes than the token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mlx_vlm.tools import load_tool_module
+
+Schema: TypeAlias = Mapping[str, Any]
+
+#: Special tokens within a parser's calls that decoding leaves out, beside those that begin and end a call.
+INNER_MARKS: Mapping[str, tuple[str, ...]] = {
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "mistral": ("[ARGS]",),
+    "gemma4": ('<|"|>',),
+    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "minicpm5": ("<param", "</param>"),
+}
+#: JSON as ``json.dumps`` writes it: whitespace that is left to the model can go on for ever.
+_GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+
+
+class CannotForce(ValueError):
+    """A form of calls, or a tool's schema, that no grammar is made for."""
+
+
+@dataclass(frozen=True)
+class CallWriter:
+    """One checkpoint's form of tool calls: mlx-vlm's ``parser`` of them, the tokenizer's added tokens with their ids
+    (``marks``), and the chat template."""
+
+    parser: str
+    marks: Mapping[str, int]
+    template: str = ""
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, several: bool, is_free: bool = False) -> str:
+        """The grammar of an answer that is a call of one of OpenAI's ``tools``, or ``several`` one after the other.
+
+        ``is_free`` lets text come before and after, and calls be left out. Raises CannotForce.
+        """
+        form, grammar = self._form(), _Grammar(self.marks)
+        calls = []
+        for tool in tools:
+            function = tool["function"]
+            calls.append(form.call(grammar, function["name"], function.get("parameters") or {}))
+        one = grammar.rule(" | ".join(calls))
+        more = f"({grammar.text(form.between)} {one})*" if several and form.repeats else ""
+        whole = f"{grammar.text(form.begin)} {one} {more} {grammar.text(form.end)}"
+        if is_free:
+            words = grammar.rule("/(?s:.*)/")
+            whole = f"{words} ({whole} {words})?"
+        return "\n".join(["%llguidance {}", f"start: {whole}", *grammar.rules])
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a token says that a call begins, so that text cannot be taken for one."""
+        start = load_tool_module(self.parser).tool_call_start
+        return any(start.startswith(mark) for mark in self.marks)
+
+    def _form(self) -> _Form:
+        if self.parser == "mistral" and "[ARGS]" not in self.template:  # the older tokenizers'
+            return _Form(_in_json('{"name": NAME, "arguments": ', "}"), begin="[TOOL_CALLS][", between=", ", end="]")
+        if self.parser not in _FORMS:
+            raise CannotForce(
+                f"calls in the form of {self.parser} are this model's own choice: no grammar is made of them"
+            )
+        return _FORMS[self.parser]
+
+
+class _Grammar:
+    """Rules in the making; each method returns what stands for its part in another rule."""
+
+    def __init__(self, marks: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self._marks = marks
+        words = sorted(marks, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, words)) + ")") if words else None
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def text(self, words: str) -> str:
+        """These words, with the tokens that are among them."""
+        parts = [words] if self._cut is None else self._cut.split(words)
+        return " ".join(f"<[{self._marks[part]}]>" if part in self._marks else _quoted(part) for part in parts if part)
+
+    def json(self, schema: Schema, root: Schema) -> str:
+        """A value of a schema; ``root`` holds the definitions that it refers to."""
+        kept = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return self.rule("%json " + json.dumps({**kept, **schema, "x-guidance": _GUIDANCE}))
+
+    def until(self, end: str, schema: Schema, forbidden: str = "") -> str:
+        """A text of a schema, and the words that end it; ``forbidden`` are characters that it does not have."""
+        if unknown := {"pattern", "format"} & schema.keys():
+            raise CannotForce(f"the {unknown.pop()} of a text cannot be forced in this model's form")
+        length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        inner = f"[^{forbidden}]{length}" if forbidden else f"(?s:.{length})"
+        if self._cut is not None and (found := self._cut.search(end)) and found.start() == 0:
+            return f"{self.rule(f'/{inner}/')} {self.text(end)}"
+        return self.rule(f"/{inner}/", f"[suffix={_quoted(end)}]")
+
+    def one_of(self, words: Sequence[str], end: str) -> str:
+        return f"({' | '.join(self.text(word) for word in words)}) {self.text(end)}"
+
+    def items(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Items in order, of which those that are not needed may lack, with a separator between two."""
+        comma = self.text(separator)
+        after = {True: "", False: ""}  # what follows, by whether an item has come before
+        for item, is_needed in reversed(items):
+            rest: dict[bool, str] = {}
+            for has_begun in (True, False):
+                taken = f"{comma if has_begun else ''} {item} {after[True]}"
+                rest[has_begun] = self.rule(taken if is_needed else f"({taken}) | ({after[has_begun] or _quoted('')})")
+            after = rest
+        return after[False] or _quoted("")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How calls are written: one, and what stands before, between and behind them."""
+
+    call: Callable[[_Grammar, str, Schema], str]
+    begin: str = ""
+    between: str = "\n"
+    end: str = ""
+    repeats: bool = True
+
+
+def _in_json(before: str, after: str) -> Callable[[_Grammar, str, Schema], str]:
+    """Calls whose arguments are one JSON value; NAME stands for the tool's in quotes, BARE without."""
+
+    def call(grammar: _Grammar, name: str, schema: Schema) -> str:
+        begin = before.replace("NAME", json.dumps(name)).replace("BARE", name)
+        whole = {"type": "object", **schema}
+        if "properties" not in whole and "additionalProperties" not in whole:
+            whole["additionalProperties"] = False
+        return f"{grammar.text(begin)} {grammar.json(whole, schema)} {grammar.text(after)}"
+
+    return call
+
+
+def _in_tags(
+    before: str, tag: str, end: str, after: str, forbidden: str = ""
+) -> Callable[[_Grammar, str, Schema], str]:
+    """Calls with a tag for each argument: ``tag`` with KEY, its value, ``end``."""
+
+    def call(grammar: _Grammar, name: str, schema: Schema) -> str:
+        parts = [grammar.text(before.replace("BARE", name))]
+        for key, value, is_needed in _properties(schema):
+            content = _tagged(grammar, value, schema, end, forbidden)
+            one = grammar.rule(f"{grammar.text(tag.replace('KEY', key))} {content}")
+            parts.append(one if is_needed else f"{one}?")
+        return " ".join([*parts, grammar.text(after)])
+
+    return call
+
+
+def _tagged(grammar: _Grammar, value: Schema, root: Schema, end: str, forbidden: str) -> str:
+    words = value.get("enum", [value["const"]] if "const" in value else None)
+    if words is not None and all(isinstance(word, str) for word in words):
+        return grammar.one_of(words, end)
+    kind = _kind(value, root)
+    if kind == "string":
+        return grammar.until(end, value, forbidden)
+    wraps = forbidden and kind in ("array", "object")  # they may have texts in them
+    before, behind = ("<![CDATA[", "]]>") if wraps else ("", "")
+    return f"{grammar.text(before)} {grammar.json(value, root)} {grammar.text(behind + end)}"
+
+
+def _in_braces(before: str, key: str, after: str, quote: str, words: Mapping[str, str]) -> Callable[..., str]:
+    """Calls whose arguments are written like a program's: ``key`` with KEY, and a value; ``words`` are its constants."""
+
+    def call(grammar: _Grammar, name: str, schema: Schema) -> str:
+        return f"{grammar.text(before.replace('BARE', name))} {members(grammar, schema, schema)} {grammar.text(after)}"
+
+    def members(grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        items = [
+            (grammar.rule(f"{grammar.text(key.replace('KEY', name))} {value(grammar, part, root)}"), is_needed)
+            for name, part, is_needed in _properties(schema)
+        ]
+        return grammar.items(items, "," if quote else ", ")
+
+    def text(grammar: _Grammar, word: str) -> str:
+        return grammar.text(f"{quote}{word}{quote}" if quote else json.dumps(word))
+
+    def constant(grammar: _Grammar, word: Any) -> str:
+        if isinstance(word, str):
+            return text(grammar, word)
+        return grammar.text(words.get(json.dumps(word), json.dumps(word)))
+
+    def value(grammar: _Grammar, schema: Schema, root: Schema) -> str:
+        if "enum" in schema or "const" in schema:
+            return f"({' | '.join(constant(grammar, word) for word in schema.get('enum', [schema.get('const')]))})"
+        kind = _kind(schema, root)
+        if kind == "string":
+            return f"{grammar.text(quote)} {grammar.until(quote, schema)}" if quote else grammar.json(schema, root)
+        if kind in ("boolean", "null"):
+            choices = ("true", "false") if kind == "boolean" else ("null",)
+            return f"({' | '.join(grammar.text(words[word]) for word in choices)})"
+        if kind == "array":
+            item = value(grammar, schema.get("items", {}), root)
+            if "uniqueItems" in schema:
+                raise CannotForce("uniqueItems of an array cannot be forced in this model's form")
+            one, comma = grammar.rule(item), grammar.text("," if quote else ", ")
+            least, most = schema.get("minItems", 0), schema.get("maxItems")
+            if most == 0:
+                return '"[" "]"'
+            more = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+            return f'"[" ({one} ({comma} {one}){more}){"" if least else "?"} "]"'
+        if kind == "object":
+            if not quote:
+                raise CannotForce("an object within a call of this form cannot be forced")
+            return f'"{{" {members(grammar, schema, root)} "}}"'
+        return grammar.json(schema, root)
+
+    return call
+
+
+def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """Names, schemas, and whether they are needed, of an object's properties."""
+    needed = schema.get("required", ())
+    return [(name, part, name in needed) for name, part in (schema.get("properties") or {}).items()]
+
+
+def _kind(schema: Schema, root: Schema) -> str:
+    kind = schema.get("type")
+    if kind not in _KINDS:
+        raise CannotForce(
+            f"a parameter without a single type cannot be forced in this model's form: {json.dumps(schema)[:200]}"
+        )
+    return str(kind)
+
+
+def _quoted(words: str) -> str:
+    return json.dumps(words, ensure_ascii=False)
+
+
+_FORMS: Mapping[str, _Form] = {
+    "json_tools": _Form(_in_json('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>")),
+    "longcat": _Form(_in_json('<longcat_tool_call>{"name": NAME, "arguments": ', "}</longcat_tool_call>")),
+    "mistral": _Form(_in_json("[TOOL_CALLS]BARE[ARGS]", ""), repeats=False),
+    "cohere2_moe": _Form(
+        _in_json('{"tool_call_id": "0", "tool_name": NAME, "parameters": ', "}"),
+        begin="<|START_ACTION|>[\n    ",
+        between=",\n    ",
+        end="\n]<|END_ACTION|>",
+    ),
+    "kimi_k2": _Form(
+        _in_json("<|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        begin="<|tool_calls_section_begin|>",
+        between="",
+        end="<|tool_calls_section_end|>",
+        repeats=False,
+    ),
+    "qwen3_coder": _Form(
+        _in_tags("<tool_call>\n<function=BARE>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>")
+    ),
+    "glm47": _Form(
+        _in_tags("<tool_call>BARE\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
+    ),
+    "minimax_m2": _Form(
+        _in_tags(
+            '<minimax:tool_call>\n<invoke name="BARE">\n',
+            '<parameter name="KEY">',
+            "</parameter>\n",
+            "</invoke>\n</minimax:tool_call>",
+        )
+    ),
+    "minicpm5": _Form(
+        _in_tags(
+            '<function name="BARE">', '<param name="KEY">', "</param>", "</function>", "<&\\x00-\\x1f\\ufffe\\uffff"
+        )
+    ),
+    "gemma4": _Form(
+        _in_braces(
+            "<|tool_call>call:BARE{",
+            "KEY:",
+            "}<tool_call|>",
+            '<|"|>',
+            {"true": "true", "false": "false", "null": "null"},
+        ),
+        between="",
+    ),
+    "pythonic": _Form(
+        _in_braces("BARE(", "KEY=", ")", "", {"true": "True", "false": "False", "null": "None"}),
+        begin="<|tool_call_start|>[",
+        between=", ",
+        end="]<|tool_call_end|>",
+    ),
+}
