@@ -1,4 +1,4 @@
-"""Arrays in trees (found, changed, split and joined), arrays that grow, and arrays carried to numpy and back."""
+"""Arrays in trees (found, changed, split and joined), arrays that grow, and arrays carried between numpy, mlx and threads."""
 
 from __future__ import annotations
 
@@ -114,6 +114,18 @@ def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Numpy arrays as mlx arrays; everything else as it is."""
     return {name: map_arrays(value, _to_mlx) for name, value in inputs.items()}
+
+
+def settled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays as mlx arrays that any thread may use: evaluated by the caller's, half-precision ones as float32."""
+    found = {name: map_arrays(value, _in_full) for name, value in inputs.items()}
+    mx.eval(arrays_of(found))
+    return found
+
+
+def _in_full(array: Any) -> mx.array:
+    array = _to_mlx(array)
+    return array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array
 
 
 def _to_numpy(array: Any) -> np.ndarray:

@@ -55,7 +55,7 @@ class VLMBatcher:
     lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
     seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
     them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides, and
-    ``generate`` keeps that many in flight.
+    ``generate`` keeps that many in flight beside ``max_rows``.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -120,6 +120,7 @@ class VLMBatcher:
             reproducible=reproducible,
         )
         self.look_ahead = look_ahead
+        self._in_flight = options.scheduler.max_rows + look_ahead
         self._lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
@@ -213,7 +214,7 @@ class VLMBatcher:
         self, requests: Iterable[Request | Mapping[str, Any]], *, progress: bool = False, raise_on_error: bool = False
     ) -> list[Result]:
         """Answer many requests; results in their order. ``requests`` may be a generator: it is read ``look_ahead``
-        ahead.
+        beyond ``max_rows`` ahead.
 
         A request that fails, at submit or later, gives a result with ``error`` set, and so does an item that is no
         request. If ``requests`` itself raises, those before are answered and the last result says so. ``raise_on_error``
@@ -222,7 +223,7 @@ class VLMBatcher:
         results: dict[int, Result] = {}
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
-            for index, result in many.in_turn(self.submit_request, requests, self.look_ahead):
+            for index, result in many.in_turn(self.submit_request, requests, self._in_flight):
                 results[index] = result
                 advance(result)
         ordered = [results[index] for index in sorted(results)]
@@ -232,14 +233,14 @@ class VLMBatcher:
 
     def as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[Result]:
         """The same requests' results as they end; match them by ``request_id``. Leaving the loop cancels the rest."""
-        for _, result in many.in_turn(self.submit_request, requests, self.look_ahead):
+        for _, result in many.in_turn(self.submit_request, requests, self._in_flight):
             yield result
 
     async def as_completed_async(
         self, requests: Iterable[Request | Mapping[str, Any]] | AsyncIterable[Request | Mapping[str, Any]]
     ) -> AsyncIterator[Result]:
         """``as_completed`` for ``async for``; ``requests`` may be an asynchronous iterator, too."""
-        async for _, result in many.in_turn_async(self.submit_request, requests, self.look_ahead):
+        async for _, result in many.in_turn_async(self.submit_request, requests, self._in_flight):
             yield result
 
     def cancel(self, request_id: str) -> bool:

@@ -374,7 +374,9 @@ class Usage:
 class Timings:
     """Seconds of a request's life: waiting for a place, being encoded, from there to its first token, then to its end.
 
-    ``ttft`` is from submit to the first token. While it is prefilled and decodes, a request shares the device.
+    Within ``queue``, ``read`` is from the beginning of its reading until its files and URLs were in memory, and ``process``
+    their decoding and the processor. ``ttft`` is from submit to the first token. While it is prefilled and decodes, a
+    request shares the device.
     """
 
     queue: float = 0.0
@@ -383,6 +385,8 @@ class Timings:
     decode: float = 0.0
     ttft: float = math.nan
     total: float = 0.0
+    read: float = 0.0
+    process: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,6 +478,7 @@ class Stats:
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
     steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
+    busy_seconds: float = 0.0  # that the engine had requests to work on, and did not wait for their pictures
 
 
 @dataclass(frozen=True)

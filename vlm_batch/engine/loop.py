@@ -86,6 +86,7 @@ class EngineLoop:
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
+        self._busy_seconds = 0.0
 
     # From any thread
 
@@ -171,6 +172,7 @@ class EngineLoop:
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
             steps=counts["steps"],
+            busy_seconds=self._busy_seconds,
         )
 
     # On its own thread
@@ -233,10 +235,12 @@ class EngineLoop:
             self._prepare(row)
         if not self.generator.has_work:
             return False
+        begin = time.perf_counter()
         events = self.generator.step()
         self._counts["steps"] += 1
         for event in events:
             self._hand_out(event)
+        self._busy_seconds += time.perf_counter() - begin
         return True
 
     def _recover(self, error: BaseException, message: _Message | None = None) -> None:

@@ -62,7 +62,7 @@ class Question(Protocol):
 
 
 class Prepared(Protocol):
-    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height).
+    """A processor's output as evaluated mlx arrays, its pictures' (width, height), its videos' (frames, width, height).
 
     ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
     """
@@ -84,6 +84,10 @@ class Prepared(Protocol):
 class Loading(Protocol):
     """A question that is being prepared; safe from any thread."""
 
+    @property
+    def read_seconds(self) -> float: ...
+    @property
+    def process_seconds(self) -> float: ...
     def result(self) -> Prepared: ...
     def when_done(self, call: Callable[[], None]) -> None: ...
     def cancel(self) -> None: ...

@@ -129,6 +129,8 @@ class Clock:
     """The moments of a row's life (``time.perf_counter``), 0 for those to come."""
 
     submitted: float = field(default_factory=time.perf_counter)
+    read_seconds: float = 0.0
+    process_seconds: float = 0.0
     started: float = 0.0
     encode_seconds: float = 0.0
     first_token: float = 0.0
@@ -137,6 +139,8 @@ class Clock:
         now = time.perf_counter()
         started, first = self.started or now, self.first_token
         return Timings(
+            read=self.read_seconds,
+            process=self.process_seconds,
             queue=started - self.submitted,
             encode=self.encode_seconds,
             prefill=first - started - self.encode_seconds if first else 0.0,

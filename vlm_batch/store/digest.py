@@ -31,7 +31,7 @@ def as_words(digested: bytes) -> np.ndarray:
 def array_bytes(array: Any) -> np.ndarray:
     """The bytes of an mlx or numpy array as they lie, flat; numpy has no bfloat16."""
     if isinstance(array, mx.array):
-        array = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+        array = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)  # its memory, not a copy
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
