@@ -2,8 +2,8 @@
 
 The first table leaves the engine out: files are read, decoded and processed by the library's own loaders, and what comes out is
 let go of. The processor is the embedded checkpoint's with the published bounds of the Qwen family, so that a picture is
-seen at its own size. The second says where one picture's time goes, and what the engine's thread does for it before it encodes.
-With ``--engine`` a job over a folder is answered, and the engine's busy seconds are put beside the job's. The last line is JSON.
+seen at its own size. The second says where one picture's time goes. With ``--engine`` a job over a folder is answered, and the
+engine's busy seconds are put beside the job's. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.loaders import Loaders, Loading
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import PixelBounds
-from vlm_batch.loading import load_model
+from vlm_batch.loading import EngineOptions, load_model, make_engine
 from vlm_batch.store.digest import digest
 
 #: Between how many pixels Qwen2-VL's published processor has a picture scaled.
@@ -126,15 +126,15 @@ def answer_folder(batcher: VLMBatcher, paths: Sequence[Path], tokens: int) -> di
         "pictures_a_second": len(results) / seconds,
         "tokens_a_second": sum(len(result.token_ids) for result in results) / seconds,
         "engine_busy": (after.busy_seconds - before.busy_seconds) / seconds,
-        **{name: statistics.mean(getattr(one.timings, name) for one in results) for name in ("read", "process", "total")},
+        **{
+            name: statistics.mean(getattr(one.timings, name) for one in results)
+            for name in ("read", "process", "total")
+        },
     }
 
 
 def make_preparer(bounds: PixelBounds | None) -> Preparer:
     """The embedded checkpoint's, with a processor that scales to ``bounds``."""
-    from vlm_batch.batcher import EngineOptions
-    from vlm_batch.loading import make_engine
-
     model, processor = load_model(default_checkpoint())
     if bounds is not None:
         processor.image_processor.min_pixels, processor.image_processor.max_pixels = bounds.least, bounds.most

@@ -22,8 +22,8 @@ from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.runtime.threads import num_cores
 from vlm_batch.types import Status
 
-#: Requests of one lane that are with the loaders at a time: they are served there in the order in which they came, so a few wait
-#: while the engine steps, and few are before an urgent one. Loaders have a thread a core, eight at most.
+#: Requests of one lane that are with the loaders at a time: they are served there in the order in which they came, so a few
+#: wait while the engine steps, and few are before an urgent one. Loaders have a thread a core, eight at most.
 WITH_LOADERS = max(8, 2 * min(8, num_cores()))
 #: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
 VIDEOS_AHEAD = 4

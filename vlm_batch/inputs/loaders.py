@@ -283,14 +283,13 @@ class Loading:
 class Loaders:
     """Read and prepare questions; each lane in the order in which its questions are started.
 
-    ``prepare`` is ``Preparer.prepare``, called on up to ``num_threads`` threads (a core each by default). The engine's loop calls ``start``, is woken by ``Loading.when_done``, and calls
-    ``Loading.cancel`` for a request that was cancelled before it was taken in. It decides how many are started, and
-    counts those of each ``Question.lane`` apart: what waits for a network may not take the places of what does not.
+    ``prepare`` is ``Preparer.prepare``, called on up to ``num_threads`` threads (a core each by default). The engine's loop
+    calls ``start``, is woken by ``Loading.when_done``, and calls ``Loading.cancel`` for a request that was cancelled before it
+    was taken in. It decides how many are started, and counts those of each ``Question.lane`` apart: what waits for a network
+    may not take the places of what does not.
     """
 
-    def __init__(
-        self, prepare: Callable[[Question, Cancelled], Prepared], *, num_threads: int | None = None
-    ) -> None:
+    def __init__(self, prepare: Callable[[Question, Cancelled], Prepared], *, num_threads: int | None = None) -> None:
         self._prepare = prepare
         self._work = Pool(NUM_LOADERS if num_threads is None else num_threads, "vlm-batch-loader")
         self._long_work = Pool(1, "vlm-batch-long-prompt")
@@ -347,7 +346,6 @@ class Loaders:
         pool = self._long_work if loading.question.is_long else self._work
         working = pool.submit(partial(self._prepared, loading), loading.cancelled)
         working.add_done_callback(partial(_was_processed, loading))
-
 
     def _prepared(self, loading: Loading) -> Prepared:
         begin = time.perf_counter()

@@ -298,7 +298,7 @@ class Preparer:
     # -----------------------------------------------------------------------------------------------------------------
 
     def prepare(self, question: Question, cancelled: Cancelled | None = None) -> Prepared:
-        """Read a question's pictures and videos and run the processor. What comes out is evaluated: a lazy array is its thread's.
+        """Read a question's pictures and videos and run the processor. What comes out is evaluated: any thread may use it.
 
         Raises InvalidRequest for what cannot be read or does not fit, and OperationCancelled soon after ``cancelled`` is
         set.
@@ -327,9 +327,7 @@ class Preparer:
         form = self._forms.compiled(question.params)
         return {"bad_words": bad_words, "form": form, "thinking": question.thinking}
 
-    def _processed(
-        self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]
-    ) -> dict[str, Any]:
+    def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
         """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
         if question.is_long:
             with self._long_lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,20 +35,6 @@ def without_text_options(processor: Any) -> Any:
     return processor
 
 
-def with_quick_patches(processor: Any) -> Any:
-    """The processor, or a copy whose pictures' part does what mlx-vlm's for the Qwen families does, in less time."""
-    part = getattr(processor, "image_processor", None)
-    theirs = sys.modules.get("mlx_vlm.models.qwen3_vl.processing_qwen3_vl")
-    if theirs is None or type(part) is not theirs.Qwen3VLImageProcessor:
-        return processor
-    from vlm_batch.inputs.patches import PatchesOfRows
-
-    processor, part = copy.copy(processor), copy.copy(part)
-    part.__class__ = PatchesOfRows
-    processor.image_processor = part
-    return processor
-
-
 def copy_for_thread(part: Any) -> Any:
     """A processor or tokenizer for another thread, without the detokeniser that mlx-vlm hangs on a bare tokenizer.
 
@@ -61,7 +46,16 @@ def copy_for_thread(part: Any) -> Any:
 
 
 #: A tokenizer's calls that let go of Python's lock, or that change the settings of the library under it.
-_TOKENIZES = ("__call__", "encode", "_encode_plus", "_batch_encode_plus", "tokenize", "decode", "batch_decode", "_decode")
+_TOKENIZES = (
+    "__call__",
+    "encode",
+    "_encode_plus",
+    "_batch_encode_plus",
+    "tokenize",
+    "decode",
+    "batch_decode",
+    "_decode",
+)
 
 
 class Mould:
