@@ -17,13 +17,12 @@ from tests.harness import shared_adapter
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.engine.admission import Admission, Sizes
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.row import Prompt, Row, Status, new_row
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels
 from vlm_batch.inputs.loaders import Loading
 from vlm_batch.inputs.prepare import Prepared, Question
-from vlm_batch.types import Status
 
 CHECKPOINT = assets.default_checkpoint()
 DESCRIBE = "describe the picture"

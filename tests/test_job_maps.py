@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -55,6 +56,15 @@ def test_pandas() -> None:
     check(found["caption"], found["caption_error"], found["caption_tokens"])
     empty = map_table(Echo(), pd.DataFrame({"image": ["a.png", float("nan")]}), "?")
     assert empty["answer_error"][1] == "row 1: column 'image' is empty"
+
+
+def test_polars() -> None:
+    frame = pl.DataFrame(COLUMNS)
+    found = map_table(Echo(), frame, "what {kind}?")
+    assert isinstance(found, pl.DataFrame) and found.select("image", "kind").equals(frame)
+    check(*(found[name].to_list() for name in ("answer", "answer_error", "answer_tokens")))
+    with pytest.raises(InvalidJob, match=r"collect\(\) it"):
+        map_table(Echo(), frame.lazy(), "what {kind}?")
 
 
 def test_datasets() -> None:
@@ -139,13 +149,16 @@ def test_the_real_batcher_with_every_kind_of_picture(tmp_path: Path) -> None:
 
         beside = threading.Thread(target=map_frames)
         beside.start()
-        found["datasets"] = list(map_table(batcher, stored)["answer"])
+        found["datasets"] = list(batcher.map(stored)["answer"])
         answered = list(map_table(batcher, stream))
         assert all(isinstance(row["image"], Image.Image) for row in answered)  # as the stream itself gives them
         found["stream"] = [row["answer"] for row in answered]
-        found["arrow"] = map_table(batcher, arrow, prompts[0]).column("answer").to_pylist()
+        found["arrow"] = batcher.map(arrow, prompts[0], image="picture").column("answer").to_pylist()
+        found["polars"] = batcher.map(pl.from_arrow(arrow), prompts[0])["answer"].to_list()
+        short = batcher.map(arrow, prompts[0], params={"max_tokens": 2})
+        assert short.column("answer_tokens").to_pylist() == [2, 2, 2]
         beside.join()
-    assert found == dict.fromkeys(("pandas", "datasets", "stream", "arrow"), alone)
+    assert found == dict.fromkeys(("pandas", "datasets", "stream", "arrow", "polars"), alone)
 
 
 def test_rows_that_end_out_of_order_come_back_in_order() -> None:

@@ -9,22 +9,31 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests.test_fetch import Site
 from tests.test_fetch import site as site  # a fixture
-from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, VLMBatcher, assets
+from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, Request, VLMBatcher, assets
+from vlm_batch.arrays import as_numpy
 from vlm_batch.inputs import loaders as module
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.loaders import Loaders, Pool
-from vlm_batch.inputs.prepare import Lane, Prepared, Question
+from vlm_batch.inputs.prepare import Lane, Prepared, Preparer, Question
+from vlm_batch.inputs.processors import Mould
+from vlm_batch.loading import EngineOptions, load_model, make_engine
 
-PICTURE = Path(__file__).parent.parent / "fixtures" / "images" / "red_circle.png"
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+PICTURE = FIXTURES / "images" / "red_circle.png"
 
 
 @pytest.fixture
@@ -158,10 +167,80 @@ def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site
 
 def test_prepared_requests_know_their_bytes() -> None:
     """Admission counts them."""
-    pixels = np.zeros((10, 3), np.float32)
+    pixels = mx.zeros((10, 3))
     assert (
-        Prepared({"pixel_values": [pixels, pixels], "input_ids": np.zeros((1, 4), np.int32), "name": "x"}).nbytes == 256
+        Prepared({"pixel_values": [pixels, pixels], "input_ids": mx.zeros((1, 4), mx.int32), "name": "x"}).nbytes == 256
     )
+
+
+# Processors for several threads
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def preparer_of(family: str) -> Preparer:
+    path = FIXTURES / "checkpoints" / family
+    model, processor = load_model(path)
+    return make_engine(model, processor, EngineOptions()).preparer
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "aya_vision", "mllama", "falcon_ocr"])
+def test_threads_make_what_one_makes(family: str) -> None:
+    """Each thread has a copy of the processor; sizes asked for by one request are no other's."""
+    preparer = preparer_of(family)
+    random = np.random.default_rng(0)
+    bounds = [{}, {}] if preparer.processing.pixels is None else [{}, {"max_pixels": 3136 * 2}]
+    requests = [
+        Request(
+            prompt="describe " + "the picture " * number, images=random.integers(0, 256, (60, 90, 3), np.uint8), **more
+        )
+        for number in range(12)
+        for more in bounds
+    ]
+    questions = [preparer.check(request) for request in requests]
+    alone = [as_numpy(preparer.prepare(question).inputs) for question in questions]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda question: as_numpy(preparer.prepare(question).inputs), questions * 3))
+    for one, other in zip(alone * 3, together, strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+    kept = preparer._copies._free
+    assert len(kept) <= 4 and len({id(one.processor) for one in kept}) == len(kept)
+    assert all(one.processor is not preparer.processing.processor for one in kept)
+    tokenizers = {id(one.tokenizer._tokenizer) for one in [*kept, preparer.processing]}
+    assert len(tokenizers) == 1  # tens of megabytes, and shared
+
+
+def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
+    inside, most = 0, 0
+
+    class Watched(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _encode_plus(self, *args: Any, **options: Any) -> Any:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            try:
+                time.sleep(0.001)  # lets go of Python's lock, as its library does
+                return super()._encode_plus(*args, **options)
+            finally:
+                inside -= 1
+
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    mould = Mould(Watched(tokenizer_object=words, unk_token="a"))
+    copies = [mould.copy() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda copy: [copy("b")["input_ids"] for _ in range(10)], copies))
+    assert found == [[[1]] * 10] * 4
+    assert most == 1
+
+
+def test_a_processor_that_cannot_be_copied_is_everybodys_in_turn() -> None:
+    preparer = preparer_of("qwen2_vl")
+    preparer.processing.processor.grip = threading.Lock()  # cannot be copied
+    questions = [preparer.check(Request(prompt=f"count to {number}")) for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(preparer.prepare, questions))
+    assert len({np.array(one.inputs["input_ids"]).tobytes() for one in found}) == 8
+    assert not preparer._copies._free
 
 
 # Through a batcher

@@ -1,4 +1,4 @@
-"""Arrays in trees (found, changed, split and joined), arrays that grow, and arrays carried to numpy and back."""
+"""Arrays in trees (found, changed, split and joined), arrays that grow, and arrays carried between numpy, mlx and threads."""
 
 from __future__ import annotations
 
@@ -111,11 +111,6 @@ def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: map_arrays(value, _to_numpy) for name, value in inputs.items()}
 
 
-def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays as numpy where numpy has their type, so that no device holds them; ``as_mlx`` of it is what they were."""
-    return {name: map_arrays(value, _to_host) for name, value in inputs.items()}
-
-
 def num_bytes(tree: Any) -> int:
     """Bytes of every mlx and numpy array in a tree."""
     if isinstance(tree, (mx.array, np.ndarray)):
@@ -132,15 +127,22 @@ def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: map_arrays(value, _to_mlx) for name, value in inputs.items()}
 
 
+def settled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays as mlx arrays that any thread may use: evaluated by the caller's, half-precision ones as float32."""
+    found = {name: map_arrays(value, _in_full) for name, value in inputs.items()}
+    mx.eval(arrays_of(found))
+    return found
+
+
+def _in_full(array: Any) -> mx.array:
+    array = _to_mlx(array)
+    return array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array
+
+
 def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
     return np.array(array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array)
-
-
-def _to_host(array: Any) -> Any:
-    is_numpys = isinstance(array, np.ndarray) or array.dtype in (mx.bfloat16, mx.complex64)
-    return array if is_numpys else np.array(array)
 
 
 def _to_mlx(array: Any) -> mx.array:

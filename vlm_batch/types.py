@@ -375,7 +375,9 @@ class Usage:
 class Timings:
     """Seconds of a request's life: waiting for a place, being encoded, from there to its first token, then to its end.
 
-    ``ttft`` is from submit to the first token. While it is prefilled and decodes, a request shares the device.
+    Within ``queue``, ``read`` is from the beginning of its reading until its files and URLs were in memory, and ``process``
+    their decoding and the processor. ``ttft`` is from submit to the first token. While it is prefilled and decodes, a
+    request shares the device.
     """
 
     queue: float = 0.0
@@ -384,6 +386,8 @@ class Timings:
     decode: float = 0.0
     ttft: float = math.nan
     total: float = 0.0
+    read: float = 0.0
+    process: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,6 +487,7 @@ class Stats:
     )
     stalled: float = 0.0  # seconds that the engine has been in a step that does not end; 0 while it goes on
     ahead_bytes: int = 0  # of what was read and prepared for requests that wait
+    busy_seconds: float = 0.0  # that the engine had requests to work on, and did not wait for their pictures
 
 
 def fresh_seed() -> int:

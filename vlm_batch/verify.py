@@ -17,7 +17,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.precision import precision_of
-from vlm_batch.arrays import as_mlx
+from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.caches import Placement
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
@@ -219,7 +219,7 @@ def prepared(adapter: Adapter, model: nn.Module, processor: Any, requests: Seque
         max_context=adapter.max_context,
         limits=Limits(),
     )
-    return [preparer.prepare(preparer.check(request)).inputs for request in requests]
+    return [as_numpy(preparer.prepare(preparer.check(request)).inputs) for request in requests]
 
 
 def compare(name: str, ones: Sequence[Trace], others: Sequence[Trace], *, promised: bool) -> Comparison:

@@ -116,13 +116,19 @@ class Adapter:
     @classmethod
     def processor(cls, processor: Any) -> Any:
         """The caller's processor, or a copy of it that does what the published one does, where mlx-vlm's does not."""
-        part = getattr(processor, "video_processor", None)
-        right = cls.video_processor(part)
-        if right is part:
-            return processor
-        processor = copy.copy(processor)
-        processor.video_processor = right
+        given = {name: getattr(processor, name, None) for name in ("image_processor", "video_processor")}
+        right = {"image_processor": cls.image_processor, "video_processor": cls.video_processor}
+        changed = {name: made for name, part in given.items() if (made := right[name](part)) is not part}
+        if changed:
+            processor = copy.copy(processor)
+            for name, part in changed.items():
+                setattr(processor, name, part)
         return processor
+
+    @classmethod
+    def image_processor(cls, part: Any) -> Any:
+        """The processor's part for pictures, or what does its work."""
+        return part
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingGridTower, split_patches
+from vlm_batch.adapters.pictures import with_quick_patches
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
@@ -30,6 +31,10 @@ class GridAdapter(Adapter):
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     tower_class = RememberingGridTower
+
+    @classmethod
+    def image_processor(cls, part: Any) -> Any:
+        return with_quick_patches(part)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""

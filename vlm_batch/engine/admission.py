@@ -13,7 +13,6 @@ import time
 from collections.abc import Hashable
 from dataclasses import replace
 
-from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.port import Loading
@@ -21,10 +20,11 @@ from vlm_batch.engine.prefill import Guard, Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
+from vlm_batch.runtime.threads import num_cores
 
-#: Requests of one lane that are with the loaders at a time, whatever its number of threads: they are served there in the order
-#: in which they came, so a few wait while the engine steps, and few are before an urgent one.
-WITH_LOADERS = 8
+#: Requests of one lane that are with the loaders at a time: they are served there in the order in which they came, so a few
+#: wait while the engine steps, and few are before an urgent one. Loaders have a thread a core, eight at most.
+WITH_LOADERS = max(8, 2 * min(8, num_cores()))
 #: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
 VIDEOS_AHEAD = 4
 #: Bytes of a decoded pixel, which are there while a picture is processed.
@@ -183,11 +183,12 @@ class Admission:
         self._reading.discard(row)
         self._processing.pop(row, None)
         row.prompt.loading = None
+        row.clock.read_seconds, row.clock.process_seconds = loading.read_seconds, loading.process_seconds
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
         rules = row.answer.rules = replace(row.answer.rules, bad_words=prepared.bad_words)
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
-        row.prompt.inputs = as_mlx(prepared.inputs)
+        row.prompt.inputs = prepared.inputs
         row.keep_given(prepared.inputs)
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)

@@ -18,7 +18,7 @@ from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.sampling import needs_history
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidParameters, PromptTooLong
-from vlm_batch.types import Encoded
+from vlm_batch.records import Encoded
 
 
 class Encoder:

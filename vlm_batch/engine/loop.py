@@ -93,6 +93,7 @@ class EngineLoop:
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
         self._rate = Rate()
         self._watchdog = Watchdog()
+        self._busy_seconds = 0.0
 
     # From any thread
 
@@ -181,6 +182,7 @@ class EngineLoop:
             recomputed=generator.num_recomputed,
             stalled=self._watchdog.stalled,
             ahead_bytes=generator.admission.nbytes,
+            busy_seconds=self._busy_seconds,
         )
 
     # On its own thread
@@ -248,11 +250,13 @@ class EngineLoop:
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False
+        begin = time.perf_counter()
         with self._watchdog.step():
             events = self.generator.step()
         self._counts["steps"] += 1
         for event in events:
             self._hand_out(event)
+        self._busy_seconds += time.perf_counter() - begin
         return True
 
     def _recover(self, error: BaseException, message: _Message | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import arrays_of, as_mlx, num_bytes, on_host
+from vlm_batch.arrays import num_bytes
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
@@ -58,7 +58,7 @@ class Prompt:
         """Bytes of what was read or prepared for it, until it is encoded."""
         inputs, loading = self.inputs, self.loading
         if inputs is not None:
-            return sum(array.nbytes for array in arrays_of(inputs))
+            return num_bytes(inputs)
         return 0 if loading is None else loading.nbytes
 
 
@@ -152,6 +152,8 @@ class Clock:
     """The moments of a row's life (``time.perf_counter``), 0 for those to come."""
 
     submitted: float = field(default_factory=time.perf_counter)
+    read_seconds: float = 0.0
+    process_seconds: float = 0.0
     started: float = 0.0
     encode_seconds: float = 0.0
     first_token: float = 0.0
@@ -160,6 +162,8 @@ class Clock:
         now = time.perf_counter()
         started, first = self.started or now, self.first_token
         return Timings(
+            read=self.read_seconds,
+            process=self.process_seconds,
             queue=started - self.submitted,
             encode=self.encode_seconds,
             prefill=first - started - self.encode_seconds if first else 0.0,
@@ -221,7 +225,7 @@ class Row:
         )
 
     def keep_given(self, inputs: Mapping[str, Any] | None) -> None:
-        """Keep a processor's output, on the host, to begin again from, if it is not too large."""
+        """Keep a processor's output to begin again from, if it is not too large."""
         self.given = inputs if num_bytes(inputs) <= MOST_GIVEN else None
 
     def suspect(self) -> None:
@@ -236,7 +240,7 @@ class Row:
         answer, book = self.answer, self.reuse
         self.losses += 1
         self.status = Status.WAITING
-        self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
+        self.prompt = Prompt(inputs=self.given)
         self.reuse = None
         if book is not None and (book.continues is not None or book.is_returned):
             self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
@@ -313,7 +317,7 @@ def new_row(
     """A row that waits, with a seed of its own if its parameters name none."""
     seed = fresh_seed() if params.seed is None else params.seed
     row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
-    row.keep_given(None if prompt.inputs is None else on_host(prompt.inputs))
+    row.keep_given(prompt.inputs)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
     row.siblings = tuple(

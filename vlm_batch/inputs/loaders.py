@@ -22,8 +22,9 @@ from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error, read_medium
 from vlm_batch.runtime import threads
 
-#: Threads that decode and process pictures and videos (Pillow and OpenCV release the GIL).
-NUM_LOADERS = 2
+#: Threads that decode and process pictures and videos, each with a copy of the processor: one a core, eight at most.
+#: Pillow, numpy, OpenCV and tokenizers let go of Python's lock.
+NUM_LOADERS = max(2, min(8, threads.num_cores()))
 #: Pictures and videos that are downloaded at a time, and that are read from disks at a time.
 NUM_DOWNLOADS = 8
 NUM_DISK_READS = 4
@@ -216,6 +217,8 @@ class Loading:
         self.question = question
         self.when_read = when_read
         self.cancelled = Cancelled()
+        self.read_seconds = self.process_seconds = 0.0
+        self._began = time.perf_counter()
         self._media = list(question.media)
         self._unread = {at for at, medium in enumerate(self._media) if lane_of(medium) is not None}
         self.is_read = not self._unread  # its pictures and videos are in memory, or at hand
@@ -274,6 +277,7 @@ class Loading:
             self._unread.discard(at)
             if self._unread:
                 return False
+            self.read_seconds = time.perf_counter() - self._began
             media = list(self._media)
         self.question = self.question.with_media(media)
         self.is_read = True
@@ -299,15 +303,15 @@ class Loading:
 class Loaders:
     """Read and prepare questions; each lane in the order in which its questions are started.
 
-    ``prepare`` is ``Preparer.prepare``. The engine's loop calls ``start``, calls ``process`` when there is room for what
-    will come of it, is woken by ``Loading.when_done``, and calls ``Loading.cancel`` for a request that was cancelled before
-    it was taken in. It decides how many are started, and counts those of each ``Question.lane`` apart: what waits for a
-    network may not take the places of what does not.
+    ``prepare`` is ``Preparer.prepare``, called on up to ``num_threads`` threads (a core each by default). The engine's loop
+    calls ``start``, calls ``process`` when there is room for what will come of it, is woken by ``Loading.when_done``, and
+    calls ``Loading.cancel`` for a request that was cancelled before it was taken in. It decides how many are started, and
+    counts those of each ``Question.lane`` apart: what waits for a network may not take the places of what does not.
     """
 
-    def __init__(self, prepare: Callable[[Question, Cancelled], Prepared]) -> None:
+    def __init__(self, prepare: Callable[[Question, Cancelled], Prepared], *, num_threads: int | None = None) -> None:
         self._prepare = prepare
-        self._work = Pool(NUM_LOADERS, "vlm-batch-loader")
+        self._work = Pool(NUM_LOADERS if num_threads is None else num_threads, "vlm-batch-loader")
         self._long_work = Pool(1, "vlm-batch-long-prompt")
         self._reads = {
             Lane.DISK: Pool(NUM_DISK_READS, "vlm-batch-reader"),
@@ -371,8 +375,15 @@ class Loaders:
 
     def _process(self, loading: Loading) -> None:
         pool = self._long_work if loading.question.is_long else self._work
-        working = pool.submit(partial(self._prepare, loading.question, loading.cancelled), loading.cancelled)
+        working = pool.submit(partial(self._prepared, loading), loading.cancelled)
         working.add_done_callback(partial(_was_processed, loading))
+
+    def _prepared(self, loading: Loading) -> Prepared:
+        begin = time.perf_counter()
+        try:
+            return self._prepare(loading.question, loading.cancelled)
+        finally:
+            loading.process_seconds = time.perf_counter() - begin
 
 
 def _no_thread() -> Exception:

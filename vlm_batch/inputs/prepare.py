@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlm_batch.arrays import as_numpy
+from vlm_batch.arrays import as_numpy, num_bytes, settled
 from vlm_batch.checks import put_pixels
 from vlm_batch.errors import (
     InvalidCache,
@@ -38,7 +38,7 @@ from vlm_batch.inputs.images import (
     load_image,
     own_image,
 )
-from vlm_batch.inputs.processing import PixelBounds, Processing
+from vlm_batch.inputs.processing import Copies, PixelBounds, Processing
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.inputs.videos import (
@@ -118,7 +118,7 @@ class Question:
     def known_nbytes(self) -> int | None:
         """Bytes of what a processor will make of it; None if nobody knows that yet."""
         if self.inputs is not None:
-            return sum(map(_nbytes, self.inputs.values()))
+            return num_bytes(self.inputs)
         return None if self.media else 0
 
     @property
@@ -149,7 +149,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A processor's output as numpy arrays, its pictures' (width, height), its videos' (frames, width, height).
+    """A processor's output as evaluated mlx arrays, its pictures' (width, height), its videos' (frames, width, height).
 
     ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
     """
@@ -164,7 +164,7 @@ class Prepared:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds until the engine has taken it in."""
-        return sum(_nbytes(value) for value in self.inputs.values())
+        return num_bytes(self.inputs)
 
 
 class Preparer:
@@ -193,7 +193,7 @@ class Preparer:
         self._image_token_ids = image_token_ids
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
-        self._processor_lock = Lock()  # processors and tokenizers are not made for two threads at once
+        self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
         self._long_lock = Lock()
         self._long_processing: Processing | None = None
 
@@ -311,13 +311,13 @@ class Preparer:
     # -----------------------------------------------------------------------------------------------------------------
 
     def prepare(self, question: Question, cancelled: Cancelled | None = None) -> Prepared:
-        """Read a question's pictures and videos and run the processor. What comes out is numpy: no array crosses threads.
+        """Read a question's pictures and videos and run the processor. What comes out is evaluated: any thread may use it.
 
         Raises InvalidRequest for what cannot be read or does not fit, and OperationCancelled soon after ``cancelled`` is
         set.
         """
         if question.inputs is not None:
-            return Prepared(question.inputs, **self._answer_facts(question))
+            return Prepared(settled(question.inputs), **self._answer_facts(question))
         cancelled, limits = cancelled or Cancelled(), self.limits
         images = []
         for source in question.images:
@@ -340,23 +340,20 @@ class Preparer:
         form = self._forms.compiled(question.params)
         return {"bad_words": bad_words, "form": form, "thinking": question.thinking}
 
-    def _processed(
-        self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]
-    ) -> dict[str, np.ndarray]:
+    def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
         """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
         if question.is_long:
             with self._long_lock:
                 if self._long_processing is None:
-                    with self._processor_lock:
-                        self._long_processing = self.processing.copy()
+                    self._long_processing = self.processing.copy()
                 assert question.prompt is not None
                 with self._long_processing.seeing(question.pixels):
-                    return as_numpy(self._long_processing.inputs(question.prompt, images, clips))
-        with self._processor_lock, self.processing.seeing(question.pixels):
+                    return settled(self._long_processing.inputs(question.prompt, images, clips))
+        with self._copies.one() as processing, processing.seeing(question.pixels):
             if question.prompt is not None:
-                return as_numpy(self.processing.inputs(question.prompt, images, clips))
-            found = self.processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
-            return as_numpy(found)
+                return settled(processing.inputs(question.prompt, images, clips))
+            found = processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
+            return settled(found)
 
 
 def lane_of(medium: ImageInput | Video) -> Lane | None:
@@ -392,13 +389,6 @@ def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
     """The last place of ``wanted`` in ``ids``; -1 if it is not there."""
     size = len(wanted)
     return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
-
-
-def _nbytes(value: Any) -> int:
-    """Bytes of the arrays in a value of a processor's output."""
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes, value))
-    return int(value.nbytes) if isinstance(value, np.ndarray) else 0
 
 
 def _check_unicode(text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +25,7 @@ from PIL import Image
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
-from vlm_batch.inputs.processors import copy_for_thread, without_text_options
+from vlm_batch.inputs.processors import Mould, copy_for_thread, without_text_options
 from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
@@ -56,8 +58,14 @@ class Processing:
         self._encoder_lock = Lock()
 
     def copy(self) -> Processing:
-        """The same with a processor of its own, for another thread."""
+        """The same with a processor of its own, tokenizer and all, for another thread."""
         return Processing(copy_for_thread(self.processor), self.config, self.sampling)
+
+    def with_processor(self, processor: Any) -> Processing:
+        """The same with another copy of its processor, to make inputs with."""
+        other = copy.copy(self)
+        other.processor, other.tokenizer = processor, getattr(processor, "tokenizer", processor)
+        return other
 
     # Text
     # ---------------------------------------------------------------------------------------------------------------
@@ -210,6 +218,45 @@ class Processing:
         if not clips or frames is None:
             return {}
         return {"second_per_grid_ts": np.array([frames / clip.sampled_fps for clip in clips], dtype=np.float32)}
+
+
+class Copies:
+    """A model's processor for several threads: each has one to itself while it makes inputs.
+
+    As many are made as there are threads at once. Where a processor cannot be copied, all take turns with the one there is.
+    """
+
+    def __init__(self, processing: Processing) -> None:
+        self._processing = processing
+        self._mould: Mould | None = Mould(processing.processor)
+        self._free: deque[Processing] = deque()
+        self._turn = Lock()
+
+    @contextmanager
+    def one(self) -> Iterator[Processing]:
+        """A processor that nobody else has."""
+        taken = self._taken()
+        if taken is None:
+            with self._turn:
+                yield self._processing
+            return
+        try:
+            yield taken
+        finally:
+            self._free.append(taken)
+
+    def _taken(self) -> Processing | None:
+        """A copy, or None if there can be none."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            pass
+        if self._mould is not None:
+            try:
+                return self._processing.with_processor(self._mould.copy())
+            except Exception:  # a class of somebody's own that holds what cannot be copied
+                self._mould = None
+        return None
 
 
 #: Families without a template, whose processors take the last message alone (``mlx_vlm.prompt_utils``).

@@ -1,8 +1,11 @@
-"""Patches of processors that any family may have: what mlx-vlm hands to the part for pictures, and copies of tokenizers."""
+"""Patches of processors that any family may have: what mlx-vlm hands to the part for pictures, and copies for threads."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from transformers.image_processing_utils import BaseImageProcessor
@@ -40,3 +43,51 @@ def copy_for_thread(part: Any) -> Any:
     owners = (part, getattr(part, "tokenizer", None))
     hanging = [vars(owner).get("detokenizer") for owner in owners if owner is not None]
     return copy.deepcopy(part, {id(one): None for one in hanging if one is not None})
+
+
+#: A tokenizer's calls that let go of Python's lock, or that change the settings of the library under it.
+_TOKENIZES = (
+    "__call__",
+    "encode",
+    "_encode_plus",
+    "_batch_encode_plus",
+    "tokenize",
+    "decode",
+    "batch_decode",
+    "_decode",
+)
+
+
+class Mould:
+    """Makes copies of a processor for several threads: the parts for pictures are each copy's own.
+
+    All copies share the tokenizer, one call at a time: a copy of it takes tens of megabytes, and up to a second in which no
+    other Python code runs.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._lock = threading.RLock()
+
+    def copy(self) -> Any:
+        """A processor for one thread. Raises whatever a class raises that cannot be copied."""
+        memo = {id(self._tokenizer): self._guarded()}
+        return copy.deepcopy(self._processor, memo)
+
+    def _guarded(self) -> Any:
+        theirs = type(self._tokenizer)
+        calls = {name: self._one_at_a_time(getattr(theirs, name)) for name in _TOKENIZES if hasattr(theirs, name)}
+        guarded = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
+        vars(guarded).update(vars(self._tokenizer))
+        return guarded
+
+    def _one_at_a_time(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        lock = self._lock
+
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            with lock:
+                return method(*args, **options)
+
+        return call

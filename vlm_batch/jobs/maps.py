@@ -43,8 +43,8 @@ def map_table(
 ) -> Any:
     """Ask about every row of a table; the same table comes back with three more columns, in the order of its rows.
 
-    ``table`` is a ``datasets.Dataset`` or ``IterableDataset``, a ``pyarrow.Table`` or ``RecordBatchReader``, a pandas
-    ``DataFrame``, or anything that pyarrow makes a table of, which comes back as one. An ``IterableDataset`` and a
+    ``table`` is a ``datasets.Dataset`` or ``IterableDataset``, a ``pyarrow.Table`` or ``RecordBatchReader``, a pandas or
+    polars ``DataFrame``, or anything that pyarrow makes a table of, which comes back as one. An ``IterableDataset`` and a
     ``RecordBatchReader`` are answered while the result is read; of the others, pictures are read as they are asked about.
 
     ``prompt`` may name columns (``"What is on this {kind}?"``); without one, the column "prompt" is asked. ``image`` is the
@@ -56,12 +56,22 @@ def map_table(
     asked = _Asked(batcher, prompt, Columns(image=image, video=video), system, params or SamplingParams(), into)
     if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
         return _map_pandas(asked, table)
+    if "polars" in sys.modules:
+        polars = sys.modules["polars"]
+        if isinstance(table, polars.LazyFrame):
+            raise InvalidJob("a LazyFrame is no table yet: collect() it")
+        if isinstance(table, polars.DataFrame):
+            return polars.from_arrow(_map_arrow(asked, table))
     if "datasets" in sys.modules:
         datasets = sys.modules["datasets"]
         if isinstance(table, datasets.Dataset):
             return _map_dataset(asked, table)
         if isinstance(table, datasets.IterableDataset):
             return _map_stream(asked, table, datasets)
+    return _map_arrow(asked, table)
+
+
+def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
     import pyarrow as pa
 
     if isinstance(table, pa.RecordBatchReader):

@@ -33,6 +33,11 @@ _idle: list[_Tasks] = []
 _running: set[Running] = set()
 
 
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 class Running:
     """Work on a thread of this module. ``join`` waits for its end, and returns at once on the thread itself."""
 

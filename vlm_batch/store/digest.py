@@ -8,18 +8,22 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from blake3 import blake3
 
 #: Bytes of a digest: 128 bits, so that no two pictures ever meet by chance.
 DIGEST_SIZE = 16
+#: Bytes from which on an array stands for itself by its BLAKE3, which takes a sixth of BLAKE2's time.
+LARGE = 1 << 16
 
 
-def digest(value: Any) -> bytes:
+def digest(value: Any, *, in_full: bool = False) -> bytes:
     """The digest of arrays, numbers, texts, None, and of sequences and mappings of those.
 
-    Raises TypeError for anything else: what cannot be told apart must not be taken for the same.
+    ``in_full`` has every byte go through BLAKE2, as files are sealed. Raises TypeError for anything else: what cannot be
+    told apart must not be taken for the same.
     """
     state = hashlib.blake2b(digest_size=DIGEST_SIZE)
-    _feed(state, value)
+    _feed(state, value, in_full)
     return state.digest()
 
 
@@ -31,23 +35,24 @@ def as_words(digested: bytes) -> np.ndarray:
 def array_bytes(array: Any) -> np.ndarray:
     """The bytes of an mlx or numpy array as they lie, flat; numpy has no bfloat16."""
     if isinstance(array, mx.array):
-        array = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+        array = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)  # its memory, not a copy
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _feed(state: Any, value: Any) -> None:
+def _feed(state: Any, value: Any, in_full: bool) -> None:
     if isinstance(value, (mx.array, np.ndarray)):
         state.update(f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode())
-        state.update(array_bytes(value).data)
+        data = array_bytes(value)
+        state.update(data.data if in_full or data.nbytes < LARGE else blake3(data).digest())
     elif isinstance(value, Mapping):
         state.update(f"mapping {len(value)};".encode())
         for name in sorted(value):
-            _feed(state, name)
-            _feed(state, value[name])
+            _feed(state, name, in_full)
+            _feed(state, value[name], in_full)
     elif isinstance(value, (list, tuple)):
         state.update(f"sequence {len(value)};".encode())
         for item in value:
-            _feed(state, item)
+            _feed(state, item, in_full)
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
         state.update(f"{type(value).__name__} {value!r};".encode())
     else:

@@ -175,7 +175,7 @@ def _load(path: str | Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 def _seal(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:
     rest = {name: value for name, value in metadata.items() if name != "digest"}
-    return digest([dict(tensors), rest]).hex()
+    return digest([dict(tensors), rest], in_full=True).hex()
 
 
 def _pack(state: LayerState, path: str, tensors: dict[str, mx.array]) -> dict[str, Any]:
