@@ -40,7 +40,7 @@ from vlm_batch.jobs.runner import make_request
 from vlm_batch.jobs.sending import read_ahead, with_whole_paths
 from vlm_batch.jobs.tables import Columns, row_of_cells
 from vlm_batch.jobs.workers import Answered, Died, Dispatcher, Event, NoWorkers, Started
-from vlm_batch.types import Request, Result, SamplingParams, failed_result
+from vlm_batch.types import Request, Result, SamplingParams, failed_result, params_of
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
@@ -387,14 +387,14 @@ class Answer:
         *,
         prompt: str | None = None,
         system: str | None = None,
-        params: SamplingParams | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
         image: str | None = None,
         video: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._prompt = prompt
         self._columns = Columns(image=image, video=video)
-        self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params or SamplingParams())
+        self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
         try:
             self._batcher = open_here(model, options or {})
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from vlm_batch.types import FetchPolicy, Request, Video
 READERS = 16
 
 
-def read_ahead(requests: Iterable[Request]) -> Iterator[Request]:
+def read_ahead(requests: Iterable[Request]) -> Generator[Request, None, None]:
     """Requests in their order with the files in them read, ``READERS`` at a time and that many ahead."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="vlm-batch-files") as pool:
         ahead: deque[Future[Request]] = deque()
