@@ -31,6 +31,7 @@ from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
 from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
 from vlm_batch.jobs.sinks import check_writable  # noqa: E402
+from vlm_batch.jobs.workers import NoWorkers  # noqa: E402
 
 ANSWERED, FAILED, USAGE, INTERRUPTED = answering.ANSWERED, answering.FAILED, 2, answering.INTERRUPTED
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None, *, open_batcher: OpenBatcher | None 
     except (UsageError, InvalidJob, InvalidParameters, MissingAssets) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
         return USAGE
-    except CannotWrite as error:
+    except (CannotWrite, NoWorkers) as error:
         print(f"vlm-batch: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch.assets import is_sample, sample_images
+from vlm_batch.cli.cluster import add_cluster, open_cluster
 from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, add_batcher, add_model, at_least, load_model
 from vlm_batch.cli.watching import JobView, show_dry_run
 from vlm_batch.jobs import journal
@@ -26,6 +27,7 @@ from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sidecars, Sink, check_writa
 from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.tables import Columns
+from vlm_batch.jobs.workers import NoWorkers
 from vlm_batch.types import SamplingParams, Video
 
 ANSWERED, FAILED, INTERRUPTED = 0, 1, 130
@@ -68,6 +70,10 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             f"these are more than the sample pictures: name a model with --model PATH|HUB_ID "
             f"(without one {EMBEDDED} answers, which knows coloured shapes only)"
         )
+    if args.ray is not None:
+        if args.shard == "auto":
+            raise UsageError("--ray and --shard auto are two ways to use several machines; give one of them")
+        open_batcher = open_cluster
     if args.dry_run:
         return show_dry_run(Job(sources, questions, Nowhere(), _shard(args)), lambda: open_batcher(args), sys.stdout)
     return _answer(sources, questions, args, open_batcher)
@@ -129,9 +135,9 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
                 keeps_samples=args.report is not None,
                 watch=view,
             )
-    except CannotWrite as error:
+    except (CannotWrite, NoWorkers) as error:
         hint = "; --resume goes on from there" if target not in (None, "-") else ""
-        raise CannotWrite(f"{error}{hint}") from error
+        raise type(error)(f"{error}{hint}") from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:  # nothing was left to ask: an earlier run's page stays
         _write_report(args, summary, questions)
@@ -326,6 +332,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--dry-run", action="store_true", help="show the first prompts, sizes and an estimate, and stop"
     )
+    add_cluster(parser.add_argument_group("several machines"))
     _add_answering(parser)
 
 
