@@ -1,0 +1,123 @@
+"""The documentation as a site: it builds strictly, loads nothing from elsewhere, and can be searched."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests import chromium
+
+pytest.importorskip("mkdocs", reason="the site is made with the extra [docs]: pip install 'vlm-batch[docs]'")
+pytest.importorskip("nbconvert", reason="the site is made with the extra [docs]: pip install 'vlm-batch[docs]'")
+
+from website import pages
+
+ROOT = Path(__file__).parent.parent
+BINARY = chromium.find()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as scripts/docs builds it: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def html(site: Path) -> list[Path]:
+    return sorted(path for path in site.rglob("*.html") if "files" not in path.parts)
+
+
+def test_every_page_of_the_docs_and_every_notebook_is_there(site: Path) -> None:
+    made = {path.relative_to(site).with_suffix("").as_posix() for path in html(site)}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= made
+    assert {f"notebooks/{path.stem}" for path in (ROOT / "notebooks").glob("*.ipynb")} <= made
+    assert {"changelog", "contributing"} <= made
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    loads = re.compile(
+        r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//"
+    )
+    for page in html(site):
+        assert not loads.search(page.read_text(encoding="utf-8")), page
+    for sheet in (site / "assets").rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
+    assert "http" not in re.sub(r"http://www\.w3\.org/\S+|<!--.*?-->", "", (ROOT / "docs/images/demo.svg").read_text())
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    import vlm_batch
+
+    page = (site / "reference.html").read_text(encoding="utf-8")
+    shown = set(re.findall(r'id="vlm_batch\.(?:\w+\.)*(\w+)"', page))
+    assert set(vlm_batch.__all__) - {"__version__"} <= shown
+
+
+def test_a_notebook_is_shown_with_its_pictures(site: Path) -> None:
+    page = (site / "notebooks/05_caption_a_folder.html").read_text(encoding="utf-8")
+    pictures = [source for source in re.findall(r'<img[^>]* src="([^"]+)"', page) if not source.startswith("data:")]
+    assert pictures and all((site / "notebooks" / source).stat().st_size > 1000 for source in pictures)
+    assert page.count('<img src="data:image/png;base64,') == 6  # the table of pictures with their answers
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "landing"),
+    [
+        ("docs/index.md", "../notebooks/01_quickstart.ipynb", "notebooks/01_quickstart.md"),
+        ("notebooks/01_quickstart.md", "../docs/models.md", "models.md"),
+        ("docs/adding-a-family.md", "../tests/third_party/my_family.py", "files/tests/third_party/my_family.py"),
+        ("CHANGELOG.md", "docs/caches.md", "caches.md"),
+        ("docs/index.md", "../CONTRIBUTING.md", "contributing.md"),
+        ("docs/upstream.md", "upstream/tiny.py", "upstream/tiny.py"),
+    ],
+)
+def test_a_link_lands_on_the_page_of_its_file(source: str, target: str, landing: str) -> None:
+    assert pages._lands_on(source, target) == landing
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Nothing is written."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.skipif(
+    BINARY is None and "VLM_BATCH_BROWSER" not in os.environ,
+    reason="no Chromium here; VLM_BATCH_BROWSER=1 scripts/setup installs one where it can",
+)
+def test_it_can_be_searched_and_asks_nobody_else(address: str) -> None:
+    assert BINARY is not None, "VLM_BATCH_BROWSER asks for this test, and there is no Chromium"
+    with chromium.browser(BINARY) as page:
+        page.size(1200, 900)
+        page.open(f"{address}/index.html")
+        page.run("document.querySelector('.md-search__input').focus()")
+        type_it = "(i => { i.value = 'reproducible'; i.dispatchEvent(new Event('keyup')) })"
+        page.wait(
+            f"{type_it}(document.querySelector('.md-search__input')),"
+            " document.querySelectorAll('.md-search-result__item').length > 0",
+            seconds=60,
+        )
+        asked = [one["params"]["request"]["url"] for one in page.events if one["method"] == "Network.requestWillBeSent"]
+        assert asked and all(url.startswith((address, "data:", "blob:")) for url in asked), asked
+        problems = [one["params"] for one in page.events if one["method"] == "Runtime.exceptionThrown"]
+        assert not problems
