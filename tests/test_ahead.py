@@ -38,6 +38,8 @@ class FakeLoading:
     nbytes: int = 0
     known_nbytes: int | None = None
     is_read: bool = True
+    read_seconds: float = 0.0
+    process_seconds: float = 0.0
     is_cancelled: bool = field(default=False, init=False)
 
     def result(self) -> Prepared:
