@@ -10,6 +10,8 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +38,7 @@ from vlm_batch import (
     VLMBatcher,
     assets,
 )
-from vlm_batch.arrays import as_mlx
+from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.exact import Exact
@@ -767,6 +769,31 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
         cache = shaken[2].cache
         assert cache is not None and cache.num_tokens == calm[2].cache.num_tokens  # type: ignore[union-attr]
         assert own.stats().recomputed == own._loop.generator.num_recomputed
+
+
+@pytest.mark.parametrize("place", ["encode", "prefill", "decode"])
+def test_a_result_that_is_kept_holds_nothing_of_a_request_that_failed(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exception says where it was raised, and would hold on to pictures and arrays of every call on the way there."""
+    adapter, generator = shared_adapter(FAMILY), BatchGenerator(shared_adapter(FAMILY))
+    seen: list[weakref.ref[Any]] = []
+    work = getattr(adapter, place)
+
+    def breaks(*given: Any, **how: Any) -> Any:
+        found = work(*given, **how)
+        arrays = arrays_of(list(given)) + arrays_of(
+            [vars(value) for value in (*given, found) if hasattr(value, "__dict__")]
+        )
+        seen.extend(weakref.ref(array) for array in arrays_of([found, *arrays]))
+        raise ZeroDivisionError("of the test")
+
+    monkeypatch.setattr(adapter, place, breaks)
+    generator.insert("bad", as_mlx(inputs_of(FAMILY, "image:2:1")), SamplingParams(max_tokens=4))
+    result = _finish(generator)["bad"]
+    assert result.exception is not None and result.exception.__traceback__ is not None
+    assert len(seen) > 1 and all(array() is None for array in seen)
+    assert "in breaks" in "".join(traceback.format_exception(result.exception))
 
 
 def test_a_step_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

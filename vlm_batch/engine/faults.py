@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import traceback
 
 import mlx.core as mx
 
@@ -27,6 +28,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_users_own(error: BaseException) -> bool:
     """Whether it is the user's Ctrl-C, on the thread that gets it, and no row's fault."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def let_go(error: BaseException) -> None:
+    """Have an exception hold nothing of the calls that it came through but where they were: it lives as long as its result."""
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        traceback.clear_frames(here.__traceback__)
+        here = here.__cause__ or here.__context__
+
+
+def raised_in(error: BaseException) -> BaseException:
+    """An exception without the frame that caught it, which cannot be cleared while it runs."""
+    found = error.__traceback__
+    return error if found is None else error.with_traceback(found.tb_next)
 
 
 def too_large(row: Row, error: BaseException) -> OutOfMemory:

@@ -27,7 +27,7 @@ from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.defaults import for_placement
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.faults import is_out_of_memory, is_users_own, too_large
+from vlm_batch.engine.faults import is_out_of_memory, is_users_own, let_go, raised_in, too_large
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.penalties import RowRules
@@ -182,7 +182,7 @@ class BatchGenerator:
 
     def fail(self, row: Row, error: BaseException) -> None:
         """End a row with an error that came from outside. Its end comes with the next step."""
-        self._end(row, "error", error)
+        self._end(row, "error", raised_in(error))
 
     def cancel(self, request_id: str) -> bool:
         """End a row at whatever stage it is; False if there is none of that id. Its end comes with the next step."""
@@ -195,6 +195,7 @@ class BatchGenerator:
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
         self._launched = _Launched()
+        error = raised_in(error)
         for row in list(self._rows.values()):
             self._end(row, "error", error)
         events, self._events = self._events, []
@@ -434,6 +435,8 @@ class BatchGenerator:
         if reason == "cancelled" and row.status is Status.DECODE:
             with contextlib.suppress(Exception):  # it was cancelled, whatever comes of its caches
                 (cache,) = self._save(row)
+        if error is not None:
+            let_go(error)
         self._events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
         for sibling in row.siblings:  # their prompt is this one's
             self._events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
@@ -471,6 +474,7 @@ class BatchGenerator:
         except BaseException as error:
             if is_users_own(error):
                 raise
+            error = raised_in(error)
             if is_out_of_memory(error):
                 self._wait_for_memory([row], error)
             else:
@@ -486,6 +490,7 @@ class BatchGenerator:
         except BaseException as error:
             if is_users_own(error):
                 raise
+            error = raised_in(error)
             alone = len(rows) == 1 and (self.batch.is_apart(rows[0]) or rows[0].is_suspect)
             lost = list(dict.fromkeys([*rows, *self.batch.drop(rows)]))
             if is_out_of_memory(error):

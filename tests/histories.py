@@ -1,0 +1,821 @@
+"""Random histories of the engine: requests, cancels and faults in any order, and what must hold after each of them.
+
+The engine's objects are driven without threads, so that a history is a function of its seed:
+
+    python -m tests.histories --steps 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import math
+import random
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from tests.zoo import PLAIN, Inputs
+from tests.zoo import family as tiny_family
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.caches import Placement
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.rows import RowsCache
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.port import AnswerText
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Row
+from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.handle import Handle
+from vlm_batch.models import adapter_for
+from vlm_batch.store.budget import ByteBudget, footprint
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.store.prompt import PromptCache
+from vlm_batch.types import Event, Request, Result, SamplingParams, Status
+
+#: Plain positions in three dimensions, features at every layer, windows, pictures' own layers, recurrent states beside keys
+#: and values, prompts that attend both ways.
+KINDS = ("qwen2_vl", "qwen3_vl", "gemma3n", "mllama", "qwen3_5", "paligemma")
+#: Kinds whose keys and values are asked for in eight bits, too. Their rows equal themselves alone but for code flips.
+QUANTISED = ("qwen2_vl", "qwen3_vl")
+#: Kinds whose conversations cannot be gone on with: their prompts attend both ways, so that only the same prompt is the same.
+NO_GOING_ON = ("paligemma",)
+ROWS = 8
+CACHE_BYTES = 300_000  # a few rows and pictures, so that they push each other out
+END_IDS = frozenset({7, 33, 91})
+TEXTS = ("text:4:9", "text:5:26", "text:6:14", "text:7:9")
+PICTURES = ("image:2:1", "image:3:0", "image:4:2", "two:5")
+VIDEOS = ("video:3:0", "video:4:1")
+#: A greedy token of a quantised row that leads by less than this may be another in company.
+LEAD = 0.2
+
+
+class Injected(Exception):
+    """A fault of a history."""
+
+
+# Answers ----------------------------------------------------------------------------------------------------------------
+
+
+def decode(ids: Sequence[int]) -> str:
+    """A text in which every token can be told."""
+    return "".join(chr(0x4E00 + token) for token in ids)
+
+
+TEXT = AnswerText(decode, END_IDS)
+
+
+class Stairs:
+    """A form: six tokens, the n-th of which leaves n modulo 3."""
+
+    LENGTH = 6
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def fill(self, bits: np.ndarray) -> None:
+        for token in range(self.count % 3, PLAIN, 3):
+            bits[token // 32] |= np.uint32(1 << (token % 32))
+
+    def consume(self, token: int) -> None:
+        if token % 3 != self.count % 3:
+            raise ValueError(f"{token} is not the form's")
+        self.count += 1
+
+    def copy(self) -> Stairs:
+        return Stairs(self.count)
+
+    def read(self, text: str) -> Any:
+        return len(text)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count >= self.LENGTH
+
+    @property
+    def may_end(self) -> bool:
+        return self.is_whole
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the engine gets it: its prompt's name, or a prompt of ids, and its parameters."""
+
+    key: str | tuple[int, ...]
+    params: SamplingParams
+    has_form: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the loaders give."""
+
+    inputs: Mapping[str, Any]
+    form: Any = None
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    video_sizes: tuple[tuple[int, int, int], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking: Any = None
+
+
+@cache
+def adapter_of(family: str) -> Adapter:
+    tiny = tiny_family(family)
+    return adapter_for(tiny.registered)(tiny.build())
+
+
+@lru_cache(maxsize=4096)
+def _inputs(family: str, key: str | tuple[int, ...]) -> Inputs:
+    tiny = tiny_family(family)
+    if not isinstance(key, str):
+        return {**tiny.text(1, 5), "input_ids": np.array([key])}
+    kind, *numbers = key.split(":")
+    make: Any = {"text": tiny.text, "image": tiny.image, "two": tiny.two_images, "video": tiny.video}[kind]
+    return make(*map(int, numbers))
+
+
+def inputs_of(family: str, key: str | tuple[int, ...]) -> Inputs:
+    """A prompt's inputs, with arrays of their own."""
+    return {
+        name: np.array(value) if isinstance(value, np.ndarray) else value
+        for name, value in _inputs(family, key).items()
+    }
+
+
+@lru_cache(maxsize=20_000)
+def alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
+    """Each answer to a request, as it is with nobody beside it, from the beginning, in an engine of its own."""
+    adapter = adapter_of(family)
+    found = []
+    for index in range(asked.params.n):
+        seed = None if asked.params.seed is None else asked.params.seed + index
+        params = replace(asked.params, n=1, seed=seed)
+        generator = BatchGenerator(adapter, text=TEXT, config=SchedulerConfig(max_rows=1), kv=_kv(is_quantised))
+        loop = EngineLoop(generator, ManualLoaders())
+        handle = Handle("alone", loop.cancel)
+        loop.submit(Asking(replace(asked, params=params)), Request(prompt="alone", params=params), handle)
+        loaders: Any = loop._loaders
+        while not handle.done():
+            loop._serve()
+            for loading in loaders.take():
+                loading.finish(Prepared(inputs_of(family, asked.key), Stairs() if asked.has_form else None))
+        found.append(handle.result())
+    return tuple(found)
+
+
+def _kv(is_quantised: bool) -> KVQuantisation | None:
+    return KVQuantisation(8, 32, "uniform", 0) if is_quantised else None
+
+
+# Loaders, without threads -----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Asking:
+    """A question."""
+
+    asked: Asked
+    videos: tuple[Any, ...] = ()
+
+    @property
+    def lane(self) -> str:
+        return "video" if self.videos else "other"
+
+
+class ManualLoading:
+    """Is done when the history says so."""
+
+    def __init__(self, asking: Any) -> None:
+        self.asking = asking
+        self._outcome: Prepared | Exception | None = None
+        self._tell: Callable[[], None] = lambda: None
+
+    def result(self) -> Prepared:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._tell = call
+
+    def cancel(self) -> None:
+        if self._outcome is None:
+            self.finish(Injected("given up"))
+
+    def finish(self, outcome: Prepared | Exception) -> None:
+        self._outcome = outcome
+        self._tell()
+        self._tell = lambda: None
+
+
+class ManualLoaders:
+    """Keeps what is to be loaded until it is taken."""
+
+    def __init__(self) -> None:
+        self.waiting: list[ManualLoading] = []
+
+    def start(self, question: Any, /) -> ManualLoading:
+        self.waiting.append(ManualLoading(question))
+        return self.waiting[-1]
+
+    def take(self) -> list[ManualLoading]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def close(self) -> None:
+        pass
+
+
+# A history --------------------------------------------------------------------------------------------------------------
+
+#: Where a request of its own accord fails, for good.
+PLACES = ("load", "encode", "prefill", "decode", "sample", "nan", "processor", "listener")
+#: What befalls the engine once, and is nobody's fault.
+ACCIDENTS = ("decode", "launch", "read", "memory", "memory of one", "disk", "store", "together")
+
+
+@dataclass
+class Told:
+    """A request and what its submitter saw of it."""
+
+    asked: Asked
+    handle: Handle
+    fault: str = ""
+    fault_at: int = 0  # answer tokens before it
+    cache: PromptCache | None = None
+    is_cancelled: bool = False
+    may_fail: bool = False  # the engine itself was broken while it was alive
+    ends: int = 0
+    is_checked: bool = False
+    inputs: list[weakref.ref[Any]] = field(default_factory=list)
+    rows: list[weakref.ref[Row]] = field(default_factory=list)
+
+
+class CountedHandle(Handle):
+    """Counts how often it is told the end."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.ends = 0
+
+    def push(self, event: Event) -> None:
+        self.ends += event.result is not None
+        assert self.ends <= 1, "a request has ended twice"
+        assert event.result is not None or not self.done(), "a request goes on after its end"
+        super().push(event)
+
+
+class FaultyTier:
+    """A disk for rows that the budget pushes out; it may fail."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def put(self, row: Any) -> None:
+        if self._history.befalls("disk"):
+            raise OSError("No space left on device")
+
+    def find(self, keys: np.ndarray, beyond: int) -> None:
+        if self._history.befalls("disk"):
+            raise OSError("Input/output error")
+
+
+class FaultySampled(Sampled):
+    """What a device does not deliver."""
+
+    where = ""
+
+    def arrays(self) -> list[mx.array]:
+        if self.where == "launch":
+            raise RuntimeError("the device failed")
+        return super().arrays()
+
+    def are_finite(self) -> list[bool]:
+        if self.where == "read":
+            raise RuntimeError("the device failed")
+        return super().are_finite()
+
+
+class FaultyAdapter:
+    """An adapter that fails as its history says."""
+
+    def __init__(self, adapter: Adapter, history: History) -> None:
+        self._adapter = adapter
+        self._history = history
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def encode(self, inputs: Any, cached: int = 0) -> Any:
+        self._history.fail_by(self._history.current, "encode")
+        return self._adapter.encode(inputs, cached)
+
+    def encode_together(self, requests: Any) -> Any:
+        if self._history.befalls("together"):
+            raise Injected("together")
+        return self._adapter.encode_together(requests)
+
+    def prefill_together(self, rows: Any, cache: Any) -> Any:
+        if self._history.befalls("together"):
+            raise Injected("together")
+        for row in self._history.generator.prefill.rows.values():
+            if row.prompt is not None and any(row.prompt.encoded is encoded for encoded in rows):
+                self._history.fail_by(row, "prefill")
+        return self._adapter.prefill_together(rows, cache)
+
+    def prefill(self, encoded: Any, cache: Any, start: int, end: int) -> mx.array:
+        logits = self._adapter.prefill(encoded, cache, start, end)  # its caches are written by then
+        self._history.fail_by(self._history.current, "prefill")
+        if len(self._history.generator.batch) and self._history.befalls("memory of one"):
+            raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+        return logits
+
+    def decode(self, step: Any) -> mx.array:
+        history = self._history
+        group = next(group for group in history.generator.batch.groups if group.layers is step.caches)
+        logits = self._adapter.decode(step)
+        for row in group.rows:
+            history.fail_by(row, "decode")
+        if len(group.rows) > 1:
+            if history.befalls("decode"):
+                raise Injected("an accident")
+            if history.befalls("memory"):
+                raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+        bad = [row is not None and history.fails(row, "nan") for row in group.places]
+        return mx.where(mx.array(bad)[:, None], mx.nan, logits) if any(bad) else logits
+
+
+class History:
+    """An engine, its requests, and what is known of them. Every operation leaves it in a state that ``check`` looks at."""
+
+    def __init__(self, family: str, placement: Placement, *, is_quantised: bool = False, keeps: bool = True) -> None:
+        self.family, self.is_quantised = family, is_quantised
+        self.adapter = adapter_of(family)
+        self.budget = ByteBudget(CACHE_BYTES if keeps else 0)
+        self.features = FeatureStore(self.budget)
+        self.adapter.remember_features(self.features)
+        faulty: Any = FaultyAdapter(self.adapter, self)
+        has_prefix = keeps and self.adapter.no_prefix_reuse is None
+        self.prefix = PrefixCache(self.budget, FaultyTier(self)) if has_prefix else None
+        self.generator = BatchGenerator(
+            faulty,
+            text=TEXT,
+            config=SchedulerConfig(max_rows=ROWS, prefill_budget=16, look_ahead=4),
+            placement=placement,
+            reuse=Reuse(faulty, self.prefix, budget=self.budget),
+            kv=_kv(is_quantised),
+            sampler=self._sample,
+        )
+        self.loaders = ManualLoaders()
+        self.loop = EngineLoop(self.generator, self.loaders)
+        self.told: dict[str, Told] = {}
+        self.ended: list[Told] = []  # and checked
+        self.caches: list[tuple[PromptCache, Asked]] = []
+        self.armed: Counter[str] = Counter()
+        self.current: Row | None = None
+        self.counts: Counter[str] = Counter()
+        self._number = 0
+        self._watch_rows()
+
+    def _watch_rows(self) -> None:
+        """Have the adapter know for which row it works."""
+        encoder, prefill = self.generator.encoder, self.generator.prefill
+        encode, run_chunk, store = encoder.encode, prefill._run_chunk, self.generator.reuse._store
+
+        def encodes(row: Row) -> None:
+            self.current = row
+            encode(row)
+
+        def runs(row: Row, chunk: Any) -> Any:
+            self.current = row
+            return run_chunk(row, chunk)
+
+        def stores(saved: Any) -> None:
+            if self.befalls("store"):
+                return None if self.prefix is None else self.prefix.store(None)  # type: ignore[arg-type]
+            return store(saved)
+
+        patched: Any = (encoder, prefill, self.generator.reuse)
+        patched[0].encode, patched[1]._run_chunk, patched[2]._store = encodes, runs, stores
+
+    # Operations
+
+    def submit(
+        self,
+        key: str | tuple[int, ...],
+        *,
+        max_tokens: int = 6,
+        temperature: float = 0.0,
+        seed: int = 1,
+        n: int = 1,
+        has_form: bool = False,
+        penalty: float = 1.0,
+        stops: bool = True,
+        priority: int = 0,
+        fault: str = "",
+        fault_at: int = 0,
+        cache: tuple[PromptCache, Asked] | None = None,
+        return_cache: bool = False,
+    ) -> None:
+        """Ask something; with ``cache``, the conversation that it holds is gone on with."""
+        if cache is not None:
+            key = (*cache[0].token_ids, 5, 17, 29)
+            n = 1
+        shown = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            n=n,
+            repetition_penalty=penalty,
+            ignore_eos=not stops or has_form,
+            logprobs=2,
+        )
+        asked = Asked(key, shown, has_form)
+        self._number += 1
+        name = f"r{self._number}"
+        handle = CountedHandle(name, self.loop.cancel)
+        params = replace(shown, logits_processors=[self._processor(fault_at)]) if fault == "processor" else shown
+        asking = Asking(asked, (object(),) if str(key).startswith("video") else ())
+        returns = (
+            return_cache and self.adapter.no_prefix_reuse is None and isinstance(key, str) and key.startswith("text")
+        )
+        given = None if cache is None else cache[0]
+        if given is not None:
+            given.claim(self.generator.reuse.identity)
+        request = Request(
+            prompt="x", params=params, request_id=name, priority=priority, cache=given, return_cache=returns
+        )
+        self.loop.submit(asking, request, handle)
+        if fault == "listener":
+            handle.when_done(self._raise)
+        self.told[name] = Told(asked, handle, fault, fault_at, given)
+        self.counts["submit"] += 1
+        self._follow()
+
+    def load(self, which: int, count: int = 1) -> None:
+        """Some questions are prepared, in any order."""
+        for _ in range(count):
+            if not self.loaders.waiting:
+                return
+            loading = self.loaders.waiting.pop(which % len(self.loaders.waiting))
+            told = next((told for told in self.told.values() if told.asked is loading.asking.asked), None)
+            if told is not None and told.fault == "load":
+                loading.finish(Injected("load"))
+            else:
+                asked = loading.asking.asked
+                inputs = inputs_of(self.family, asked.key)
+                if told is not None:
+                    told.inputs = [weakref.ref(value) for value in inputs.values() if isinstance(value, np.ndarray)]
+                loading.finish(Prepared(inputs, Stairs() if asked.has_form else None))
+                del inputs
+            self._follow()
+
+    def step(self) -> None:
+        """The engine takes a step."""
+        self.counts["engine steps"] += 1
+        self._serve()
+
+    def cancel(self, which: int) -> None:
+        """One of the requests is not wanted any more."""
+        alive = [told for told in self.told.values() if not told.handle.done()]
+        if alive:
+            told = alive[which % len(alive)]
+            told.is_cancelled = True
+            assert told.handle.cancel()
+            self._follow()
+
+    def accident(self, kind: str) -> None:
+        """Something will befall the engine, at the next occasion."""
+        self.armed[kind] = 1
+
+    def break_engine(self) -> None:
+        """A defect of the engine itself: all that is alive may end with it."""
+        for told in self.told.values():
+            told.may_fail = True
+        admit = self.generator.admission.admit
+
+        def broken(*_: Any) -> Any:
+            raise Injected("the engine is broken")
+
+        patched: Any = self.generator.admission
+        patched.admit = broken
+        self._serve()
+        patched.admit = admit
+        self.check()
+
+    def finish(self) -> None:
+        """Let everything come to its end."""
+        for _ in range(3000):
+            if all(told.handle.done() for told in self.told.values()) and not self.loop._is_busy:
+                break
+            self.load(0, len(self.loaders.waiting))
+            self._serve()
+        else:
+            raise AssertionError(f"requests that do not end: {[t for t in self.told.values() if not t.handle.done()]}")
+        self.check()
+        generator = self.generator
+        assert not generator._rows and not generator.batch.rows and not generator.batch.layers
+        assert generator.batch.nbytes == 0 and not len(generator.prefill) and not generator.admission.num_prepared
+        assert not self.loop._alive and not self.loop._several and not self.loop._is_busy
+
+    def close(self) -> None:
+        """The batcher is closed, whatever it is doing."""
+        for told in self.told.values():
+            told.is_cancelled = True
+        self.loop._finish()
+        for told in list(self.told.values()):
+            assert told.handle.done(), "a request outlives its batcher"
+        self.check()
+        assert self.budget.nbytes == 0 and not len(self.features)
+        gc.collect()
+        for told in self.ended:
+            assert all(inputs() is None for inputs in told.inputs), f"{told.asked}: its inputs are held after the close"
+
+    # What must hold
+
+    def check(self) -> None:
+        """After every operation."""
+        self._check_rows()
+        self._check_bytes()
+        alive = {name for name, told in self.told.items() if not told.handle.done()}
+        assert alive == set(self.loop._alive), "the engine and the handles know of different requests"
+        for name in [name for name in self.told if name not in alive]:
+            told = self.told.pop(name)
+            self._check_end(told)
+            self.ended.append(told)
+
+    def _check_rows(self) -> None:
+        generator, admission = self.generator, self.generator.admission
+        placed, prefilling = generator.batch.rows, list(generator.prefill.rows.values())
+        prepared, unprepared = list(admission._prepared.values()), list(admission._unprepared)
+        forks = [row for row, _ in generator._forks if row.status is not Status.FINISHED]
+        last = [  # their last token is on its way, and they have no place any more
+            row
+            for flights in (generator._launched.decode, generator._launched.guided, generator._launched.joined)
+            for flight in flights
+            for row in flight.waiting
+            if row.is_last and row not in placed
+        ]
+        everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
+        assert len(set(everywhere)) == len(everywhere), "a row is at two places"
+        assert set(everywhere) == set(generator._rows.values()), "a row is nowhere"
+        assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
+        assert all(row.status is Status.DECODE for row in placed) and all(
+            row.status is Status.PREFILL for row in prefilling
+        )
+        assert all(row.prompt is None for row in placed), "a prompt is kept after its prefill"
+        for group in generator.batch.groups:
+            for layer in group.layers:
+                if type(layer) is RowsCache:
+                    held = [cache is not None for cache in layer.places]
+                    assert held == [row is not None for row in group.places], "a place without a row holds something"
+            assert group.layers or not group.places
+
+    def _check_bytes(self) -> None:
+        budget, prefix = self.budget, self.prefix
+        held = {key: size for key, (size, _) in budget._held.items()}
+        assert budget.nbytes == sum(held.values()) <= budget.max_bytes
+        features = {(id(self.features), key): value for key, value in self.features._features.items()}
+        rows = {} if prefix is None else {(id(prefix), number): row for number, row in prefix._rows.items()}
+        assert held.keys() == features.keys() | rows.keys(), (
+            "the budget holds what nobody has, or not what somebody has"
+        )
+        for key, row in rows.items():
+            assert held[key] == row.footprint
+        for name, value in features.items():
+            arrays = [value] if isinstance(value, mx.array) else list(_arrays(value))
+            assert held[name] == footprint(arrays)
+
+    def _check_end(self, told: Told) -> None:
+        """An end is the request's own: with its reason, and with what it is alone."""
+        result, handle = told.handle.result(), told.handle
+        self.counts[result.finish_reason] += 1
+        self.counts[f"fault {told.fault}"] += bool(told.fault)
+        assert isinstance(handle, CountedHandle) and handle.ends == 1
+        assert result.finish_reason in ("stop", "length", "cancelled", "error")
+        assert (result.error is None) == (result.finish_reason != "error")
+        results = (result, *result.others)
+        assert len(results) == told.asked.params.n or result.finish_reason == "error"
+        expected = alone(self.family, told.asked, self.is_quantised)
+        for index, (one, right) in enumerate(zip(results, expected, strict=False)):
+            self._check_answer(told, one, right)
+            events = [event for event in handle._events if event.index == index and event.token is not None]
+            assert tuple(event.token for event in events) == one.token_ids, "a token was told twice, or not at all"
+            assert "".join(event.text for event in handle._events if event.index == index) == one.text
+        if result.cache is not None and len(self.caches) < 4 and result.finish_reason != "cancelled":
+            self.caches.append((result.cache, told.asked))
+        for reference in told.inputs:
+            assert reference() is None or self._is_waiting_to_be_read(), f"{told.asked}: its inputs outlive it"
+
+    def _check_answer(self, told: Told, one: Result, right: Result) -> None:
+        ids, want = one.token_ids, right.token_ids
+        if self.is_quantised and ids != want[: len(ids)]:
+            at = next(index for index, (a, b) in enumerate(zip(ids, want, strict=False)) if a != b)
+            top = [value for _, value in right.logprobs[at].top] if right.logprobs else []
+            assert len(top) > 1 and top[0] - top[1] < LEAD, f"{told.asked}: {ids} and alone {want}"
+            return
+        assert ids == want[: len(ids)], f"{told.asked}: {ids}, and alone {want}"
+        if one.finish_reason in ("stop", "length"):
+            assert (ids, one.finish_reason, one.text, one.stop_reason, one.parsed) == (
+                (want, right.finish_reason, right.text, right.stop_reason, right.parsed)
+            ), f"{told.asked}: ended otherwise than alone"
+            off = 0.05 if self.is_quantised else 2e-4
+            for mine, its in zip(one.logprobs or (), right.logprobs or (), strict=True):
+                assert math.isclose(mine.logprob, its.logprob, abs_tol=off), f"{told.asked}: {mine} and {its}"
+            assert told.fault not in ("load", "encode"), f"{told.asked}: it was to fail at {told.fault}"
+        elif one.finish_reason == "cancelled":
+            assert told.is_cancelled, f"{told.asked}: nobody has cancelled it"
+        else:
+            own = told.fault not in ("", "listener")
+            assert own or told.may_fail, f"{told.asked}: it failed by another's fault: {one.error}"
+            if not told.may_fail:
+                said = {"nan": "not finite"}.get(told.fault, told.fault)
+                assert said in str(one.error), f"{told.fault}: {one.error}"
+
+    def _is_waiting_to_be_read(self) -> bool:
+        """Whether the engine still holds a launched step, which may hold what ended rows were computed from."""
+        launched = self.generator._launched
+        return bool(launched.decode or launched.guided or launched.joined or launched.chunks or self.generator._held)
+
+    # Faults
+
+    def befalls(self, kind: str) -> bool:
+        """Whether an accident happens now; it does so once."""
+        if not self.armed[kind]:
+            return False
+        self.armed[kind] = 0
+        self.counts[f"accident {kind}"] += 1
+        return True
+
+    def fails(self, row: Row, place: str) -> bool:
+        """Whether a row is at its fault."""
+        told = self.told.get(row.request_id.partition("[")[0])
+        return told is not None and told.fault == place and row.answer.num_sampled >= told.fault_at
+
+    def fail_by(self, row: Row | None, place: str) -> None:
+        if row is not None and self.fails(row, place):
+            raise Injected(place)
+
+    def _sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
+        by_seed = {row.seed: row for row in self.generator._rows.values()}
+        for sampled_row in rows:
+            row = by_seed.get(sampled_row.seed)
+            if row is not None and self.fails(row, "sample"):
+                raise Injected("sample")
+        sampled = sample(logits, rows)
+        for where in ("launch", "read"):
+            if len(rows) > 1 and self.befalls(where):
+                faulty = FaultySampled(**vars(sampled))
+                object.__setattr__(faulty, "where", where)
+                return faulty
+        return sampled
+
+    def _processor(self, at: int) -> Any:
+        calls = 0
+
+        def process(tokens: mx.array, logits: mx.array) -> mx.array:
+            nonlocal calls
+            calls += 1
+            if calls > at:
+                raise Injected("processor")
+            return logits
+
+        return process
+
+    def _raise(self) -> None:
+        raise Injected("listener")
+
+    # The engine's thread
+
+    def _follow(self) -> None:
+        """Have the engine read its inbox, and take the turn that comes with it."""
+        while not self.loop._inbox.empty():
+            self.loop._serve()
+        self.check()
+
+    def _serve(self) -> None:
+        if self.loop._is_busy or not self.loop._inbox.empty():
+            self.loop._serve()
+        self.check()
+
+
+def _arrays(tree: Any) -> Iterator[mx.array]:
+    for item in tree:
+        if isinstance(item, mx.array):
+            yield item
+        elif item is not None:
+            yield from _arrays(item)
+
+
+# Random histories -------------------------------------------------------------------------------------------------------
+
+
+def act(history: History, draw: random.Random) -> None:
+    """One operation, drawn."""
+    alive = sum(not told.handle.done() for told in history.told.values())
+    chance = draw.random()
+    if chance < (0.3 if alive < 2 * ROWS else 0.05):
+        history.submit(**request_of(history, draw))
+    elif chance < 0.45:
+        history.load(draw.randrange(8), draw.randrange(1, 4))
+    elif chance < 0.48:
+        history.cancel(draw.randrange(16))
+    elif chance < 0.52:
+        history.accident(draw.choice(ACCIDENTS))
+    elif chance < 0.521:
+        history.break_engine()
+    else:
+        history.step()
+
+
+def request_of(history: History, draw: random.Random) -> dict[str, Any]:
+    """A request of few kinds, so that its answer alone is mostly known."""
+    tiny = tiny_family(history.family)
+    keys = [*TEXTS, *PICTURES] + (list(VIDEOS) if tiny.video is not None else [])
+    fault = draw.choice(PLACES) if draw.random() < 0.12 else ""
+    asked: dict[str, Any] = {
+        "key": draw.choice(keys),
+        "max_tokens": draw.choice((1, 3, 6, 6, 10)),
+        "priority": draw.choice((0, 0, 0, 1, -1)),
+        "fault": fault,
+        "fault_at": 0 if fault in ("load", "encode", "prefill") else draw.randrange(4),
+    }
+    if fault == "sample":
+        asked["seed"] = draw.randrange(10**6, 10**7)  # by which the sampler tells it
+    kind = draw.random()
+    if history.is_quantised:
+        return asked
+    if kind < 0.3:
+        asked |= {"temperature": 0.9} | ({} if fault == "sample" else {"seed": draw.choice((11, 22))})
+    elif kind < 0.4:
+        asked |= {"has_form": True}
+    elif kind < 0.5:
+        asked |= {"penalty": 1.2}
+    if kind < 0.15 and fault != "sample":
+        asked |= {"n": 2}
+    if draw.random() < 0.25:
+        asked |= {"return_cache": True, "fault": ""}
+    if history.caches and history.family not in NO_GOING_ON and draw.random() < 0.3:
+        cache = history.caches.pop(0)
+        asked |= {"cache": cache, "fault": "", "has_form": False, "max_tokens": 3}
+        if draw.random() < 0.5:
+            history.caches.append((cache[0].copy(), cache[1]))
+    return asked
+
+
+def play(seed: int, length: int = 120) -> Counter[str]:
+    """A history of so many operations and its end; what happened in it. The same for the same seed."""
+    draw = random.Random(seed)
+    family = KINDS[seed % len(KINDS)]
+    placement = list(Placement)[seed // len(KINDS) % 2]
+    is_quantised = family in QUANTISED and draw.random() < 0.2
+    history = History(family, placement, is_quantised=is_quantised, keeps=draw.random() < 0.8)
+    for _ in range(length):
+        act(history, draw)
+        history.counts["operations"] += 1
+    if draw.random() < 0.5:
+        history.finish()
+    history.close()
+    history.counts["recomputed"] += history.generator.num_recomputed
+    return history.counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10_000, help="operations in all")
+    parser.add_argument("--seed", type=int, default=0, help="of the first history; each has the next one")
+    parser.add_argument("--length", type=int, default=120, help="operations of a history")
+    options = parser.parse_args()
+    logging.disable()  # listeners that raise and disks that are full, thousands of them
+    total: Counter[str] = Counter()
+    begin, told, seed = time.perf_counter(), 0, options.seed
+    while total["operations"] < options.steps:
+        try:
+            total += play(seed, options.length)
+        except BaseException:
+            print(f"history of seed {seed} ({KINDS[seed % len(KINDS)]}):", flush=True)
+            raise
+        seed += 1
+        if total["operations"] - told >= 10_000:
+            told = total["operations"]
+            print(f"{told:,} operations, {time.perf_counter() - begin:,.0f} s, seeds to {seed}", flush=True)
+    print(f"{seed - options.seed} histories in {time.perf_counter() - begin:,.0f} s:")
+    for name, count in sorted(total.items()):
+        print(f"  {name}: {count:,}")
+
+
+if __name__ == "__main__":
+    main()

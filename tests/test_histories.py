@@ -1,0 +1,166 @@
+"""Random histories of the engine (``tests.histories``): what must hold after every operation holds, whatever happened."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from tests.histories import ACCIDENTS, KINDS, PICTURES, PLACES, QUANTISED, TEXTS, History, play
+from vlm_batch import SamplingParams, VLMBatcher, assets
+from vlm_batch.caches import Placement
+
+#: Drawn histories of 120 operations each: both placements of every kind.
+HISTORIES = 12 * 4
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the warnings of disks that are full."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Machine(RuleBasedStateMachine):
+    """The same operations, chosen by hypothesis, which finds the shortest history that breaks a promise."""
+
+    @initialize(family=st.sampled_from(KINDS), placement=st.sampled_from(Placement), quantised=st.booleans())
+    def begin(self, family: str, placement: Placement, quantised: bool) -> None:
+        self.history = History(family, placement, is_quantised=quantised and family in QUANTISED)
+
+    @rule(
+        key=st.sampled_from([*TEXTS, *PICTURES]),
+        fault=st.sampled_from(["", "", "", *PLACES]),
+        at=st.integers(0, 3),
+        tokens=st.sampled_from([1, 3, 6]),
+        n=st.sampled_from([1, 1, 2]),
+        has_form=st.booleans(),
+        is_drawn=st.booleans(),
+        priority=st.integers(-1, 1),
+    )
+    def submit(
+        self, key: str, fault: str, at: int, tokens: int, n: int, has_form: bool, is_drawn: bool, priority: int
+    ) -> None:
+        exact = not self.history.is_quantised
+        self.history.submit(
+            key,
+            max_tokens=tokens,
+            temperature=0.9 if is_drawn and exact and fault != "sample" else 0.0,
+            seed=10**6 + self.history.counts["submit"] if fault == "sample" else 11,
+            n=n if is_drawn and exact and fault != "sample" else 1,
+            has_form=has_form and exact,
+            priority=priority,
+            fault=fault,
+            fault_at=0 if fault in ("load", "encode", "prefill") else at,
+        )
+
+    @rule(which=st.integers(0, 7), count=st.integers(1, 4))
+    def load(self, which: int, count: int) -> None:
+        self.history.load(which, count)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.history.step()
+
+    @rule(which=st.integers(0, 15))
+    def cancel(self, which: int) -> None:
+        self.history.cancel(which)
+
+    @rule(kind=st.sampled_from(ACCIDENTS))
+    def accident(self, kind: str) -> None:
+        self.history.accident(kind)
+
+    @rule()
+    def finish(self) -> None:
+        self.history.finish()
+
+    def teardown(self) -> None:
+        if hasattr(self, "history"):
+            self.history.close()
+
+
+def test_no_history_breaks_a_promise() -> None:
+    quick = settings(
+        max_examples=40,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Machine, settings=quick)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_histories(kind: str) -> None:
+    """The same ones each time; ``python -m tests.histories`` plays as many as there is time for."""
+    happened: Counter[str] = Counter()
+    for seed in range(KINDS.index(kind), HISTORIES, len(KINDS)):
+        happened += play(seed)
+    assert happened["operations"] == 120 * HISTORIES // len(KINDS)
+    assert (
+        happened["recomputed"] and happened["cancelled"] and happened["error"] and happened["stop"] + happened["length"]
+    )
+
+
+def test_a_history_is_a_function_of_its_seed() -> None:
+    assert play(3, 40) == play(3, 40)
+
+
+def test_a_history_of_threads() -> None:
+    """Four threads ask, cancel and break a real batcher at once: every answer is what it is alone."""
+    asks = [f"count to {number}" for number in range(1, 10)]
+
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("of the test")
+
+    with VLMBatcher(assets.default_checkpoint(), max_rows=8, cache_bytes=300_000) as batcher:
+        alone = {prompt: batcher.submit(None, prompt).result(60).text for prompt in asks}
+        adapter = batcher._loop.generator.adapter
+        decode, calls = adapter.decode, 0
+
+        def flaky(step: object) -> mx.array:
+            nonlocal calls
+            calls += 1
+            if calls % 40 == 0 and step.tokens.shape[0] > 1:  # type: ignore[attr-defined]
+                raise RuntimeError("[malloc] Unable to allocate 1 bytes" if calls % 80 else "a bad moment")
+            return decode(step)  # type: ignore[arg-type]
+
+        adapter.decode = flaky  # type: ignore[method-assign]
+        wrong: list[str] = []
+
+        def ask(seed: int) -> None:
+            draw = random.Random(seed)
+            for _ in range(60):
+                prompt, how = draw.choice(asks), draw.random()
+                params = SamplingParams(logits_processors=[broken]) if how < 0.1 else SamplingParams()
+                handle = batcher.submit(None, prompt, params=params, priority=draw.randrange(2))
+                if how > 0.85:
+                    handle.cancel()
+                result = handle.result(timeout=60)
+                right = {
+                    "error": how < 0.1 and "of the test" in str(result.error),
+                    "cancelled": how > 0.85 and alone[prompt].startswith(result.text),
+                }.get(result.finish_reason, result.text == alone[prompt])
+                if not right:
+                    wrong.append(f"{prompt}: {result}")
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert not wrong
+        stats = batcher.stats()
+        assert (stats.queued, stats.waiting, stats.prefilling, stats.decoding) == (0, 0, 0, 0)
+        assert stats.finished + stats.failed + stats.cancelled == 4 * 60 + len(asks)
+        assert stats.recomputed > 0
