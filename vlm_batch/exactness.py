@@ -1,4 +1,4 @@
-"""From a model and a device to what keeps its answers reproducible: measured once, kept in a file, said where it costs."""
+"""Settings for reproducible answers of a model on a device: measured once, kept in a file, with a warning if they are slow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
 PROOF = 2
-#: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone.
+#: On CPUs the products of larger models are tried, and not their whole steps: each row of a step takes time there.
 MAX_STEP_BYTES = 300 * 2**20
 
 
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def device_facts() -> dict[str, Any]:
-    """The device and what chooses its kernels."""
+    """The device, and the facts by which its kernels are chosen."""
     if mx.default_device().type == mx.DeviceType.gpu:
         info: dict[str, Any] = dict(mx.device_info())
         names = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")

@@ -16,9 +16,9 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 
-#: Of the ids that follow the vocabulary, those that begin and end a picture (processing_deepseek_v4.py:14).
+#: The first ids after the vocabulary: they mark a picture, from START to END (processing_deepseek_v4.py:14).
 START, END, NUM_MARKS = 0, 4, 5
-#: What goes with each picture, beside its patches.
+#: A processor's outputs with an entry for each picture.
 PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
 
 
@@ -84,7 +84,7 @@ class DeepseekV4(Adapter):
         return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would leave zeros in, or take for another prompt's."""
+        """Upstream's features. Refuses pictures that do not match the prompt's ids, or that belong to several prompts."""
         count = len(extra.get("image_grid_hw", ()))
         given = sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra)) if count else 0
         if (marks := self.count_image_tokens(ids, extra)) != given:

@@ -1,4 +1,4 @@
-"""Digests of what models are given: equal values of equal shape and type have equal digests, nothing else has."""
+"""Digests of models' inputs: two inputs have equal digests if their values, shapes and types are equal, and only then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIGEST_SIZE = 16
 def digest(value: Any) -> bytes:
     """The digest of arrays, numbers, texts, None, and of sequences and mappings of those.
 
-    Raises TypeError for anything else: what cannot be told apart must not be taken for the same.
+    Raises TypeError for anything else: things that cannot be compared must not be taken for equal.
     """
     state = hashlib.blake2b(digest_size=DIGEST_SIZE)
     _feed(state, value)

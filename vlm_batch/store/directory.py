@@ -27,7 +27,7 @@ class _File:
 
 
 class RowFiles:
-    """The rows of one model and its settings; ``max_bytes`` of files at most, and what was used longest ago goes first.
+    """The rows of one model and its settings, in files of ``max_bytes`` at most; the oldest file in use is removed first.
 
     A file is whole or not there: one that is damaged all the same, by a full disk or another program, is ignored and
     removed. Rows of other models in the same directory are left alone, and counted as nobody's; so is whatever else is

@@ -130,7 +130,7 @@ def read_header(path: str | Path) -> dict[str, str]:
 
 
 def read_keys(path: str | Path) -> np.ndarray:
-    """Only the keys (L, 3) of a row's file. Raises InvalidCache, FileNotFoundError."""
+    """The keys (L, 3) of a row's file, without its arrays. Raises InvalidCache, FileNotFoundError."""
     _, tensors = _header(path)
     try:
         begin, end = tensors["keys"]["data_offsets"]
