@@ -169,7 +169,7 @@ def test_finding_the_families_imports_no_model() -> None:
     assert not families_upstream & {name.split(".")[2] for name in found if name.startswith("mlx_vlm.models.")}
 
 
-@pytest.mark.parametrize("path", [*MODELS, *TOOLKIT], ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_functions_fit_on_a_screen(path: Path) -> None:
     for node in functions(path):
         has_classes = node.name == "patches" and any(isinstance(child, ast.ClassDef) for child in ast.walk(node))

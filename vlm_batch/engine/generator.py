@@ -163,7 +163,7 @@ class BatchGenerator:
         self.admission.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
-        """A row's loading is done: it waits for a place from now on, or ends with the error that loading raised."""
+        """Take a row whose loading is done: it waits for a place, or ends with the error that loading raised."""
         if row.status is not Status.FINISHED:
             self._guard(row, self.admission.take_in, row, loading)
 
@@ -202,7 +202,7 @@ class BatchGenerator:
 
     @property
     def _is_active(self) -> bool:
-        """Whether any row is past being prepared."""
+        """Whether any row has been prepared."""
         return len(self._rows) > self.admission.num_unprepared
 
     # A step
@@ -254,7 +254,7 @@ class BatchGenerator:
         return [(row, logits) for row, logits in taken if self._guard(row, self._join, row, logits)]
 
     def _join(self, row: Row, logits: mx.array) -> bool:
-        """Give a row whose prompt is done its place among those that decode; embeddings and features are let go of here."""
+        """Move a row whose prompt is done to the decoding batch; its embeddings and features are freed here."""
         for sibling in fork(row) if row.siblings else ():
             self._rows[sibling.request_id] = sibling
             self._forks.append((sibling, logits))
@@ -282,7 +282,7 @@ class BatchGenerator:
             return ()
 
     def _sample_held(self) -> Sequence[_Flight]:
-        """Choose the tokens of rows that had to be read first; their forward is on its way, and the others' choice too."""
+        """Choose the tokens of guided rows, once their last tokens are read. Their forward is under way."""
         held = [(row, logits) for row, logits in self._held if row.status is not Status.FINISHED]
         self._held = ()
         return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
@@ -377,13 +377,13 @@ class BatchGenerator:
         self._forget(row)
 
     def _leave(self, row: Row) -> None:
-        """Free a row's place; what is wanted of its caches goes with it."""
+        """Free a row's place, and keep its caches with it if they are wanted."""
         if row.reuse is not None and row in self.batch.places and self.reuse.wants(row):
             row.reuse.left = self.batch.take(row)
         self.batch.leave(row)
 
     def _save(self, row: Row) -> PromptCache | None:
-        """Its answer is complete: save its caches for later requests and for its user."""
+        """Save the caches of a row whose answer is complete, for later requests and for its user."""
         self._leave(row)
         return self.reuse.end(row)
 
@@ -406,7 +406,7 @@ class BatchGenerator:
             return None
 
     def _fail_batch(self, error: BaseException, rows: Sequence[Row] = ()) -> None:
-        """A forward of the whole batch failed: no row's token can be trusted, so all of them end. The engine goes on."""
+        """End all rows of a batch whose forward failed: no row's token can be trusted. The engine goes on."""
         self._launched = _Launched()
         for row in {id(row): row for row in (*self.batch.rows, *rows)}.values():
             if row.status is not Status.FINISHED:

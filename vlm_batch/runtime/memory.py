@@ -1,4 +1,4 @@
-"""Memory given back to the system once it is not needed any more."""
+"""Memory that is not needed any more, returned to the system."""
 
 from __future__ import annotations
 
