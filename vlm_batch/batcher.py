@@ -52,13 +52,13 @@ class VLMBatcher:
     seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
     ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
     is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``min_pixels`` and ``max_pixels`` bound pictures of requests without bounds of their own; the second is the
-    most that a request may ask for. ``fetch`` says which paths and URLs are read, how much of
-    them and for how long. ``look_ahead`` requests are read ahead of the engine, and as many with URLs; ``generate`` keeps
-    so many in flight.
-    ``cache_bytes`` of requests' states are kept, so that later ones with the same beginning or the same pictures start
-    from there (docs/caches.md); 0 keeps nothing. States that are pushed out, and all of them at ``close``, go to files in
-    ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
+    lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
+    seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
+    them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides, and
+    ``generate`` keeps that many in flight.
+    ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
+    pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
+    files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
     so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
     and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``dtype`` is

@@ -282,7 +282,7 @@ class BatchGenerator:
             return ()
 
     def _sample_held(self) -> Sequence[_Flight]:
-        """Choose the tokens of guided rows, once their last tokens are read. Their forward is under way."""
+        """Choose the tokens of rows that had to be read first; their forward is on its way, and the others' choice too."""
         held = [(row, logits) for row, logits in self._held if row.status is not Status.FINISHED]
         self._held = ()
         return self._sample(stack_logits([logits for _, logits in held]), [row for row, _ in held]) if held else ()
@@ -377,13 +377,13 @@ class BatchGenerator:
         self._forget(row)
 
     def _leave(self, row: Row) -> None:
-        """Free a row's place, and keep its caches with it if they are wanted."""
+        """Free a row's place; what is wanted of its caches goes with it."""
         if row.reuse is not None and row in self.batch.places and self.reuse.wants(row):
             row.reuse.left = self.batch.take(row)
         self.batch.leave(row)
 
     def _save(self, row: Row) -> PromptCache | None:
-        """Save the caches of a row whose answer is complete, for later requests and for its user."""
+        """Its answer is complete: save its caches for later requests and for its user."""
         self._leave(row)
         return self.reuse.end(row)
 
@@ -406,7 +406,7 @@ class BatchGenerator:
             return None
 
     def _fail_batch(self, error: BaseException, rows: Sequence[Row] = ()) -> None:
-        """End all rows of a batch whose forward failed: no row's token can be trusted. The engine goes on."""
+        """A forward of the whole batch failed: no row's token can be trusted, so all of them end. The engine goes on."""
         self._launched = _Launched()
         for row in {id(row): row for row in (*self.batch.rows, *rows)}.values():
             if row.status is not Status.FINISHED:

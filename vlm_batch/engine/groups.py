@@ -1,4 +1,4 @@
-"""Live rows in groups, each a batch of its own, for reproducible answers: no batch exceeds the proven number of rows."""
+"""Live rows in groups, each a batch of its own: where no number of rows is known to agree with larger ones."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Reuse:
         give_back()
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
-        """Whether a row in prefill will soon leave a longer beginning of this row's prompt than is kept now."""
+        """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
         if self.prefix is None or row.prompt is None or row.prompt.encoded is not None:
             return False
         if row.reuse is not None and row.reuse.continues is not None:

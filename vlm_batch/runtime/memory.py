@@ -1,4 +1,4 @@
-"""Memory that is not needed any more, returned to the system."""
+"""Memory given back to the system once it is not needed any more."""
 
 from __future__ import annotations
 

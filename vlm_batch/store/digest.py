@@ -16,7 +16,7 @@ DIGEST_SIZE = 16
 def digest(value: Any) -> bytes:
     """The digest of arrays, numbers, texts, None, and of sequences and mappings of those.
 
-    Raises TypeError for anything else: things that cannot be compared must not be taken for equal.
+    Raises TypeError for anything else: what cannot be told apart must not be taken for the same.
     """
     state = hashlib.blake2b(digest_size=DIGEST_SIZE)
     _feed(state, value)
