@@ -317,7 +317,7 @@ def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
 
 
 def _give_up(ready: Future[Made]) -> None:
-    """Make an engine that is still being made end at once when it is ready; nothing happens if it is ready already."""
+    """Have an engine that is still being made end when it is; nothing happens if it is made."""
     ready.cancel()
 
 
