@@ -120,7 +120,7 @@ def identity_of(header: Mapping[str, str]) -> Identity:
     try:
         return Identity(**json.loads(header["identity"]))
     except Exception as error:
-        raise InvalidCache(f"the file says not whose it is: {error!r}") from error
+        raise InvalidCache(f"the file does not name its model and settings: {error!r}") from error
 
 
 def read_header(path: str | Path) -> dict[str, str]:
