@@ -23,7 +23,7 @@ from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
 PROOF = 2
-#: On CPUs the products of larger models are tried, and not their whole steps: each row of a step takes time there.
+#: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone.
 MAX_STEP_BYTES = 300 * 2**20
 
 

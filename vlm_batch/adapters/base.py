@@ -32,8 +32,8 @@ UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 #: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
 RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_together", "decode"})
 
-#: Processors' outputs that no decoder reads: one row has no padding, token types repeat the ids, and most families do
-#: not count a video's seconds.
+#: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
+#: most families do not count a video's seconds.
 IGNORED_INPUTS = frozenset(
     {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
 )

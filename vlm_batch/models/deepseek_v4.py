@@ -84,7 +84,7 @@ class DeepseekV4(Adapter):
         return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features. Refuses pictures that do not match the prompt's ids, or that belong to several prompts."""
+        """Refuses what upstream would leave zeros in, or take for another prompt's."""
         count = len(extra.get("image_grid_hw", ()))
         given = sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra)) if count else 0
         if (marks := self.count_image_tokens(ids, extra)) != given:
