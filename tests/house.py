@@ -201,8 +201,9 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from ``def`` to the last."""
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+    """Lines of a function, from ``def`` to the last; of a constructor without its signature, whose options stand one a line."""
+    first = node.body[0].lineno if node.name == "__init__" else node.lineno
+    return (node.end_lineno or first) - first + 1
 
 
 def methods(node: ast.ClassDef) -> int:

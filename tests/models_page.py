@@ -26,19 +26,20 @@ RECORD = ROOT / "vlm_batch/data/parity.json"
 
 HEAD = """# Models
 
-The families that are batched: their abilities, the verified scenarios, and the outcome of the same scenarios in mlx-vlm's own batch
-generator. `vlm-batch families` prints a summary of these facts, and `vlm-batch families --json` all of them. `scripts/parity_table`
-writes this page.
+The families that are batched: their abilities, the verified scenarios, and the outcome of the same scenarios in
+mlx-vlm's own batch generator. `vlm-batch families` prints a summary of these facts, and `vlm-batch families --json` all
+of them. `scripts/parity_table` writes this page.
 
 """
 
 VERIFIED = """## How it is verified
 
-A scenario is a set of requests, with the step at which each comes and goes. The tests run it on a tiny random model of the
-family, made of mlx-vlm's own classes, in float32 on a CPU. They compare every request with the same request alone. All tokens must be
-equal, and at every step no log-probability of the whole vocabulary may differ by more than {tolerance:g}. "Off by" is the largest
-difference seen, over both layouts of the decode state (own caches and slabs). It is rounding. A wrong position, mask or picture moves
-log-probabilities by more than 1e-2; `tests/test_mutations.py` shows that by breaking each on purpose. Recorded with mlx-vlm {mlx_vlm}.
+A scenario is a set of requests, with the step at which each comes and goes. The tests run it on a tiny random model of
+the family, made of mlx-vlm's own classes, in float32 on a CPU. They compare every request with the same request alone.
+All tokens must be equal, and at every step no log-probability of the whole vocabulary may differ by more than
+{tolerance:g}. "Off by" is the largest difference seen, over both layouts of the decode state (own caches and slabs). It
+is rounding. A wrong position, mask or picture moves log-probabilities by more than 1e-2; `tests/test_mutations.py`
+shows that by breaking each on purpose. Recorded with mlx-vlm {mlx_vlm}.
 
 On one H200 (CUDA, float32 without TF32) 140 cases of the first nine families and two relatives passed, slabs, own
 caches and compiled decode steps among them. The largest difference was 5e-5.
@@ -51,9 +52,9 @@ The scenarios: {scenarios}.
 
 UPSTREAM = """## The same scenarios in mlx-vlm
 
-Each cell has the outcome in mlx-vlm {version}'s batch generator, and the largest difference in this library. "Wrong, 1e-5" means other
-tokens or log-probabilities there, and 1e-5 here. "Right" compares with mlx-vlm's own answer alone. Where that differs from the
-published model, the adapter patches it. Source: {source}.
+Each cell has the outcome in mlx-vlm {version}'s batch generator, and the largest difference in this library. "Wrong,
+1e-5" means other tokens or log-probabilities there, and 1e-5 here. "Right" compares with mlx-vlm's own answer alone.
+Where that differs from the published model, the adapter patches it. Source: {source}.
 
 """
 

@@ -324,8 +324,14 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(promised) == 4
     assert all(one["identical"] == one["requests"] == 8 for one in promised)
     assert drawing.exists() == (find_spec("matplotlib") is not None)
+
+
+def test_verify_says_which_pictures_it_cannot_ask_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--images", str(tmp_path)]) == 2
     assert "no picture there" in capsys.readouterr().err
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    assert cli.main(["verify", "--model", str(default_checkpoint()), "--images", str(tmp_path)]) == 2
+    assert "a request cannot be read: " in capsys.readouterr().err
 
 
 def test_grids_fit_how_caches_grow() -> None:

@@ -63,17 +63,18 @@ NOT_SHOWN = {
 
 HEAD = """# Defects of mlx-vlm 0.7.10
 
-These are the defects of mlx-vlm that this library's adapters patch or avoid. Each has a reproduction that runs against mlx-vlm alone, with
-tiny random models. It prints what mlx-vlm does, what is right, and the place of the cause:
+These are the defects of mlx-vlm that this library's adapters patch or avoid. Each has a reproduction that runs against
+mlx-vlm alone, with tiny random models. It prints what mlx-vlm does, what is right, and the place of the cause:
 
 ```sh
 python docs/upstream/merged_keywords.py
 ```
 
 The files share [tiny.py](upstream/tiny.py), which builds the models of [configs.json](upstream/configs.json).
-`tests/test_upstream.py` runs all of them. When mlx-vlm corrects one, its test fails, and the reproduction and the adapter's patch can
-go. Each says what is right. Where it does not, the right answer is the one that mlx-vlm itself gives to the same request alone. The
-evidence against transformers is in `tests/references`: recorded answers of the same weights, which `tests/test_zoo.py` compares.
+`tests/test_upstream.py` runs all of them. When mlx-vlm corrects one, its test fails, and the reproduction and the
+adapter's patch can go. Each says what is right. Where it does not, the right answer is the one that mlx-vlm itself gives
+to the same request alone. The evidence against transformers is in `tests/references`: recorded answers of the same
+weights, which `tests/test_zoo.py` compares.
 
 Places are file and line of 0.7.10. `python -m tests.upstream_page` writes this page from the files' docstrings.
 """

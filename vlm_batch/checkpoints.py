@@ -1,9 +1,9 @@
-"""A checkpoint's files to a model: configurations and weights as transformers writes them, put as mlx-vlm reads them.
+"""Reads a model from a checkpoint's files: configurations and weights of transformers, changed to what mlx-vlm reads.
 
 transformers 5 saves folders that mlx-vlm 0.7.10 was not written for: rotary settings lie in ``rope_parameters``, towers and
-decoders have other names, and experts lie in one array. What mlx-vlm does not find there it fills with its own defaults, in
-silence. So the configuration is read here first and handed on in the older words, beside the newer ones; weights are
-renamed where mlx-vlm's own renaming has no rule. What all families share is in this file, a family's own in
+decoders have other names, and experts lie in one array. mlx-vlm silently takes its own defaults for what it does not find.
+So the configuration is read here first, and handed on with the older names beside the newer ones. Weights are renamed
+where mlx-vlm has no rule. Rules for all families are in this file, and those of one family in
 ``models/_layouts.py``.
 """
 
@@ -80,7 +80,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
 
 
 def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
-    """The processor of a folder, with what mlx-vlm hangs on it: a detokeniser, stop tokens, its own pictures' part."""
+    """The processor of a folder, with mlx-vlm's additions: a detokeniser, stop tokens, its own part for pictures."""
     config = read_config(path, **options)
     load_image_processor = with_names(mlx_vlm.utils.load_image_processor, load_config=lambda *_, **__: config)
     images = load_image_processor(path, **options)
@@ -181,7 +181,7 @@ def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
 
 
 def normalise_config(config: Mapping[str, Any]) -> Config:
-    """A configuration in the words of transformers 4 beside those of 5, each of its parts likewise."""
+    """A configuration with the names of transformers 4 beside those of 5, in each of its parts."""
     if not is_new(config):
         return dict(config)
     found = _normalise_part(config)
@@ -208,7 +208,7 @@ def _normalise_part(config: Mapping[str, Any]) -> Config:
 
 
 def _with_older_names(config: Config) -> Config:
-    """Entries that transformers 5 calls otherwise or leaves out, because they follow from others."""
+    """A configuration with entries that transformers 5 renamed, or left out because they follow from others."""
     if "num_local_experts" in config:
         config = {"num_experts": config["num_local_experts"], **config}
     for one, other in (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index")):
@@ -257,7 +257,7 @@ def check_rope(config: Mapping[str, Any], path: Path) -> None:
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A function of mlx-vlm's that finds other functions under these names of its file; the file's stay as they are."""
+    """A copy of a function of mlx-vlm's that finds other functions under these names. Its file stays as it is."""
     code = function.__code__
     if lacking := names.keys() - set(code.co_names):
         raise LookupError(f"{function.__qualname__} of mlx-vlm does not call {', '.join(sorted(lacking))}")

@@ -72,7 +72,7 @@ SHOWN_CHARACTERS, DESCRIBED_CHARACTERS = 100, 2000
 
 
 def describe(error: BaseException) -> str:
-    """An error as one line for a result: what kind, and what it says. Raises nothing, whatever the error's own text raises."""
+    """An error as one line for a result: its type and its text. Raises nothing, even if the error's own text raises."""
     try:
         text = printable(" ".join(str(error).split()))
     except BaseException:  # it ends its request, and no other
@@ -94,5 +94,5 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that every file and terminal takes: a surrogate, as in the name of a file that is no UTF-8, is escaped."""
+    """Text that can be written to every file and terminal: surrogates are escaped, as in names of files that are no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""From a model and a device to what keeps its answers reproducible: measured once, kept in a file, said where it costs."""
+"""Settings for reproducible answers of a model on a device: measured once, kept in a file, with a warning if they are slow."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def device_facts() -> dict[str, Any]:
-    """The device and what chooses its kernels."""
+    """The device, and the facts by which its kernels are chosen."""
     if mx.default_device().type == mx.DeviceType.gpu:
         info: dict[str, Any] = dict(mx.device_info())
         names = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")

@@ -16,15 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 class Handle:
-    """Iterate it for pieces of text (``for`` or ``async for``), ``await`` it or call ``result`` for the end.
+    """A submitted request: iterate it for pieces of text (``for``, ``async for``), ``await`` it or call ``result`` for its end.
 
-    Of several answers to one prompt (``n``), the pieces are the first one's; ``events`` has all of them.
+    ``events`` gives all that is known of each step. Every iteration begins with the first piece. Of several answers to one
+    prompt (``n``), the pieces are the first one's; ``events`` has all of them. The stream of a failed request just ends, and
+    ``result().error`` says why.
 
-    ``events`` has all that is known of each step. Every iteration gives everything from the beginning. A failed request's
-    stream just ends; its ``result().error`` says why.
-
-    Nobody who stops waiting ends the request: after ``asyncio.wait_for(handle, seconds)`` or ``result(seconds)`` raised
-    TimeoutError it goes on, and can be waited for again. ``cancel`` ends it, also from the ``except`` that follows.
+    A timeout does not end the request: after ``asyncio.wait_for(handle, seconds)`` or ``result(seconds)`` has raised
+    TimeoutError, it goes on and can be waited for again. ``cancel`` ends it, for example in the ``except`` that follows.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Handle:
         return self._result is not None
 
     def result(self, timeout: float | None = None) -> Result:
-        """The request's end, waited for. Raises TimeoutError after ``timeout`` seconds; a failed request raises nothing."""
+        """Wait for the request's result. Raises TimeoutError after ``timeout`` seconds; a failed request raises nothing."""
         seconds = _checked_timeout(timeout)
         if self._result is None:
             self.check_can_wait()
@@ -58,12 +57,12 @@ class Handle:
         return self._result
 
     def cancel(self) -> bool:
-        """Ask for the request to end now; False if it has ended already. Its result follows, with what was generated."""
+        """Ask the engine to end the request; False if it has ended already. Its result follows, with what was generated."""
         cancel = self._cancel
         return cancel is not None and cancel(self.request_id)
 
     def check_can_wait(self) -> None:
-        """Raise RuntimeError on the thread that would have to bring about what is waited for: a listener's, a processor's."""
+        """Raise RuntimeError on the engine's own thread (in a listener or a logits processor), which would wait for itself."""
         if self._is_on_engine():
             raise RuntimeError(
                 f"request {self.request_id} is waited for on the engine's own thread (in a callback or a logits processor), "
@@ -118,8 +117,8 @@ class Handle:
         return future
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once when the request has ended, on the engine's thread; now if that is past. What it raises
-        there is logged, and nobody's error."""
+        """Have ``call`` called once when the request has ended, on the engine's thread, or now if it has. An exception in
+        ``call`` on the engine's thread is logged."""
 
         def check() -> None:
             if self.done():
@@ -138,7 +137,7 @@ class Handle:
         tell()
 
     def push(self, event: Event) -> None:
-        """Add what the engine has to tell; nothing comes after the event with the result."""
+        """Add an event of the engine's. Nothing is added after the event with the result."""
         with self._changed:
             if self._result is not None:
                 return
@@ -155,7 +154,7 @@ class Handle:
                 _log.exception("a listener of request %s raised", self.request_id)
 
     def renew_lock(self) -> None:
-        """In a child process, where the thread that holds the lock may not exist."""
+        """Make a new lock in a child process, where the thread that holds the old one may not exist."""
         self._changed = threading.Condition()
         self._listeners = []
 
@@ -196,7 +195,7 @@ class EventStream:
 
 
 def _checked_timeout(timeout: float | None) -> float | None:
-    """``timeout`` as ``Condition.wait`` takes it: None for ever, and no number beyond what the system can wait."""
+    """``timeout`` as ``Condition.wait`` takes it: None for ever, also in place of a number beyond the system's limit."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:

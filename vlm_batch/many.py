@@ -15,7 +15,7 @@ from vlm_batch.types import Request, Result, failed_result
 Submit: TypeAlias = Callable[[Request], Handle]
 Asked: TypeAlias = "Request | Mapping[str, Any]"
 
-_END: Any = object()  # of what was asked; None is an item like any other
+_END: Any = object()  # marks the end of the requests: None could be an item
 
 
 def in_turn(submit: Submit, requests: Iterable[Asked], most: int) -> Iterator[tuple[int, Result]]:

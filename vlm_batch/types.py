@@ -74,9 +74,9 @@ class SamplingParams:
     ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
     shape (T,)) and logits of shape (1, V). Numbers of numpy are taken as Python's.
 
-    ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty`` as often as it has
-    them (OpenAI's definitions). ``logit_bias`` adds numbers in -100..100 to tokens' logits. ``allowed_token_ids`` lets
-    no others through. ``bad_words`` do not come in the answer, spelled as the tokenizer spells them, with or without a
+    ``presence_penalty`` is subtracted from the logits of tokens that the answer has, ``frequency_penalty`` as often as it
+    has them (OpenAI's definitions). ``logit_bias`` adds numbers in -100..100 to tokens' logits. ``allowed_token_ids`` excludes
+    all other tokens. ``bad_words`` do not come in the answer, spelled as the tokenizer spells them, with or without a
     space before. ``min_tokens`` is how many tokens come before any end: end tokens do not, and stop strings do not count.
     ``n`` answers are sampled from one prompt, with seeds ``seed``, ``seed + 1``, ... ``thinking_budget`` ends the
     model's thinking after so many tokens.
@@ -295,13 +295,13 @@ class Request:
     final; their pictures and videos must already have their placeholder tokens. ``inputs`` is what
     ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
 
-    What the chat template reads besides: ``tools`` (OpenAI's form), ``documents``, ``enable_thinking``,
+    Further arguments of the chat template: ``tools`` (OpenAI's form), ``documents``, ``enable_thinking``,
     ``reasoning_effort``, and any other argument in ``template_args``. One that this checkpoint's template does not read
     is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
     the chat's last turn open, so that the answer goes on with it.
 
-    ``min_pixels`` and ``max_pixels`` bound what the model sees of each picture, where the family's processor has such
-    bounds; it scales pictures to lie between them. What came of it is in ``Result.model_image_sizes``.
+    ``min_pixels`` and ``max_pixels`` bound each picture's size, where the family's processor has such bounds: it scales
+    pictures to lie between them. The sizes are in ``Result.model_image_sizes``.
 
     ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
     prompt begins with that conversation, only what is new is prefilled.

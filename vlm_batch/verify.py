@@ -42,7 +42,7 @@ Inputs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Trace:
-    """One greedy answer: its tokens, and the logits (T, V) float32 that they were chosen from; or why there is none."""
+    """One greedy answer: its tokens, and the logits (T, V) float32 that they were chosen from; or why it failed."""
 
     tokens: tuple[int, ...] = ()
     logits: tuple[np.ndarray, ...] = ()
@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """The outcome in a word or two."""
         if self.error is not None:
             return self.error if not self.equal else f"{self.error} (others compared)"
         if self.identical == self.requests:

@@ -24,7 +24,7 @@ SCALED_DOT_PRODUCT_ATTENTION = upstream.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class SealedMask:
-    """A mask that only the hook in attention looks into."""
+    """A mask that the model's code hands on unread to the hooked attention."""
 
     mask: mx.array
 

@@ -33,8 +33,8 @@ UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 #: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
 RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_scored", "prefill_together", "decode"})
 
-#: Processors' outputs that no decoder reads: one row has no padding, token types repeat the ids, and most families do
-#: not count a video's seconds.
+#: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
+#: most families do not count a video's seconds.
 IGNORED_INPUTS = frozenset(
     {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
 )
@@ -77,7 +77,7 @@ class Adapter:
     caches_without_attention: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        """A family's own version of a call that runs the model is one, too."""
+        """Mark a family's own versions of the calls that run the model, as ``runs_model`` does."""
         for name in RUNS_MODEL & vars(cls).keys():
             setattr(cls, name, runs_model(vars(cls)[name]))
 
@@ -154,7 +154,7 @@ class Adapter:
         return [(self.model, name) for name in VISION_TOWERS if isinstance(self.model.get(name), nn.Module)]
 
     def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Cut a tower's result to what the model reads of it: of all hidden states only the selected layers'."""
+        """Cut a tower's result to the part that the model reads: the hidden states of the selected layers."""
         wanted = getattr(self.config, "vision_feature_layer", None)
         is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
         if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
@@ -166,7 +166,7 @@ class Adapter:
 
     @property
     def fingerprint(self) -> str:
-        """Tells this model from others: its configuration, and of every weight the sum of all its bits and some values."""
+        """A digest that tells this model from others: of its configuration, and of each weight's bit sum and some values."""
         flat: Any = tree_flatten(self.model.parameters())
         weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
         samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
@@ -354,7 +354,7 @@ class Adapter:
         return ()
 
     def forget(self) -> None:
-        """Drop what a forward pass left on the working copy."""
+        """Drop the attributes that a forward pass left on the working copy."""
         for name in ("_position_ids", "_rope_deltas"):
             if hasattr(self.language, name):
                 setattr(self.language, name, None)

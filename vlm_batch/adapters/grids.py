@@ -77,7 +77,7 @@ class GridAdapter(Adapter):
         return int(self.config.vision_config.spatial_merge_size) ** 2
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """One for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
+        """One picture for each grid: its patches are rows of the pixels, and its placeholders the next in the prompt."""
         if set(extra) != {"pixel_values", "image_grid_thw"}:
             return super().pictures(ids, extra)
         merged = self.merged
@@ -111,7 +111,7 @@ class MRoPEAdapter(GridAdapter):
     input_keys = GridAdapter.input_keys | {"pixel_values_videos", "video_grid_thw"}
 
     def hook_functions(self) -> None:
-        """And of M-RoPE, for decode steps."""
+        """Hook attention, and M-RoPE for decode steps."""
         super().hook_functions()
         self._decoding = hook_rotary(self.language, family=self.spec.family)
 

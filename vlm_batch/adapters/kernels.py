@@ -1,16 +1,16 @@
-"""Attention and activations by the way that is cheapest on a device: the same numbers at another price (docs/benchmarks.md).
+"""Attention and activations by the fastest operations of each device, with the same results (docs/benchmarks.md).
 
 On a CPU, an exponential or a selection by a mask costs MLX 0.32 more than a power of C's library, and far more than a
 product. So causal attention goes block by block of queries, over no more keys than a block can see, with a mask that is
 added and powers of e. The queries of one group of heads are rows of one product, which packs their keys once; MLX
-multiplies head by head. float32 only, as everything that is fast there.
+multiplies head by head. This is for float32 only, as all fast operations there.
 
 On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
-lengths, so a shape gets a plan here only when it keeps coming back; until then its attention is spelled out. So which of
-the two a prompt meets depends on what the process has seen, and its last bits in half precision with it, unless an adapter
-goes by shapes alone: then what is small is always spelled out. And a single
-query with an array as mask has no kernel there; the queries of one group of heads, taken as several queries, have.
+lengths, so a shape gets a plan here only when it keeps coming back. Until then its attention is computed by products and
+a softmax. The choice thus depends on earlier calls, and so do the last bits in half precision. An adapter that goes by
+shapes alone computes all small attention by products. A single query with an array as mask has no kernel there, but
+several queries have: so the queries of one group of heads are taken as several queries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlx_vlm.models import activations
 
 from vlm_batch.adapters.hooks import goes_by_shapes
 
-#: Calls of a shape before it is given a plan: about 30 forwards of 36 layers, whose price is that of one plan.
+#: Calls of a shape before it is given a plan: in about 30 forwards of 36 layers a plan pays for itself.
 USES_BEFORE_PLAN = 1024
 #: The most scores (B, H, L, K) that are spelled out, in elements: a step's layers are launched before their memory comes back.
 MAX_SCORES = 2**22
@@ -172,7 +172,7 @@ def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale:
 
 @lru_cache(maxsize=64)
 def _later(queries: int, keys: int) -> mx.array:
-    """The causal mask of the last ``queries`` of ``keys`` positions, to be added: (l, K), very low where a key comes later."""
+    """The additive causal mask of the last ``queries`` of ``keys`` positions: (l, K), very low where a key comes later."""
     is_later = np.arange(keys)[None] > np.arange(keys - queries, keys)[:, None]
     return mx.array(np.where(is_later, np.finfo(np.float32).min / 2, 0.0).astype(np.float32))
 

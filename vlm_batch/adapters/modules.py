@@ -1,4 +1,4 @@
-"""Working on mlx-vlm's module trees without touching the caller's: structural copies, and what takes a module's place."""
+"""Structural copies of mlx-vlm's module trees, which leave the caller's as they are, and modules that replace others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RememberingTower(nn.Module):
         return self.remembered(args, kwargs)
 
     def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, from the store or new. What is given or answered other than in arrays is not remembered."""
+        """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
         try:
             key = digest([list(args), dict(kwargs)])
         except TypeError:
@@ -142,7 +142,7 @@ class RememberingGridTower(RememberingTower):
 
 
 def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:
-    """Along which axis the patches of pictures lie that have ``counts``: the first, or the second of one row; or None."""
+    """The axis of the patches of pictures that have ``counts``: the first, the second if there is one row, or None."""
     return next((axis for axis in (0, 1) if pixels.shape[: axis + 1] == (1,) * axis + (sum(counts),)), None)
 
 

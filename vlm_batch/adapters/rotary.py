@@ -32,7 +32,7 @@ class DecodePositions:
 
     @contextmanager
     def at(self, positions: mx.array) -> Iterator[None]:
-        """Until it ends, a forward is one of a token a row, at ``positions`` (B,)."""
+        """Mark a forward as a decode step, a token a row, at ``positions`` (B,)."""
         self.positions = positions
         try:
             yield
@@ -42,7 +42,7 @@ class DecodePositions:
 
 @dataclass(frozen=True)
 class Turn:
-    """Stands where cosines stand: how a step's queries and keys are rotated."""
+    """The rotation of a decode step's queries and keys, handed on in the place of cosines."""
 
     positions: mx.array  # (B,)
     periods: mx.array  # (D_rotary / 2,) 1 / frequency
@@ -97,7 +97,7 @@ def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> 
 
 
 def turning(parent: type) -> type:
-    """A rotary embedding that answers a decode step with a ``Turn`` in place of cosines, and none of sines."""
+    """A rotary embedding that returns a ``Turn`` in the place of cosines for a decode step, and None for sines."""
 
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:

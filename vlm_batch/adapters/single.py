@@ -16,9 +16,9 @@ from vlm_batch.registry import ModelSpec
 
 
 class SingleRow(Adapter):
-    """Whatever ``get_input_embeddings`` returns goes to the decoder whole, positions stay where the model keeps them.
+    """Hands all features of ``get_input_embeddings`` to the decoder, and leaves positions where the model keeps them.
 
-    That is right while one row is alive, and only then: the batcher holds it to one place, one cache per row.
+    That is right while one row is alive, so ``max_rows`` is 1.
     """
 
     spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
@@ -30,7 +30,7 @@ class SingleRow(Adapter):
         put_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
 
     def last_position_logits(self) -> None:
-        """Nothing is known of the trunk's result, so it stays as it is."""
+        """Leave the trunk as it is: nothing is known of its result."""
 
     @staticmethod
     def can_run(model: nn.Module) -> bool:
@@ -48,7 +48,7 @@ class SingleRow(Adapter):
         return dict(features), {}
 
     def forget(self) -> None:
-        """Positions stay: this row's decode steps read them there. The next row's encode begins with a clean slate."""
+        """Keep the positions, which this row's decode steps read on the model. The next row's ``encode`` clears them."""
 
     def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         Adapter.forget(self)
@@ -62,7 +62,7 @@ class SingleRow(Adapter):
         return self.forward(encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill)
 
     def decode(self, step: DecodeStep) -> mx.array:
-        """The row's own caches, of whatever kind, and what the step has made of them back in the batch of one."""
+        """Decode with the row's own caches, of whatever kind, and put them back into the batch of one."""
         own = [layer.take(0) for layer in step.caches]
         logits = self.forward(step.tokens, None, own, {})
         for layer, cache in zip(step.caches, own, strict=True):

@@ -17,7 +17,7 @@ class SlicedAdapter(MRoPEAdapter):
     """Pictures in slices, whose tokens lie between bounds; positions are the count of tokens on all three axes."""
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, which checks itself that every slice has its tokens."""
+        """Upstream's features; upstream checks that every slice has its tokens."""
         return Adapter.features(self, ids, extra)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
@@ -27,7 +27,7 @@ class SlicedAdapter(MRoPEAdapter):
         return sum(int((bounds[:, 1] - bounds[:, 0]).sum()) for bounds in slice_bounds(extra))
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """All slices are one, from the first one's tokens to the last one's."""
+        """One picture for all slices, from the first slice's tokens to the last one's."""
         found = slice_bounds(extra)
         if not found:
             return super().pictures(ids, extra)
@@ -35,7 +35,7 @@ class SlicedAdapter(MRoPEAdapter):
         return (Picture(int(bounds.min()), int(bounds.max()), extra),) if len(bounds) else ()
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """Unknown: what the processor says are its slices."""
+        """Unknown: the processor gives the sizes of slices alone."""
         return ()
 
 

@@ -15,14 +15,14 @@ from vlm_batch.caches.states import LayerState, SimpleState, filed
 
 #: Columns by which the index grows.
 STEP = 256
-#: Of positions: time, height and width.
+#: The axes of positions: time, height and width.
 AXES = 3
 
 
 class IndexedCache(CacheKind):
     """One row's keys and values of one layer, in ``inner``, and the indexer's key and position of each token beside them.
 
-    What mlx-vlm's attention asks of its ``QSAKVCache``. There, every token copies the whole index; here it grows by
+    It has the interface of mlx-vlm's ``QSAKVCache``. In that, every token copies the whole index. Here the index grows by
     steps, and keys and values may be held in few bits.
     """
 

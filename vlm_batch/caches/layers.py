@@ -49,7 +49,7 @@ class DenseCache(Protocol):
 
 
 class CacheKind:
-    """One row's cache of a layer, as the engine asks it; the answers here are those of a kind that is kept row by row."""
+    """One row's cache of a layer, with the questions that the engine asks. The defaults are for a kind that is kept by row."""
 
     @property
     def is_whole(self) -> bool:
@@ -70,22 +70,22 @@ class CacheKind:
         return RowsCache()
 
     def full_parts(self) -> tuple[KVCache, ...]:
-        """The exact caches of full attention in it, or itself: what can be quantised."""
+        """The caches that can be quantised: those of full attention in it, or itself."""
         return ()
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:
-        """A fresh cache with those of full attention changed."""
+        """A fresh cache in which ``change`` has replaced those of full attention."""
         return self
 
 
 class UpstreamKind(CacheKind):
-    """A cache of mlx-vlm's, of a class that nothing is known of if it is not a subclass."""
+    """Wraps a cache of mlx-vlm's. This class serves caches of unknown classes; subclasses serve registered ones."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def saved(self, length: int) -> LayerState:
-        """A copy; of what is no cache of mlx-vlm's nothing can be restored."""
+        """A copy of the cache; a LostState if it is no cache of mlx-vlm's."""
         return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:
@@ -109,7 +109,7 @@ def upstream(cache: type) -> Callable[[Kind], Kind]:
 
 
 def kind_of(cache: Any) -> CacheKind:
-    """A single-row cache as what is asked of it."""
+    """A single-row cache as a ``CacheKind``: itself, or wrapped."""
     if isinstance(cache, CacheKind):
         return cache
     return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)

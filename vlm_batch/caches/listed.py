@@ -49,7 +49,7 @@ class ListedCache(CacheList):
 
 
 def always_mask(layer: LayerCache) -> None:
-    """Have a batch's layer mask its columns at every step, also where each row sees all: no row's step goes by another's."""
+    """Make a batch's layer mask its columns at every step, even if every row sees all, so that no row depends on another."""
     for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
         if isinstance(part, SlabCache):
             part.always_masked = True

@@ -12,7 +12,7 @@ from vlm_batch.caches.states import SimpleState, filed
 
 
 class PoolCache(CacheKind):
-    """One pooled key for every ``ratio`` tokens of a row, and what the next ones will be made of.
+    """One pooled key for every ``ratio`` tokens of a row, and the tokens of the next ones.
 
     A token comes in as a value and a gate (1, L, W); whoever pools them appends what it has made, (1, N, D). Where
     windows overlap, a pool is made of its window and of the one before, which is therefore kept.

@@ -28,7 +28,7 @@ class RecurrentCache(ArraysCache):
         self._unfilled: set[tuple[int, int]] = set()  # (slot, place) whose zeros stand for nothing yet
 
     def __setitem__(self, slot: int, states: Any) -> None:
-        """A step has made a slot's states of all rows."""
+        """Take a slot's states of all rows, as a step has made them."""
         self._unfilled = {(other, place) for other, place in self._unfilled if other != slot}
         super().__setitem__(slot, states)
 

@@ -24,7 +24,7 @@ class RetainedPromptCache(CacheKind, KVCache):
         self.prompt: int | None = None  # its length, once it is known
 
     def end_prompt(self) -> None:
-        """Take what comes from now on as the answer."""
+        """End the prompt: tokens from now on are the answer's."""
         self.prompt = self.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, mx.array | None]:
@@ -44,7 +44,7 @@ class RetainedPromptCache(CacheKind, KVCache):
         return self.keys[..., :kept, :], self.values[..., :kept, :]
 
     def saved(self, length: int) -> LayerState:
-        """Its state; lost once the prompt has ended, since the answer's tokens push each other out."""
+        """Its state, or LostState once the prompt has ended: the answer's tokens overwrite each other."""
         if self.prompt is not None:
             return LostState()
         keys, values = (own_array(part) for part in self.state if part is not None)

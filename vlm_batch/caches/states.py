@@ -65,7 +65,7 @@ def can_file(state: LayerState) -> bool:
 
 @dataclass(frozen=True)
 class CopiedState(SimpleState):
-    """A kind of single-row cache that we know nothing of, copied attribute by attribute: good for one length only."""
+    """A single-row cache of an unknown kind, copied attribute by attribute: good for one length only."""
 
     cache: Any
     length: int
@@ -89,7 +89,7 @@ class CopiedState(SimpleState):
 
 @dataclass(frozen=True)
 class LostState(SimpleState):
-    """A layer that no row can go on from: what it dropped, a longer prompt would see."""
+    """A layer that no row can continue: it has dropped tokens that a longer prompt would see."""
 
     is_whole = False
 

@@ -55,7 +55,7 @@ def print_families(
 
 
 def _yes_or_no(cell: float | str) -> str:
-    """Of a cell: verified, not (and the details say why), or not recorded."""
+    """A cell in a word: verified, not verified (the details say why), or not recorded."""
     return "yes" if isinstance(cell, float) else UNKNOWN if cell == NOT_RECORDED else "no"
 
 
@@ -65,7 +65,7 @@ def _open(one: FamilyFacts) -> list[str]:
 
 
 def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
-    """All about some families."""
+    """Print all facts about some families."""
     console = open_console(out)
     for one in known:
         spec = one.spec

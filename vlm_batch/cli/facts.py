@@ -61,13 +61,13 @@ class FamilyFacts:
 
     @property
     def unverified(self) -> dict[str, str]:
-        """The scenarios without a number, and why: a known gap, one that does not apply, one that is not recorded yet."""
+        """The scenarios without a number, with the reason: a known gap, not applicable, or not recorded yet."""
         cells = {scenario: self.cell(scenario) for scenario in self.scenarios}
         return {scenario: cell for scenario, cell in cells.items() if isinstance(cell, str)}
 
     @property
     def explained(self) -> dict[str, str]:
-        """The scenarios without a number that say something of the family: what it does not take is said elsewhere."""
+        """The scenarios without a number that tell something of the family; inputs that it refuses are listed elsewhere."""
         return {scenario: why for scenario, why in self.unverified.items() if not why.startswith(TAKES)}
 
     @property

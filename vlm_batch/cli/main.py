@@ -181,7 +181,7 @@ def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, on its own for those who want to look at it."""
+    """The parser of the command line."""
     top = argparse.ArgumentParser(
         prog="vlm-batch", description="Ask a vision-language model about many pictures at once."
     )

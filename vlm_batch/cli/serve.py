@@ -1,4 +1,4 @@
-"""``vlm-batch serve``: the flags of the HTTP server, and what they mean. ``mlx_vlm.server``'s keep their names."""
+"""``vlm-batch serve``: the flags of the HTTP server. Those of ``mlx_vlm.server`` keep their names."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images
+from vlm_batch.errors import InvalidRequest
 from vlm_batch.types import Request
 
 if TYPE_CHECKING:
@@ -111,14 +112,18 @@ def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator
             continue
         called = args.model or "the embedded checkpoint"
         taken = requests if not args.model or _takes_pictures(model) else [r for r in requests if not r.images]
-        yield verify(
-            model,
-            processor,
-            taken,
-            name=called,
-            max_tokens=args.max_tokens,
-            progress=lambda said: print(f"  {said} ...", file=sys.stderr, flush=True),
-        )
+        try:
+            found = verify(
+                model,
+                processor,
+                taken,
+                name=called,
+                max_tokens=args.max_tokens,
+                progress=lambda said: print(f"  {said} ...", file=sys.stderr, flush=True),
+            )
+        except InvalidRequest as error:
+            raise CannotVerify(f"a request cannot be read: {error}") from error
+        yield found
 
 
 def _takes_pictures(model: Any) -> bool:

@@ -56,8 +56,8 @@ class Sizes:
 class Admission:
     """Rows that wait. Belongs to the engine's thread.
 
-    ``encoder`` makes prepared rows ready for ``prefill``, where those go that are given a place. ``guard`` answers for
-    what one row's work raises.
+    ``encoder`` makes prepared rows ready for ``prefill``, where those go that are given a place. ``guard`` turns
+    an exception into the end of its row.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Admission:
         heapq.heappush(heap, (self._urgency(row), next(self._arrivals), row))
 
     def remove(self, row: Row) -> None:
-        """Give up a row at whatever stage it waits. One in the inbox is passed over when its turn comes."""
+        """Remove a row at whatever stage it waits. In the inbox it stays until its turn comes, and is then skipped."""
         if row.prompt is not None and row.prompt.loading is not None:
             row.prompt.loading.cancel()
         for rows in (self._reading, self._read, self._unprepared):

@@ -53,7 +53,7 @@ class DecodeBatch:
         row.status = Status.DECODE
 
     def take(self, row: Row) -> list[Any]:
-        """A live row's single-row caches again, with all that it has seen; to be called when it leaves."""
+        """Take a live row's caches back as single-row caches, with all that it has seen; call it when the row leaves."""
         place = self.places.index(row)
         taken = [layer.take(place) for layer in self.layers]
         mx.async_eval([cache.state for cache in taken])  # a slab is written next step: nobody may hold it then

@@ -74,7 +74,7 @@ class Guide:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has nothing to say any more."""
+        """Whether any token may follow from now on."""
         return self.phase is Phase.ANSWER and self._form is None
 
     @property
@@ -83,7 +83,7 @@ class Guide:
         return self.phase is Phase.ANSWER and self._form is not None and self._form.is_whole
 
     def feed(self, token: int) -> None:
-        """The row's next token. Raises ValueError for one that the form does not have."""
+        """Take the row's next token. Raises ValueError for one that the form does not have."""
         if self.phase is Phase.BEGINNING:
             assert self._thinking is not None
             if token == self._thinking.start[0]:

@@ -22,7 +22,7 @@ from vlm_batch.records import Encoded
 
 
 class Encoder:
-    """Makes rows ready for prefill. ``kv`` says how their caches are quantised, None that they are not."""
+    """Makes rows ready for prefill. ``kv`` has the settings of quantised caches, or is None."""
 
     def __init__(self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None) -> None:
         self.adapter = adapter
@@ -55,7 +55,7 @@ class Encoder:
             row.clock.encode_seconds = time.perf_counter() - begin
 
     def encode_together(self, rows: Sequence[Row], others: Sequence[Row], is_decoding: bool) -> int:
-        """Encode the pictures of the first rows in one call, where that can be done; how many rows.
+        """Encode the pictures of the first rows in one call, where that can be done; the number of these rows.
 
         ``others`` are in prefill: a row whose beginning they will leave is not encoded yet.
         """

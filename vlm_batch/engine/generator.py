@@ -176,7 +176,7 @@ class BatchGenerator:
         self.admission.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
-        """A row's loading is done: it waits for a place from now on, or ends with the error that loading raised."""
+        """Take a row whose loading is done: it waits for a place, or ends with the error that loading raised."""
         if row.status is not Status.FINISHED:
             self._guard(row, self.admission.take_in, row, loading)
 
@@ -216,7 +216,7 @@ class BatchGenerator:
 
     @property
     def _is_active(self) -> bool:
-        """Whether any row is past being prepared."""
+        """Whether any row has been prepared."""
         return len(self._rows) > self.admission.num_unprepared
 
     # A step
@@ -266,7 +266,7 @@ class BatchGenerator:
         return [(row, logits) for row, logits in taken if self._guard(row, self._join, row, logits)]
 
     def _join(self, row: Row, logits: mx.array) -> bool:
-        """Give a row whose prompt is done its place among those that decode; embeddings and features are let go of here."""
+        """Move a row whose prompt is done to the decoding batch; its embeddings and features are freed here."""
         for sibling in fork(row) if row.siblings else ():
             self._rows[sibling.request_id] = sibling
             self._forks.append((sibling, logits))

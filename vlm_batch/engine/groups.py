@@ -39,12 +39,12 @@ class DecodeGroups:
 
     @property
     def places(self) -> list[Row | None]:
-        """Those of all groups, one after another."""
+        """The places of all groups, one after another."""
         return [place for group in self.groups for place in group.places]
 
     @property
     def layers(self) -> list[LayerCache]:
-        """Those of all groups, one after another."""
+        """The layers of all groups, one after another."""
         return [layer for group in self.groups for layer in group.layers]
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class DecodeGroups:
         self.join(row, caches, apart=apart)
 
     def take(self, row: Row) -> list[Any]:
-        """A live row's single-row caches again, with all that it has seen; to be called when it leaves."""
+        """Take a live row's caches back as single-row caches, with all that it has seen; call it when the row leaves."""
         return next(group for group in self.groups if row in group.places).take(row)
 
     def leave(self, row: Row) -> None:

@@ -141,7 +141,7 @@ class EngineLoop:
         return self._gone is not None
 
     def abandon(self) -> None:
-        """The thread is gone: end what is still alive, so that nobody waits for it."""
+        """End all live requests with an error, because the thread is gone: nobody may wait for it."""
         in_child = os.getpid() != self._process
         if self._gone is None:
             said = (
@@ -260,7 +260,7 @@ class EngineLoop:
         return True
 
     def _recover(self, error: BaseException, message: _Message | None = None) -> None:
-        """End all that is in the engine with an error, whatever state it is in, so that the next request finds it empty."""
+        """End all requests of the engine with an error, whatever its state, so that the next request finds it empty."""
         try:
             for event in self.generator.fail_all(error):
                 self._hand_out(event)
@@ -314,7 +314,7 @@ class EngineLoop:
 
 
 class HasLoop(Protocol):
-    """An engine with whatever else its owner needs of it."""
+    """An object with an engine loop."""
 
     @property
     def loop(self) -> EngineLoop: ...

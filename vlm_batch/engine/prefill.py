@@ -1,4 +1,4 @@
-"""Rows that have a place and whose prompts are on their way into their caches, chunk by chunk."""
+"""Prefill: rows that have a place, and whose prompts go into their caches chunk by chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Guard = Callable[..., Any]
 
 
 class Prefill:
-    """Runs a plan's chunks. ``guard`` answers for what one row's work raises. ``exact`` says where chunks have to end."""
+    """Runs a plan's chunks. ``guard`` turns an exception into the end of its row. ``exact`` fixes the ends of chunks."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Prefill:
         self.rows[row.request_id] = row
 
     def remove(self, row: Row) -> None:
-        """Give up a row, if it is here."""
+        """Remove a row, if it is here."""
         self.rows.pop(row.request_id, None)
 
     def views(self, now: float) -> list[PrefillRow]:
@@ -70,7 +70,7 @@ class Prefill:
         return [self._view(row, now) for row in self.rows.values()]
 
     def run(self, plan: Sequence[Chunk]) -> tuple[list[tuple[Row, mx.array]], dict[Row, list[mx.array]]]:
-        """Launch a plan: (rows whose prompts it ended, with their logits (1, V)), and what each row's chunks left to wait for.
+        """Launch a plan: (rows whose prompts it ended, with their logits (1, V)), and the arrays to wait for, by row.
 
         Finished rows stay here until they are removed. A row that failed in an earlier chunk has no further one.
         """

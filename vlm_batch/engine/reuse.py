@@ -92,7 +92,7 @@ class Reuse:
         return self.budget.nbytes
 
     def close(self) -> None:
-        """Write what is to outlive the process, and give back the memory of all that was kept, vision features included."""
+        """Write kept rows to files, if there is a directory, and free all kept memory, vision features included."""
         self.settle_ended()
         if self.prefix is not None:
             self.prefix.close()
@@ -120,7 +120,7 @@ class Reuse:
         return coming >= book.known[1] + worth(book.key.length)
 
     def is_new(self, row: Row) -> bool:
-        """Whether a row starts from nothing, so that all of its pictures have to be encoded."""
+        """Whether a row takes nothing over, so that all of its pictures have to be encoded."""
         if row.reuse is not None and row.reuse.continues is not None:
             return False
         if self.prefix is None or not _may_reuse(row):
@@ -176,7 +176,7 @@ class Reuse:
         return length
 
     def commit(self, row: Row) -> None:
-        """The row is encoded: the cache that it continues is spent from now on."""
+        """Spend the prompt cache that a row continues, now that the row is encoded."""
         if row.reuse is not None and row.reuse.continues is not None:
             row.reuse.continues.take()
             row.reuse.continues = None
@@ -194,7 +194,7 @@ class Reuse:
         return _add_snapshot(book, prompt, None)
 
     def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
-        """The whole prompt is in the row's caches, and nothing was dropped from them yet: leave them as they are.
+        """Save the state of a whole prompt, before anything is dropped from its caches.
 
         Returns what is to be evaluated; then ``settle`` makes it known.
         """
@@ -217,24 +217,24 @@ class Reuse:
         return book.pending.arrays()
 
     def settle(self, row: Row) -> None:
-        """The prompt's state is evaluated and its first token sound: later rows may have it."""
+        """Make a prompt's state known to later rows, once it is evaluated and its first token is finite."""
         if row.reuse is not None and row.reuse.pending is not None:
             pending, row.reuse.pending = row.reuse.pending, None
             self._store(pending)
 
     def wants(self, row: Row) -> bool:
-        """Whether a row that leaves is to bring its caches with it."""
+        """Whether the caches of a row that leaves are wanted."""
         book = row.reuse
         keeps = self.prefix is not None and self.exact is None  # what a decode step computed is no prompt's beginning
         return book is not None and book.key is not None and (book.is_returned or keeps)
 
     def forget(self, row: Row) -> None:
-        """The row has ended: a cache that it did not get to take may be continued by another request."""
+        """Release the prompt cache that a row reserved, if the row ended before it took it."""
         if row.reuse is not None and row.reuse.continues is not None:
             row.reuse.continues.release()
 
     def end(self, row: Row) -> PromptCache | None:
-        """A row has ended, with its caches; its prompt cache, if it was asked for."""
+        """Save the caches of a row that has ended; returns its prompt cache, if that was asked for."""
         book = row.reuse
         if not self.wants(row) or book is None or book.left is None:
             return None
@@ -249,13 +249,13 @@ class Reuse:
         return PromptCache(saved, self.identity) if book.is_returned else None
 
     def settle_ended(self) -> None:
-        """Make known what rows left that ended a step ago: the device has copied it by now, with nothing to wait for."""
+        """Make states known that rows left a step ago: the device has copied them by now, so nothing waits."""
         ended, self._ended = self._ended, []
         for saved in ended:
             self._store(saved)
 
     def _store(self, saved: SavedRow) -> None:
-        """Keep a row for later ones; where that fails, for lack of memory say, it costs the entry and no request."""
+        """Keep a row for later ones. If that fails, for lack of memory say, the row is not kept, and no request fails."""
         with contextlib.suppress(Exception):
             mx.eval(saved.arrays())
             if self.prefix is not None:

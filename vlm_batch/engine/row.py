@@ -1,4 +1,4 @@
-"""A row: everything that belongs to one request inside the engine, in records that are let go of as wholes."""
+"""A row: everything that belongs to one request inside the engine, in records that are dropped as wholes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Answer:
             self.history = mx.concatenate([self.history, token])
 
     def feed_guide(self, token: int, decode: Callable[[Sequence[int]], str]) -> bool:
-        """Tell the row's guide its token, and note what the answer has come to."""
+        """Tell the row's guide its token, and note whether the answer is whole."""
         guide = self.guide
         assert guide is not None
         guide.feed(token)
@@ -292,7 +292,7 @@ class Row:
         return None if scores is None or reason == "error" or not self.answer.token_ids else scores.read()
 
     def clear(self) -> None:
-        """Let go of everything but its name: it has ended, and a launched step may still hold it."""
+        """Drop everything but the name: the row has ended, and a launched step may still hold it."""
         self.status = Status.FINISHED
         self.prompt = self.reuse = self.given = None
         self.siblings = ()

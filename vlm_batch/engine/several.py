@@ -1,4 +1,4 @@
-"""Several answers to one prompt, as one request: events that say whose they are, and one result at the end."""
+"""Several answers to one prompt, as one request: events with the answer's number, and one result at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Several:
         self._ended: dict[int, Result] = {}
 
     def take(self, event: Event) -> Event:
-        """A row's event as the request's; the last row's end is the request's, with all results."""
+        """Turn a row's event into the request's. The last row's end ends the request, with all results."""
         index, result = self.row_ids.index(event.request_id), event.result
         if result is None:
             return replace(event, request_id=self.request_id, index=index)

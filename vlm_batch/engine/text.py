@@ -1,4 +1,4 @@
-"""From tokens to text, one row at a time: pieces that are whole characters, and stop strings that never leak."""
+"""From tokens to text, one row at a time: pieces of whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 

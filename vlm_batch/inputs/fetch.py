@@ -57,7 +57,7 @@ class OperationCancelled(Exception):
 
 
 class Cancelled:
-    """A mark that work is no longer wanted: set by any thread, looked at by the one that works."""
+    """A flag that work is not wanted any more: any thread sets it, and the working thread checks it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -38,7 +38,7 @@ class Form:
         self._read = read
 
     def copy(self) -> Form:
-        """The same for another request; both go their own ways."""
+        """A copy for another request, independent of this one."""
         return Form(self._matcher.deep_copy(), len(self._bits), self._name, self._read)
 
     def fill(self, bits: np.ndarray) -> None:
@@ -49,7 +49,7 @@ class Form:
         bits[:known], bits[known:] = self._bits[:known], 0
 
     def consume(self, token: int) -> None:
-        """Go on by a token. Raises ValueError for one that does not fit."""
+        """Take the next token. Raises ValueError for one that does not fit."""
         self._matcher.consume_token(token)
         self._check()
 

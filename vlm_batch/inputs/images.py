@@ -1,4 +1,4 @@
-"""Pictures from wherever they are to RGB: the only place that decodes image files.
+"""Reads pictures as RGB, from any source: the only module that decodes image files.
 
 Every failure is an InvalidImage that names the source and what was wrong with it.
 """

@@ -1,4 +1,4 @@
-"""From a request to what a model takes in: templates, placeholders, processors. Every adaptation to processors lives here."""
+"""From a request to a model's inputs: templates, placeholders, processors. Adaptations to processors are in this module."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Processing:
 
     @property
     def pixels(self) -> PixelBounds | None:
-        """Between how many pixels the checkpoint has pictures scaled; None for a processor without such bounds."""
+        """The bounds between which the checkpoint's processor scales pictures; None for a processor without such bounds."""
         part = getattr(self.processor, "image_processor", None)
         least, most = getattr(part, "min_pixels", None), getattr(part, "max_pixels", None)
         return PixelBounds(least, most) if isinstance(least, int) and isinstance(most, int) else None
@@ -194,7 +194,7 @@ class Processing:
         image_ids: frozenset[int],
         clips: Sequence[Clip] = (),
     ) -> dict[str, Any]:
-        """The same for final token ids, whose pictures and videos must have all their placeholder tokens already."""
+        """Make the model's inputs for final token ids, which must have all placeholder tokens of their pictures and videos."""
         ids = mx.array([list(token_ids)], dtype=mx.int32)
         if not images and not clips:
             return {"input_ids": ids}

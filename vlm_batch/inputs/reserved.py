@@ -1,4 +1,4 @@
-"""Words that a processor takes for more than text, found in what people typed before they can stand for anything else."""
+"""Control tokens and placeholders that a processor would act on, found and refused in text that people typed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ReservedWords:
                 self._check(text, words, "render the chat yourself and give it as prompt with rendered=True")
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse what a template is told besides, such as tools and documents, if it holds one."""
+        """Refuse a template's further arguments, such as tools and documents, if they hold one."""
         for text in texts_of(arguments):
             self._check(text, self.placeholders | self.turns, "leave that argument out")
 

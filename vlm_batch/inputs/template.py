@@ -55,7 +55,7 @@ class TemplateOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything is as it is when nothing is said."""
+        """Whether all settings have their defaults."""
         return not self.arguments and self.add_generation_prompt and not self.continue_final_message
 
     @classmethod
@@ -86,7 +86,7 @@ class TemplateOptions:
         )
 
     def refuse(self, why: str) -> None:
-        """Raise InvalidPrompt if anything is said: nothing would read it."""
+        """Raise InvalidPrompt if any setting is given: nothing would read it."""
         if self.is_plain:
             return
         said = sorted(self.arguments)

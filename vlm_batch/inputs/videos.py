@@ -1,4 +1,4 @@
-"""Videos from wherever they are to RGB frames: the only place that decodes video files.
+"""Reads videos as RGB frames, from any source: the only module that decodes video files.
 
 Every failure is an InvalidVideo that names the source and what was wrong with it.
 """

@@ -1,1 +1,1 @@
-"""Doors into other projects' programs."""
+"""Programs of other projects with this library's engine."""

@@ -290,7 +290,7 @@ class ThinkingBudget:
 def sampling_params(
     args: GenerationArguments, tokenizer: Any, input_ids: mx.array, top_logprobs: int
 ) -> SamplingParams:
-    """Their arguments as ours. Raises InvalidParameters for one that this engine has nothing for."""
+    """The application's arguments as sampling parameters. Raises InvalidParameters for one that this engine has nothing for."""
     for name, neutral in UNSUPPORTED.items():
         if vars(args)[name] != neutral:
             raise InvalidParameters(f"{name} is not supported by vlm_batch's engine")
@@ -339,7 +339,7 @@ def install() -> None:
 
 
 def arguments(argv: Sequence[str]) -> list[str]:
-    """Their command line, on loopback unless ``--host`` says otherwise."""
+    """The application's command line, on loopback unless ``--host`` names another address."""
     named = any(flag == "--host" or flag.startswith("--host=") for flag in argv)
     return [*argv] if named else [*argv, "--host", LOOPBACK]
 

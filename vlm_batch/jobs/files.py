@@ -90,7 +90,7 @@ def find_files(
 
 
 def expanded(argument: str) -> list[str]:
-    """The names that a pattern stands for, in order; anything else, and a pattern of nothing, is itself."""
+    """The names that match a pattern, in order; the argument itself if it is no pattern, or nothing matches."""
     if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     return sorted(glob.glob(argument, recursive=True)) or [argument]
@@ -130,7 +130,7 @@ def common_folder(paths: Sequence[str]) -> str:
 
 
 def identity(path: str) -> str:
-    """One key for all spellings of a path. A link to a file has a name of its own, and stays a file of its own."""
+    """One key for all spellings of a path. A link to a file counts as a file of its own."""
     if is_url(path):
         return path
     folder, name = os.path.split(os.path.expanduser(path))

@@ -16,7 +16,7 @@ GROUP_ROWS = 1000
 
 
 class Format(Protocol):
-    """Reads and makes a file."""
+    """A format of files that are written as a whole: reading and writing."""
 
     def read(self, path: Path) -> Iterator[Record]: ...
     def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
@@ -75,7 +75,7 @@ class ParquetFile:
 
 
 def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
-    """A type for each column that all of its values have; text for what have none in common."""
+    """A type for each column: the common type of its values, or text if they have none."""
     import pyarrow as pa
 
     fields = {name: pa.field(name, pa.null()) for name in columns}

@@ -59,7 +59,7 @@ class LineFile:
             ) from error
 
     def sync(self) -> None:
-        """Put on the disk what has been written."""
+        """Flush written lines to the disk."""
         with contextlib.suppress(OSError):  # a device or a pipe has no disk
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()

@@ -1,4 +1,4 @@
-"""Every row's questions: templates over its columns, the system prompt, sampling, and what the row says itself."""
+"""Questions about rows: templates over columns, the system prompt, sampling, and a row's own prompt and parameters."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Questions:
         return frozenset[str]().union(*(Template(text).columns for text in texts))
 
     def ask(self, row: Row) -> Iterator[Item]:
-        """The row's questions, filled in. What is wrong with one is its ``error``."""
+        """The row's questions, filled in. A question that cannot be asked has an ``error``."""
         own = row.error is not None or row.prompt is not None or row.messages is not None
         for number, text in enumerate(self.prompts[:1] if own else self.prompts, 1):
             item = Item(row.id if own or len(self.prompts) == 1 else f"{row.id}#{number}", row, error=row.error)
@@ -127,7 +127,7 @@ class Questions:
         return ({"role": "system", "content": Template(self.system).fill(row.columns)}, *messages)
 
     def settings(self) -> dict[str, Any]:
-        """For an output's header, to be compared when the job goes on."""
+        """The settings in an output's header, which are compared when the job is resumed."""
         params = {one.name: vars(self.params)[one.name] for one in fields(SamplingParams) if one.name in _PARAMS}
         return {"prompts": list(self.prompts), "system": self.system, **params}
 

@@ -1,4 +1,4 @@
-"""The nouns of a job: a row as it lies in a source, and what a source is."""
+"""The records of a job: a row of a source, and the protocol of sources."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
 
 
 class Watch:
-    """Told how a job goes on; the methods of this one do nothing."""
+    """Follows a job. The methods of this base class do nothing."""
 
     def planned(self, plan: Plan) -> None:
         """The job is checked, and begins unless nothing is left of it. The model is loaded next."""
@@ -213,7 +213,7 @@ def _nothing_left(sink: Sink, header: Mapping[str, Any], summary: Summary, retry
 
 
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
-    """Ask what is not done. Rows are read when the batcher has room; one that cannot be asked ends with its error."""
+    """Ask the questions that are not answered. Rows are read when the batcher has room; a bad row ends with its error."""
     alive: dict[str, Item] = {}
     seen = Ids()
 

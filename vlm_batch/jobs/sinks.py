@@ -56,7 +56,7 @@ class Sink(Protocol):
         ...
 
     def finish(self) -> None:
-        """Make the output of what was kept, also when the job was cut short."""
+        """Make the output from the kept answers, also if the job was cut short."""
         ...
 
     def close(self) -> None: ...
@@ -76,7 +76,7 @@ def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
 
 
 class Nowhere:
-    """Keeps nothing: answers are only shown. Nothing can be resumed."""
+    """Keeps nothing: answers are shown only, and no job can be resumed."""
 
     name = ""
 
@@ -349,7 +349,7 @@ def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has; what it has not is its text."""
+    """A value as JSON can hold it; any other value as its text."""
     if isinstance(value, float) and value != value:
         return None
     if value is None or isinstance(value, (str, int, float)):

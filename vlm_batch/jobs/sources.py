@@ -1,4 +1,4 @@
-"""Sources by what the arguments name: pictures and videos, documents, archives, tables, standard input."""
+"""The sources that arguments name: pictures and videos, documents, archives, tables, standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command A Vision's processor without torch: transformers has its picture side for torchvision alone."""
+"""Command A Vision's processor without torch: transformers has its part for pictures for torchvision alone."""
 
 from __future__ import annotations
 

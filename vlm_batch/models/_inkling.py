@@ -11,7 +11,7 @@ from vlm_batch.adapters.attention import attention
 from vlm_batch.caches.rows import RowMasks, RowsCache
 from vlm_batch.caches.slab import SlabCache
 
-#: What upstream writes where a key may not be seen (inkling/language.py, banded_additive_mask).
+#: Upstream's score of a key that may not be seen (inkling/language.py, banded_additive_mask).
 UNSEEN = -1e30
 
 

@@ -21,11 +21,11 @@ class Layout:
 
     config: Callable[[Config], Config] = lambda config: config
     weights: Callable[[Weights, Config], Weights] = lambda weights, config: weights
-    #: Read as they lie on disk and as mlx-vlm has put them: what of the latter is set right.
+    #: (tensors on disk, tensors as mlx-vlm has changed them) -> corrections of the latter.
     finish: Callable[[Weights, Weights, Config], Weights] = lambda lying, put, config: put
     #: Norms whose weights count from one (a pattern): they are kept in float32, as transformers multiplies them.
     from_one: str = ""
-    #: The processor that was read, and the configuration: what of the former mlx-vlm does not take from the files.
+    #: Sets attributes of the processor, from the configuration, that mlx-vlm does not read from the files.
     processor: Callable[[Any, Config], None] = lambda processor, config: None
 
 

@@ -1,4 +1,4 @@
-"""Llama 4's pictures as tiles, as published: transformers has that for torchvision alone, and mlx-vlm has it otherwise.
+"""Llama 4's pictures as tiles, as published. transformers has that for torchvision alone, and mlx-vlm differs.
 
 mlx-vlm (llama4/processing_llama4.py) stretches a picture over its grid, knows eight grids of up to four tiles, and leaves
 out the whole picture that stands behind several tiles; its prompt has placeholders for it.

@@ -1,8 +1,8 @@
 """Model packages of mlx-vlm that this library does not batch, each with its reason.
 
-``REFUSED`` are refused when they are loaded: they make no text one token at a time. ``ONE_AT_A_TIME`` do, and have no
-verified adapter: they are served through mlx-vlm's own path, one row at a time, which is said once. Both are found in mlx-vlm
-as far as its packages tell: drafters by the folder that they lie in, decoders of text by code that knows of no pictures.
+``REFUSED`` are refused when they are loaded: they make no text one token at a time. ``ONE_AT_A_TIME`` have no verified
+adapter: they are served through mlx-vlm's own path, one row at a time, with a warning. Where mlx-vlm's packages tell, both
+are found and not listed: drafters by their folder, and decoders of text by code without any word of vision.
 ``tests/test_registry.py`` fails for a package that is neither here nor in the registry.
 """
 

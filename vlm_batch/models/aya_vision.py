@@ -22,7 +22,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class AyaVision(Adapter):
-    """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
+    """The plain ``Adapter`` serves it: RoPE takes each row's own offset, and the caches keep the windows."""
 
     compiles = True
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}

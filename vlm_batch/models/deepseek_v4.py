@@ -16,9 +16,9 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 
-#: Of the ids that follow the vocabulary, those that begin and end a picture (processing_deepseek_v4.py:14).
+#: The first ids after the vocabulary: they mark a picture, from START to END (processing_deepseek_v4.py:14).
 START, END, NUM_MARKS = 0, 4, 5
-#: What goes with each picture, beside its patches.
+#: A processor's outputs with an entry for each picture.
 PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
 
 

@@ -76,7 +76,7 @@ class DeepseekV41(Adapter):
 
     @property
     def fingerprint(self) -> str:
-        """With some rows of every table that stays in its file."""
+        """The fingerprint of the model, and of some rows of every table that stays in its file."""
         embeds = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
         tables: list[Any] = [embed for embed in embeds if isinstance(embed, self.on_disk())]
         rows = [table._read_rows(slice(0, SAMPLES)) for table in tables]
@@ -105,7 +105,7 @@ class DeepseekV41(Adapter):
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Ids go along: n-grams are of them, and a picture's are routed to other experts."""
+        """The language model with its ids, of which n-grams are made, and by which a picture's tokens take other experts."""
         shared = Rows(cache[0]) if isinstance(cache[0], RowsCache) else cache[0]
         return self.language(ids, inputs_embeds=embeds, cache=[shared]).logits[:, -1]
 
@@ -113,7 +113,7 @@ class DeepseekV41(Adapter):
     # ----------------------------------------------------------------------------------------------------------------
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses pictures whose places are not this prompt's: upstream would write them over its words."""
+        """Upstream's features. Refuses pictures whose places are not this prompt's: upstream would overwrite its words."""
         spans = [(one.start, one.start + len(one.types)) for one in self.given(extra)]
         marked = {at for span in spans_of(ids, self.image_token_ids()) for at in range(*span)}
         if marked != {at for span in spans for at in range(*span)}:

@@ -9,7 +9,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="dots_ocr", model_types=("dots_ocr",)))
 class DotsOCR(GridAdapter):
-    """Nothing is special but where the head is."""
+    """The plain ``Adapter`` serves it, but for the place of the head."""
 
     def last_position_logits(self) -> None:
         """The head is the trunk's own here, so the last position is cut out before it."""

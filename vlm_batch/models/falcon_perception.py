@@ -57,7 +57,7 @@ class FalconPerception(FalconOCR):
     no_prefix_reuse = "what a row has pointed at is not kept"
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own steps, without what it leaves on the model."""
+        """Upstream's steps, without the attributes that it leaves on the model."""
         embeds = self.language.model.embed_tokens(ids)
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}

@@ -27,13 +27,13 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Gemma3(PlacingAdapter):
-    """A picture is one chunk's; without one in it, a chunk takes upstream's own masks."""
+    """A chunk holds a picture whole. A chunk without a picture takes upstream's own masks."""
 
     ignored_inputs = frozenset({"num_crops"})
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
-        """The same, but naming the token that it expands for a picture: mlx-vlm's expands ``boi_token`` and names another
+        """The processor, naming the token that it expands for a picture: mlx-vlm's expands ``boi_token`` and names another
         (gemma3/processing_gemma3.py:148), of which a prompt that is rendered already has none."""
         if getattr(processor, "boi_token", None) is None:
             return processor
@@ -53,7 +53,7 @@ class Gemma3(PlacingAdapter):
         return list(self.model.multi_modal_projector(states))
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Divided by what the trunk multiplies all embeddings with."""
+        """Features divided by the factor with which the trunk multiplies all embeddings."""
         return features / embedding_scale(features.shape[-1], dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

@@ -23,7 +23,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class Gemma4Unified(Gemma4):
-    """No tower: patches go through two norms and a matrix."""
+    """Gemma 4 without a tower: patches go through two norms and a matrix."""
 
     def picture_masks(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> dict[str, mx.array]:
         window = self.config.text_config.sliding_window
@@ -32,6 +32,6 @@ class Gemma4Unified(Gemma4):
         return {} if full is None or sliding is None else {"full_attention": full, "sliding_attention": sliding}
 
     def forget(self) -> None:
-        """Upstream notes on the model whether the last prompt could be chunked (gemma4_unified.py:133)."""
+        """Drop upstream's note on the model, whether the last prompt could be chunked (gemma4_unified.py:133)."""
         super().forget()
         self.model.no_chunked_prefill = self.language.no_chunked_prefill = self.model._base_no_chunked_prefill

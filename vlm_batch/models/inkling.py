@@ -33,7 +33,7 @@ class Inkling(Adapter):
         return PATCHES
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would answer wrongly: it repeats or drops patches where the prompt has another number."""
+        """Upstream's features. Refuses a wrong number of placeholders, for which upstream repeats or drops patches."""
         needed = len(extra["pixel_values"]) if "pixel_values" in extra else 0
         if (given := self.count_image_tokens(ids, extra)) != needed:
             raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")

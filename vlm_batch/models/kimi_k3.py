@@ -11,7 +11,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="kimi_k3", model_types=("kimi_k3",)))
 class KimiK3(Adapter):
-    """Pictures only: videos are not verified. Order is the recurrent layers' business; nothing is given positions."""
+    """Pictures only: videos are not verified. Nothing takes positions: the recurrent layers know the order."""
 
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
 

@@ -8,7 +8,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="lfm2_vl", model_types=("lfm2_vl", "lfm2-vl")))
 class Lfm2VL(Adapter):
-    """Nothing is special: a convolution's state is its cache's business, RoPE takes each row's own offset."""
+    """The plain ``Adapter`` serves it: the caches keep convolutions' states, and RoPE takes each row's own offset."""
 
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
     ignored_inputs = frozenset({"image_rows", "image_cols"})

@@ -49,7 +49,7 @@ class Llama4(Adapter):
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
-        """The same with the published tiles, where its pictures' part is mlx-vlm's."""
+        """The processor with the published tiles, if its part for pictures is mlx-vlm's."""
         from mlx_vlm.models.llama4.processing_llama4 import Llama4ImageProcessor
 
         from vlm_batch.models._llama4_pictures import TileProcessor

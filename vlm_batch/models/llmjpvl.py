@@ -8,7 +8,7 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="llmjpvl", model_types=("llmjpvl",)))
 class LlmJpVL(Adapter):
-    """Nothing is special."""
+    """The plain ``Adapter`` serves it."""
 
     input_keys = Adapter.input_keys | {"image_token_index"}
     ignored_inputs = frozenset({"image_flags", "num_patches"})

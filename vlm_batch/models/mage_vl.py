@@ -14,6 +14,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MageVL(GridAdapter):
-    """Nothing is special. Videos, whose patches come with positions, are refused: they are not verified."""
+    """The kind's adapter serves it as it is. Videos, whose patches come with positions, are refused: they are not verified."""
 
     input_keys = frozenset({"pixel_values", "image_grid_thw"})

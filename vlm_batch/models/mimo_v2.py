@@ -19,6 +19,6 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MiMoV2(Adapter):
-    """RoPE takes each row's own offset; windows are the caches' business, sinks the attention's."""
+    """RoPE takes each row's own offset; the caches keep the windows, and the attention knows its sinks."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}

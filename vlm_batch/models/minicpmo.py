@@ -27,7 +27,7 @@ class MiniCPMO(SlicedAdapter):
     """The language model is Qwen3-VL's, whose three axes are all the count of tokens here."""
 
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
-    #: What the processor says of audio: nothing, unless there is some.
+    #: The processor's outputs for audio, empty without any.
     ignored_inputs = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

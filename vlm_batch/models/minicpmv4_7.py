@@ -28,7 +28,7 @@ class MiniCPMV47(MiniCPMV46):
     input_keys = MiniCPMV46.input_keys - {"image_bound"}
 
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
-        """The whole prompt's: the positions of its rest come with them."""
+        """The features of the whole prompt, with which the positions of its rest come."""
         return self.features(ids, extra)
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:

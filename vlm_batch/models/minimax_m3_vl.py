@@ -29,7 +29,7 @@ class MiniMaxM3VL(Adapter):
     """Positions are counts, pictures included. Videos are refused: they are not verified."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
-    #: Where the pictures are, which no layer reads.
+    #: The pictures' places, which no layer reads.
     ignored_features = frozenset({"visual_pos_masks"})
 
     @classmethod

@@ -32,11 +32,11 @@ class Molmo(Adapter):
         return self.language.model.wte
 
     def last_position_logits(self) -> None:
-        """The trunk has the head in it."""
+        """Leave the trunk as it is: it contains the head."""
         self.language.model.ln_f = LastPosition(self.language.model.ln_f)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for one picture: its processor makes a row of ids for each further one."""
+        """Upstream's features of one picture. Refuses several: the processor makes a row of ids for each."""
         if ids.shape[0] != 1:
             raise InvalidPrompt("molmo takes one picture a request: its processor places one in a prompt")
         return super().features(ids, extra)

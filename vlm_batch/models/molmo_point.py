@@ -138,7 +138,7 @@ class Pointer(CacheKind):
         return PointerState(self.pictures, self.keys)
 
     def take(self, token: int) -> None:
-        """The answer goes on by a token."""
+        """Take note of the answer's next token."""
         assert self.pictures is not None
         tokens = self.pictures.tokens
         self.recent.append(token)
@@ -217,13 +217,13 @@ class MolmoPoint(Adapter):
         """Patches' keys are made of all hidden states; the head is given the last one."""
 
     def forget(self) -> None:
-        """Upstream keeps the last picture and what was pointed at in it."""
+        """Drop the last picture and its points, which upstream keeps on the model."""
         model = self.model
         model._image_cache = model._token_bounds = model._last_predicted_patch_id = None
         model._generated_ids_list = []
 
     def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Of the tower's layers those that are read."""
+        """The tower's layers that the model reads."""
         return [layer if index in self.model._vit_layers else None for index, layer in enumerate(result)]
 
     # Encode
@@ -248,7 +248,7 @@ class MolmoPoint(Adapter):
         return int(self.config.text_config.vocab_size + self.config.text_config.additional_vocab_size)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own steps; what it leaves on the model goes into ``Pictures``."""
+        """Upstream's steps; the attributes that it leaves on the model go into ``Pictures``."""
         if "pixel_values" not in extra:
             return {"inputs_embeds": self.model.lm.model.wte(ids)}
         self._check(ids, extra)
@@ -273,7 +273,7 @@ class MolmoPoint(Adapter):
         return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
 
     def _check(self, ids: mx.array, extra: Mapping[str, Any]) -> None:
-        """Refuse what upstream would take for something else."""
+        """Refuse inputs that upstream would misread."""
         if missing := self.input_keys - extra.keys():
             raise InvalidPrompt(f"a picture of molmo_point comes with {sorted(missing)}, which its processor returns")
         has_patch: np.ndarray = np.array(extra["image_token_pooling"]).max(axis=1) >= 0

@@ -76,7 +76,7 @@ class Moondream2(Adapter):
         return with_published_crops(processor)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's own, for one picture; it replaces the ids after BOS, whatever they are (moondream3.py:70)."""
+        """Upstream's features of one picture, which replace the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
         if ids.shape[1] < 1 + (count := self.count_image_tokens(ids, extra)):
@@ -91,7 +91,7 @@ class Moondream2(Adapter):
         return ((0, 1 + count),) if count else ()
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """The one after BOS."""
+        """The one picture, after BOS."""
         count = self.count_image_tokens(ids, extra)
         return (Picture(1, 1 + count, extra),) if count else ()
 

@@ -8,6 +8,6 @@ from vlm_batch.registry import ModelSpec, register
 
 @register(ModelSpec(family="muse_glimmer", model_types=("muse_glimmer",)))
 class MuseGlimmer(Adapter):
-    """Nothing is special. Videos are refused: they are not verified."""
+    """The kind's adapter serves it as it is. Videos are refused: they are not verified."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}

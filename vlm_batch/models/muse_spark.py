@@ -27,10 +27,10 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class MuseSpark(Adapter):
-    """RoPE takes each row's own offset, and windows are the caches' business."""
+    """RoPE takes each row's own offset, and the caches keep the windows."""
 
     def hook_functions(self) -> None:
-        """And functions that stand in for Metal's, where there is none."""
+        """Hook attention, and without Metal also functions in the place of Metal's kernels."""
         if not mx.metal.is_available():
             hooks = without_metal()
             put_hooks(files_of(self.language), hooks, family=self.spec.family, required=hooks)

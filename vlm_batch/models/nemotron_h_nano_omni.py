@@ -19,7 +19,7 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class NemotronHNanoOmni(Adapter):
-    """Order is the recurrent layers' business; nothing is given positions."""
+    """Nothing takes positions: the recurrent layers know the order."""
 
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
@@ -29,7 +29,7 @@ class NemotronHNanoOmni(Adapter):
         return self.language.backbone.embeddings
 
     def last_position_logits(self) -> None:
-        """The trunk has another name here."""
+        """Let the trunk answer for its last position only; it has another name here."""
         self.language.backbone = LastPosition(self.language.backbone)
 
     def image_token_ids(self) -> frozenset[int]:

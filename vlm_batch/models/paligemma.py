@@ -42,13 +42,13 @@ class PaliGemma(PlacingAdapter):
         return bool(self.config.text_config.use_bidirectional_attention)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """One at a time."""
+        """Encode pictures one at a time."""
         pictures = extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1)
         states = [self.model.vision_tower(picture[None], output_hidden_states=True)[0] for picture in pictures]
         return [self.model.multi_modal_projector(one) for one in states]
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Divided by what the trunk multiplies all embeddings with."""
+        """Features divided by the factor with which the trunk multiplies all embeddings."""
         return features / mx.array(features.shape[-1] ** 0.5, dtype=dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

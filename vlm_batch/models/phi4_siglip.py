@@ -12,7 +12,7 @@ from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.registry import ModelSpec, register
 
-#: What LLaVA's own code writes where a picture belongs.
+#: The id that LLaVA's own code writes in a picture's place.
 NO_TOKEN = -200
 
 

@@ -19,7 +19,7 @@ class Pixtral(Adapter):
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
+        """Upstream's features. Refuses more pictures than the prompt has placeholders for, which upstream drops."""
         unit = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
         sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
         needed = sum((high // unit) * (wide // unit) for high, wide in sizes)

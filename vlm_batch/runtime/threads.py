@@ -57,8 +57,8 @@ class Running:
         return threading.get_ident() == self._thread
 
     def watch(self, *, stop: Callable[[], None], after: Callable[[], None]) -> None:
-        """Have ``stop`` called before the interpreter ends, and ``after`` when the work has ended however it came to it: at
-        once if it has, and in a child process, where there is no such thread."""
+        """Have ``stop`` called before the interpreter ends, and ``after`` when the work has ended for any reason: at once if
+        it has, and in a forked child process, which has no such thread."""
         with self._lock:
             self._stop, self._after = stop, after
             has_ended = self._ended.is_set()
@@ -71,7 +71,7 @@ class Running:
             self._stop()
 
     def end(self) -> None:
-        """Called when there is no thread any more that does the work."""
+        """Mark the work as ended: no thread does it any more."""
         self._thread = None
         with self._lock:
             after, self._stop, self._after = self._after, None, None

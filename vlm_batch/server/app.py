@@ -108,12 +108,12 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
 def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model, and what it takes."""
+        """List the one model, with its abilities."""
         return {"object": "list", "data": [_card(service)]}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        """The same, by name."""
+        """Describe the model, by name."""
         _check_model(service.config, name)
         return _card(service)
 

@@ -169,7 +169,7 @@ def _host(header: str) -> str:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, so that comparing takes the same time for every key."""
+    """A digest of fixed length, so that comparing takes the same time for every key."""
     return hashlib.sha256(key).digest()
 
 

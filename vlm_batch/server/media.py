@@ -1,4 +1,4 @@
-"""Pictures and videos of a chat's messages: from what the wire names them by to bytes, by the server's rules."""
+"""Reads the pictures and videos that a chat's messages name, by the server's rules."""
 
 from __future__ import annotations
 

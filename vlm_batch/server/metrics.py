@@ -93,7 +93,7 @@ class Metrics:
         self._responses.labels(self._model, path, str(status)).inc()
 
     def text(self) -> bytes:
-        """All of it in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:

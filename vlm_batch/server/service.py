@@ -1,4 +1,4 @@
-"""The model behind the server: loaded, warmed up, watched, let go of when idle; and who may come in."""
+"""The model behind the server: loading, warming up, watching, unloading when idle; and the admission of requests."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Visit:
     is_expired: bool = False
 
     def expire(self) -> None:
-        """End it: its time is over."""
+        """End the visit, because its time is over."""
         self.is_expired = True
         self.end()
 
     def end(self) -> None:
-        """End whatever has not ended."""
+        """End the requests that have not ended."""
         for handle in self.handles:
             handle.cancel()
 

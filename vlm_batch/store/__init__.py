@@ -1,1 +1,1 @@
-"""State that outlives a row: saved rows, prefixes, prompt caches, files, vision features, and their budget."""
+"""State that outlives a row: saved rows, the prefix cache, prompt caches, files, vision features, and one budget for all."""

@@ -1,4 +1,4 @@
-"""One budget of bytes for everything that is kept in case it is needed again; what was used longest ago goes first."""
+"""One budget of bytes for everything that is kept for later requests; the entry that was used longest ago is dropped first."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def footprint(arrays: Iterable[mx.array]) -> int:
 
 
 class ByteBudget:
-    """Holds sizes, not things: an owner adds what it keeps with a ``drop`` that lets go of it.
+    """Counts the bytes of entries that others hold. An owner adds an entry with a ``drop``, which frees it.
 
-    Owners that share a budget (saved rows, vision features) push each other's oldest things out.
+    Owners that share a budget (saved rows, vision features) push out each other's oldest entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -32,11 +32,11 @@ class ByteBudget:
 
     @property
     def nbytes(self) -> int:
-        """The sum of all sizes that are held."""
+        """The bytes of all entries."""
         return self._nbytes
 
     def add(self, key: Hashable, nbytes: int, drop: Callable[[], None]) -> bool:
-        """Make room for a thing and hold it; what the owner held under that key is replaced, without its ``drop``.
+        """Make room for an entry and count it; it replaces the owner's entry under the same key, whose ``drop`` is not called.
 
         False, and nothing changes, if it is larger than the whole budget.
         """
@@ -50,11 +50,11 @@ class ByteBudget:
         return True
 
     def touch(self, key: Hashable) -> None:
-        """It was used just now."""
+        """Note that an entry is used now, so that it is dropped last."""
         self._held.move_to_end(key)
 
     def remove(self, key: Hashable) -> None:
-        """Its owner has let go of it; a key that is not held is none."""
+        """Stop counting an entry that its owner has freed. A key without an entry is no error."""
         if key in self._held:
             self._pop(key)
 

@@ -1,4 +1,4 @@
-"""Digests of what models are given: equal values of equal shape and type have equal digests, nothing else has."""
+"""Digests of models' inputs: two inputs have equal digests if their values, shapes and types are equal, and only then."""
 
 from __future__ import annotations
 

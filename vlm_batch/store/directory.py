@@ -27,11 +27,10 @@ class _File:
 
 
 class RowFiles:
-    """The rows of one model and its settings; ``max_bytes`` of files at most, and what was used longest ago goes first.
+    """The rows of one model and its settings, in files of ``max_bytes`` at most; the file used longest ago is removed first.
 
-    A file is whole or not there: one that is damaged all the same, by a full disk or another program, is ignored and
-    removed. Rows of other models in the same directory are left alone, and counted as nobody's; so is whatever else is
-    there.
+    A file is written whole or not at all. One that a full disk or another program has damaged is ignored and removed. Other
+    files in the directory, those of other models included, are neither touched nor counted.
     """
 
     def __init__(self, directory: Path, max_bytes: int, identity: Identity) -> None:

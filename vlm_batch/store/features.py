@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class FeatureStore:
-    """Features that encoders made of pictures, by the digest of their inputs; within a budget of bytes."""
+    """Encoders' features of pictures, by the digest of the encoder's inputs, within a budget of bytes."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self.budget = budget
@@ -38,7 +38,7 @@ class FeatureStore:
         return map_arrays(self._features[key], _handle)
 
     def put(self, key: bytes, features: Any) -> None:
-        """Keep a copy of features, if it fits the budget. A failure costs the copy: whoever made them has them."""
+        """Keep a copy of features, if it fits the budget. If that fails, nothing is kept; the caller's features stay valid."""
         if key in self._features:
             self.budget.touch((id(self), key))
             return

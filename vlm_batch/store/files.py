@@ -120,7 +120,7 @@ def identity_of(header: Mapping[str, str]) -> Identity:
     try:
         return Identity(**json.loads(header["identity"]))
     except Exception as error:
-        raise InvalidCache(f"the file says not whose it is: {error!r}") from error
+        raise InvalidCache(f"the file does not name its model and settings: {error!r}") from error
 
 
 def read_header(path: str | Path) -> dict[str, str]:
@@ -130,7 +130,7 @@ def read_header(path: str | Path) -> dict[str, str]:
 
 
 def read_keys(path: str | Path) -> np.ndarray:
-    """Only the keys (L, 3) of a row's file. Raises InvalidCache, FileNotFoundError."""
+    """The keys (L, 3) of a row's file, without its arrays. Raises InvalidCache, FileNotFoundError."""
     _, tensors = _header(path)
     try:
         begin, end = tensors["keys"]["data_offsets"]

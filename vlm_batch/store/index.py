@@ -1,7 +1,7 @@
 """An index of many rows by their beginnings, so that a prompt is not compared with each of them.
 
 Rows are filed under every whole block of their positions, by a hash of the blocks up to it. The index narrows down only:
-whoever asks compares the positions themselves.
+the caller compares the positions themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BeginningIndex(Generic[Name]):
                 self._names.pop(beginning, None)
 
     def alike(self, keys: np.ndarray) -> Iterator[tuple[Name, int]]:
-        """(a row, how many positions of ``keys`` it shares at least), the longest beginnings first, no row twice.
+        """(a row, the least number of positions of ``keys`` that it shares), the longest beginnings first, no row twice.
 
         A row that comes later shares no more than a block more than it says.
         """

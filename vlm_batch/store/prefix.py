@@ -1,4 +1,4 @@
-"""The automatic prefix cache: which saved row has the longest beginning in common with a prompt.
+"""The automatic prefix cache: it finds the saved row that shares the longest beginning with a prompt.
 
 Pure bookkeeping: rows are found by their keys (token ids and picture digests, compared position by position, so that
 nothing is ever taken for something else), kept within a budget of bytes, and never changed. Beginnings of less than a
@@ -27,7 +27,7 @@ MAX_SNAPSHOTS = 8
 
 @dataclass(frozen=True)
 class Match:
-    """A saved row that a prompt can go on from: after ``length`` of its positions. ``common`` may be further."""
+    """A saved row and the ``length`` from which a prompt can continue it. They may share more, up to ``common``."""
 
     row: SavedRow
     length: int
@@ -105,7 +105,7 @@ class PrefixCache:
     def store(self, row: SavedRow) -> None:
         """Keep a row. Rows that it continues go into it; if it is the beginning of a kept row, it goes into that one.
 
-        A failure costs the row: whoever left it has ended, or goes on without.
+        If that fails, the row is not kept, and no request fails.
         """
         number = next(self._numbers)
         try:
@@ -130,24 +130,24 @@ class PrefixCache:
             self._pass_on(row)
 
     def close(self) -> None:
-        """Pass everything on to the second tier."""
+        """Hand all rows to the second tier."""
         for row in self.rows if self.second is not None else ():
             self._pass_on(row)
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all rows."""
         for number in list(self._rows):
             self._forget(number)
 
     def _evict(self, number: int) -> None:
-        """The budget has let go of a row."""
+        """Drop a row that the budget pushes out; the second tier gets it."""
         row = self._rows[number]
         self._forget(number)
         self._pass_on(row)
 
     def _forget(self, number: int) -> None:
-        """Let go of a row wherever it is known."""
+        """Remove a row from every table."""
         self.budget.remove((id(self), number))
         if (row := self._rows.pop(number, None)) is not None:
             self._index.remove(number, row.keys)

@@ -1,4 +1,4 @@
-"""A prompt cache that comes back: a finished row's state in its user's hands, to be continued once, copied or saved."""
+"""A prompt cache that is returned to its user: a finished row's state, to be continued once, copied or saved."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PromptCache:
     # ----------------------------------------------------------------------------------------------
 
     def claim(self, here: Identity) -> None:
-        """Promise it to one request. Raises InvalidCache, with the reason, if it cannot be continued here."""
+        """Reserve it for one request. Raises InvalidCache, with the reason, if it cannot be continued here."""
         here.check(self.identity)
         with self._lock:
             if self._is_claimed:
@@ -67,7 +67,7 @@ class PromptCache:
             self._is_claimed = True
 
     def release(self) -> None:
-        """The request ended before it took the cache: it may be continued by another."""
+        """Give up the reservation of a request that ended before it took the cache."""
         with self._lock:
             self._is_claimed = self._row is None
 

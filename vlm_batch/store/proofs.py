@@ -38,7 +38,7 @@ def read_proof(key: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write_proof(key: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Keep what was found. A folder that cannot be written to is no error: it is measured again."""
+    """Keep a measurement. If the folder cannot be written to, the next process measures again."""
     with contextlib.suppress(OSError, RuntimeError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

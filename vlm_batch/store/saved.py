@@ -1,4 +1,4 @@
-"""A row's state as it is left behind: its layers' states (``vlm_batch.caches.states``), to be made caches of again.
+"""A saved row: the states of its layers (``vlm_batch.caches.states``), from which caches can be made again.
 
 Layers that are not whole are held in *snapshots*: at chunk ends and turn boundaries. Resetting a recurrent state in order to
 go back further would lose the prefix.
