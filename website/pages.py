@@ -32,14 +32,15 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
         for name, data in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=data))
-    for source, page in OTHER_PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for page_file in [file for file in files if file.is_documentation_page()]:
-        for _, target, _, _ in _links(page_file.content_string):
-            copied = _lands_on(_place_in_repository(page_file.src_uri), target)
+    for source, uri in OTHER_PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / source).read_text(encoding="utf-8")))
+    for page in [file for file in files if file.is_documentation_page()]:
+        for _, target, _, _ in _links(page.content_string):
+            copied = _lands_on(_place_in_repository(page.src_uri), target)
             if copied.startswith("files/") and files.get_file_from_path(copied) is None:
-                source_file = ROOT / copied.removeprefix("files/")
-                files.append(File.generated(config, copied, content=source_file.read_bytes()))
+                files.append(
+                    File.generated(config, copied, content=(ROOT / copied.removeprefix("files/")).read_bytes())
+                )
     return files
 
 
@@ -71,7 +72,7 @@ def _place_in_repository(uri: str) -> str:
     """Where a page's source lies in the repository: links in it start from there."""
     if uri.startswith("notebooks/"):
         return uri
-    back = {page: source for source, page in OTHER_PAGES.items()}
+    back = {page: name for name, page in OTHER_PAGES.items()}
     return back.get(uri, f"docs/{uri}")
 
 
