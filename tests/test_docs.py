@@ -109,6 +109,14 @@ def test_the_readme_counts_what_mlx_vlm_gets_right() -> None:
     )
 
 
+def test_the_readme_counts_the_families() -> None:
+    assert f"holds **{len(families())} families** to it" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
 GUIDE = (ROOT / "docs/adding-a-family.md").read_text(encoding="utf-8")
 
 

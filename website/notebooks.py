@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
-SECONDS = 120  # for one cell
+SECONDS = 300  # for one cell, on a machine with other work
 #: Pictures that pages show, too: the first one of a notebook, and its name in docs/images.
 SHOWN = {"03_a_batch_watched": "timeline.png"}
 _KEPT_METADATA = {

@@ -32,14 +32,14 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
         for name, data in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=data))
-    for source, page in OTHER_PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for page_file in [file for file in files if file.is_documentation_page()]:
-        for _, target, _, _ in _links(page_file.content_string):
-            copied = _lands_on(_place_in_repository(page_file.src_uri), target)
+    for source, uri in OTHER_PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / source).read_text(encoding="utf-8")))
+    for page in [file for file in files if file.is_documentation_page()]:
+        for target in _links(page.content_string):
+            copied = _lands_on(_place_in_repository(page.src_uri), target)
             if copied.startswith("files/") and files.get_file_from_path(copied) is None:
-                source_file = ROOT / copied.removeprefix("files/")
-                files.append(File.generated(config, copied, content=source_file.read_bytes()))
+                content = (ROOT / copied.removeprefix("files/")).read_bytes()
+                files.append(File.generated(config, copied, content=content))
     return files
 
 
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     def moved(link: re.Match[str]) -> str:
         opening, target, anchor, closing = link.groups()
-        if "://" in target or target.startswith(("mailto:", "data:")):
+        if _leaves(target):
             return link[0]
         landing = _lands_on(here, target)
         return f"{opening}{posixpath.relpath(landing, folder or '.')}{anchor or ''}{closing}"
@@ -59,19 +59,22 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return "".join(part if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
 
 
-def _links(markdown: str) -> list[tuple[str, ...]]:
-    """Every link that stays in the repository, outside code."""
+def _links(markdown: str) -> list[str]:
+    """The target of every link that stays in the repository, outside code."""
     prose = "".join(part for part in _FENCE.split(markdown) if not part.startswith("```"))
-    return [
-        link for link in _LINK.findall(prose) if "://" not in link[1] and not link[1].startswith(("mailto:", "data:"))
-    ]
+    return [target for _, target, _, _ in _LINK.findall(prose) if not _leaves(target)]
+
+
+def _leaves(target: str) -> bool:
+    """Whether a link leads out of the repository."""
+    return "://" in target or target.startswith(("mailto:", "data:"))
 
 
 def _place_in_repository(uri: str) -> str:
     """Where a page's source lies in the repository: links in it start from there."""
     if uri.startswith("notebooks/"):
         return uri
-    back = {page: source for source, page in OTHER_PAGES.items()}
+    back = {page: name for name, page in OTHER_PAGES.items()}
     return back.get(uri, f"docs/{uri}")
 
 
