@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -27,6 +28,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.rows import InvalidJob, Shard
+from vlm_batch.many import in_turn
 from vlm_batch.types import Event, Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
 ROOT = Path(__file__).parent.parent
@@ -314,6 +316,37 @@ def test_rows_that_cannot_be_asked_are_errors_of_their_own(folder: Path, capsys:
     assert "rows.jsonl:2: the line is not JSON" in rows["rows.jsonl:2"][1]
     assert "'kind' is not there" in rows["b"][1]
     assert "1 row cannot be asked: ...: the line is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [("id", "image"), ("image",)], ids=["in a picture", "in an id"])
+def test_a_table_that_is_damaged_in_the_middle(folder: Path, columns: tuple[str, ...]) -> None:
+    """What comes before the damage is answered, and so is the next source; the rest is one row's error."""
+    table = pa.table({"id": [f"t{n}" for n in range(400)], "image": [bytes([n % 251]) * 300 for n in range(400)]})
+    pq.write_table(table, "t.parquet", row_group_size=40, compression="none", use_dictionary=False)
+    group = pq.ParquetFile("t.parquet").metadata.row_group(5)
+    start = group.column(len(columns) - 1).data_page_offset
+    data = bytearray(Path("t.parquet").read_bytes())
+    data[start : start + 30] = b"\xff" * 30
+    Path("t.parquet").write_bytes(data)
+    run = ["run", "t.parquet", "rows.jsonl", "--prompt", "what?", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(run, open_batcher=Through()) == 1
+    answered = told("out.jsonl")
+    assert {f"t{n}" for n in range(192)} | {f"r{n}" for n in range(20)} <= answered.keys()
+    assert "cannot be read to its end" in str(answered["t.parquet:damaged"][1])
+    again = Through()
+    assert cli.main([*run, "--resume"], open_batcher=again) == 1 and not again.asked
+
+
+class Through(Echo):
+    """The same, with the batcher's own way of asking many requests."""
+
+    def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
+        return (result for _, result in in_turn(self.ask, requests, 3))
+
+    def ask(self, request: Request) -> Handle:
+        handle = Handle(str(request.request_id), lambda request_id: False)
+        handle.push(Event(str(request.request_id), result=self.answer(request)))
+        return handle
 
 
 def test_columns_of_answers_and_rows(folder: Path) -> None:

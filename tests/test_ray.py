@@ -135,6 +135,19 @@ def test_no_cluster_at_an_address_is_one_line(
     assert not out.exists()
 
 
+def test_a_terminated_job_ends_as_elsewhere_whatever_ray_sets() -> None:
+    """Ray's handler for SIGTERM would leave the process in the middle of a job."""
+    before = signal.getsignal(signal.SIGTERM)
+    fake = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda **options: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    )
+    try:
+        Cluster(None)._join(fake)
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ({"workers": 0}, {"num_gpus": 2.0}, {"num_cpus": -1.0}):
         with pytest.raises(InvalidJob):

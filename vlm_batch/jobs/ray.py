@@ -21,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -222,10 +224,25 @@ class Cluster:
             return
         more = {"include_dashboard": False} if self._address == "local" else {}
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
+            with _own_signals():
+                ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
         except Exception as error:  # ConnectionError, RuntimeError, ValueError: whatever the address leads to
             raise InvalidJob(f"cannot join a Ray cluster at {self._address}: {_why(error)}") from error
         self._is_ours = True
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep what SIGTERM does here: Ray's own handler leaves the process in the middle of a job, and Ray with an abort."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None) -> tuple[int, dict[str, float]]:
@@ -343,10 +360,12 @@ def _free(ray: Any) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """Ray's account of an error, in one line of bearable length."""
-    text = " ".join(str(error).split())
+    """Ray's account of an error, in one line of bearable length; of a traceback, its last line."""
+    text = str(error).strip()
+    if '  File "' in text:
+        text = text.splitlines()[-1]
     _, found, rest = text.partition("The actor is dead because ")
-    text = rest if found else text
+    text = " ".join((rest if found else text).split())
     return f"{type(error).__name__}: {text[:_WHY_CHARACTERS]}{'...' if len(text) > _WHY_CHARACTERS else ''}"
 
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from vlm_batch.errors import describe
 from vlm_batch.jobs.files import identity
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
@@ -75,7 +76,7 @@ class Job:
         return (item for item in self._all_items(scan) if self.shard.has(item.id))
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        rows = (row for source in self.sources for row in (source.scan() if scan else source.rows()))
+        rows = (row for source in self.sources for row in _rows_of(source, scan))
         asked = (item for row in rows for item in self.questions.ask(row))
         return (replace(item, number=number) for number, item in enumerate(asked))
 
@@ -136,6 +137,16 @@ class Job:
             )
         if lost := [name for name in self.carried if name not in known]:
             raise InvalidJob(f"{lost[0]!r} is neither a column of {where} nor a field of an answer")
+
+
+def _rows_of(source: Source, scan: bool) -> Iterator[Row]:
+    """A source's rows; what it raises on its way is the last one's error, and the job goes on with the next source."""
+    try:
+        yield from source.scan() if scan else source.rows()
+    except Exception as error:  # whatever Arrow, datasets and disks have
+        if scan and isinstance(error, InvalidJob):  # nothing has begun yet
+            raise
+        yield Row(id=f"{source.name}:damaged", error=f"{source.name} cannot be read to its end: {describe(error)}")
 
 
 def run(

@@ -151,7 +151,7 @@ class Dispatcher:
 
     def _check_any(self) -> None:
         if not self._places:
-            raise NoWorkers(self._last_words)
+            raise NoWorkers(f"no worker is left: {self._last_words}")
 
     # ---- handing out ----
 
