@@ -261,7 +261,7 @@ class Unmade:
 
     def __init__(self, kind: type) -> None:
         bare = type(kind.__name__, (kind,), {"__getattr__": _nothing, "__module__": kind.__module__})
-        self.processor = object.__new__(bare)
+        self.processor: Any = object.__new__(bare)
         self.tokenizer = SimpleNamespace(added_tokens_decoder={})
 
     def render(self, prompt: Any, num_images: int, num_videos: int = 0) -> str:

@@ -7,7 +7,7 @@ import random
 from functools import cache
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -65,7 +65,7 @@ MARKED = ("special", "added", "spelled")
 
 @cache
 def tokenizer(parser: str, marked: str) -> tuple[Any, LLTokenizer]:
-    made = AutoTokenizer.from_pretrained(default_checkpoint())
+    made: Any = AutoTokenizer.from_pretrained(default_checkpoint())
     module = load_tool_module(parser)
     marks = [module.tool_call_start, module.tool_call_end, *INNER_MARKS.get(parser, ())]
     if marked != "spelled":
