@@ -47,6 +47,10 @@ class NotServed(Exception):
     """A model cannot be run in a precision on this device, alone and by nobody; the reason."""
 
 
+class Failed(Exception):
+    """A request of a scenario ended with an error; which."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one request got: its tokens, and the bits of the logits that each was chosen from."""
@@ -84,14 +88,20 @@ def adapter_of(name: str, precision: str) -> Adapter:
     if precision != "float32":
         model.set_dtype(mx.float16 if precision == "float16" else mx.bfloat16)
     if precision.endswith("bits"):
-        if not any(_fits(path, module) for path, module in model.language_model.named_modules()):
+        language = model.language_model
+        wants = getattr(language, "quant_predicate", None)  # mlx-vlm's own, for layers that are never quantised
+
+        def fits(path: str, module: Any) -> bool:
+            return _fits(module) and (wants is None or wants(path, module) is not False)
+
+        if not any(fits(path, module) for path, module in language.named_modules()):
             raise NotServed(f"no layer divides into groups of {GROUP}")
-        nn.quantize(model.language_model, group_size=GROUP, bits=int(precision[0]), class_predicate=_fits)
+        nn.quantize(language, group_size=GROUP, bits=int(precision[0]), class_predicate=fits)
     mx.eval(model.parameters())
     return adapter_for(tiny.registered)(model)
 
 
-def _fits(path: str, module: Any) -> bool:
+def _fits(module: Any) -> bool:
     return isinstance(module, (nn.Linear, SwitchLinear)) and module.weight.shape[-1] % GROUP == 0
 
 
@@ -116,7 +126,7 @@ def engine_of(adapter: Adapter, exact: Exact, way: Way, kv: KVQuantisation | Non
 def play(
     name: str, engine: BatchGenerator, arrivals: Sequence[Arrival], params: SamplingParams | None = None
 ) -> list[Answer]:
-    """Run a scenario to its end. Raises NotServed for what the model raises for a request."""
+    """Run a scenario to its end. Raises Failed for what the model raises for a request."""
     recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(arrivals))}
     results: dict[int, Any] = {}
 
@@ -139,7 +149,7 @@ def play(
         assert step < 1000, "the scenario does not end"
     for result in results.values():
         if result.error is not None:
-            raise NotServed(result.error) from result.exception
+            raise Failed(result.error) from result.exception
     return [
         Answer(
             results[index].token_ids,
@@ -169,9 +179,12 @@ def alone(
     tokens: int = NUM_TOKENS,
     kv: KVQuantisation | None = None,
 ) -> Answer:
-    """A request's answer by an engine of one row that keeps nothing."""
+    """A request's answer by an engine of one row that keeps nothing. Raises NotServed."""
     engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=1), kv)
-    (answer,) = play(name, engine, [Arrival(key, tokens=tokens)])
+    try:
+        (answer,) = play(name, engine, [Arrival(key, tokens=tokens)])
+    except Failed as error:
+        raise NotServed(str(error)) from error
     return answer
 
 
@@ -211,7 +224,10 @@ def differences(
     layout: Placement = Placement.ROWS,
     kv: KVQuantisation | None = None,
 ) -> list[str]:
-    """The requests of a scenario that did not get the answer that they get alone, to the last bit. Raises NotServed."""
+    """The requests of a scenario that did not get the answer that they get alone, to the last bit.
+
+    Raises NotServed where they get none alone, and Failed where they get none in company.
+    """
     exact = exact_of(name, precision, layout, kv)
     make, way = SCENARIOS[scenario]
     arrivals = make(name)

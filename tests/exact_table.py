@@ -1,6 +1,7 @@
 """The matrix in served precision: every family, every precision, every scenario, bit for bit. Run by ``scripts/exact_table``.
 
-What came of it goes into ``vlm_batch/data/exact.json``, beside what other kinds of devices gave.
+What came of it goes into ``vlm_batch/data/exact.json``, beside what other kinds of devices gave, after every cell: what
+is stopped has not run for nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import json  # noqa: E402
 import os  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
-import tempfile  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
+import traceback  # noqa: E402
 from collections.abc import Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -28,33 +30,164 @@ from vlm_batch.exactness import device_facts, versions  # noqa: E402
 
 DATA = Path(vlm_batch.__file__).parent / "data" / "exact.json"
 SAME = "same"
+Cell = dict[str, Any]
 
 
-def cells(
-    names: Sequence[str], precisions: Sequence[str], scenarios: Sequence[str], until: float
-) -> Iterator[dict[str, Any]]:
-    """What each scenario gives, one precision after another; a cell is begun only before ``until`` (``time.time``)."""
-    layout = Placement.for_device()
-    for precision, name in ((precision, name) for precision in precisions for name in names):
-        if time.time() > until:
-            return
-        began, found = time.perf_counter(), dict[str, str]()
-        counts: tuple[int, ...] = ()
-        try:
-            counts = exact_of(name, precision, layout).counts
-            for scenario in scenarios:
-                found[scenario] = "; ".join(differences(name, precision, scenario, layout)) or SAME
-        except NotServed as error:
-            found = {"not served": " ".join(str(error).split())[:160]}
-        except Exception as error:
-            found["raised"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        yield {
-            "family": name,
-            "precision": precision,
-            "counts": counts,
-            "found": found,
-            "seconds": round(time.perf_counter() - began, 1),
-        }
+def cell_of(name: str, precision: str, scenarios: Sequence[str], layout: Placement) -> Cell:
+    """What each scenario gives for a family in a precision: ``SAME``, or where it is not."""
+    began, found = time.perf_counter(), dict[str, str]()
+    counts: tuple[int, ...] = ()
+    try:
+        counts = exact_of(name, precision, layout).counts
+        for scenario in scenarios:
+            found[scenario] = "; ".join(differences(name, precision, scenario, layout)) or SAME
+    except NotServed as error:
+        traceback.print_exc()
+        found = {"not served": _line(error, 160)}
+    except Exception as error:
+        traceback.print_exc()
+        found["raised"] = f"{type(error).__name__}: {_line(error, 300)}"
+    seconds = round(time.perf_counter() - began, 1)
+    return {"family": name, "precision": precision, "counts": counts, "found": found, "seconds": seconds}
+
+
+def work(args: argparse.Namespace) -> None:
+    """Answer each family named on standard input with a line for each precision named after it."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever a library prints must not get between
+    os.dup2(2, 1)
+    facts = {"device": device_facts(), "versions": versions()}
+    print(json.dumps(facts), file=answer, flush=True)
+    for line in sys.stdin:
+        name, precisions = json.loads(line)
+        for precision in precisions:
+            print(json.dumps(cell_of(name, precision, args.scenarios, Placement.for_device())), file=answer, flush=True)
+
+
+class Worker:
+    """A process that runs cells. It may end in any of them: a GPU's fault ends the process that met it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.exact_table", "--work", "--scenarios", *args.scenarios]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if args.verbose else subprocess.DEVNULL,
+            text=True,
+        )
+        self.is_sound = True
+        self.facts = self._line()
+
+    def cells(self, name: str, precisions: Sequence[str]) -> Iterator[Cell]:
+        """A family's cells, up to the one that the process does not outlive, which says so."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([name, precisions]) + "\n")
+        self.process.stdin.flush()
+        for precision in precisions:
+            cell = self._line()
+            if cell is None:
+                found = {"raised": f"its process ended with {self.process.wait()}"}
+                cell = {"family": name, "precision": precision, "counts": [], "found": found, "seconds": 0.0}
+                self.is_sound = False
+            elif self.facts["device"]["device"] == "gpu" and {"raised", "not served"} & set(cell["found"]):
+                self.end()  # what a fault leaves of a process is not trusted
+            yield cell
+            if not self.is_sound:
+                return
+
+    def end(self) -> None:
+        """Stop it, whatever it does."""
+        self.is_sound = False
+        self.process.kill()
+        self.process.wait()
+
+    def _line(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+
+class Record:
+    """The file of all devices' cells, written anew with each of them."""
+
+    def __init__(self, path: Path, scenarios: Sequence[str]) -> None:
+        self.path, self.scenarios = path, scenarios
+        self.found: list[Cell] = []
+        self._record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Take in nothing any more."""
+        with self._lock:
+            self._is_open = False
+
+    def add(self, facts: dict[str, Any], cell: Cell) -> None:
+        """Keep a cell. Called from several threads."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self.found.append(cell)
+            here = self._record.setdefault(facts["device"]["device"], {"cells": {}}) | facts
+            self._record[facts["device"]["device"]] = here
+            here["cells"].setdefault(cell["family"], {})[cell["precision"]] = self._kept(cell)
+            self._write()
+            if self._differs(cell):
+                print(cell["family"], cell["precision"], self._differs(cell), flush=True)
+
+    def merge(self, other: Path) -> None:
+        """Take over what another machine has recorded, cell by cell."""
+        for device, theirs in json.loads(other.read_text(encoding="utf-8")).items():
+            here = self._record.setdefault(device, {"cells": {}})
+            here |= {name: value for name, value in theirs.items() if name != "cells"}
+            for name, cells in theirs["cells"].items():
+                here["cells"].setdefault(name, {}).update(cells)
+        self._write()
+
+    def _kept(self, cell: Cell) -> Cell:
+        differs, left_out = self._differs(cell), [name for name in SCENARIOS if name not in self.scenarios]
+        kept = {"rows": cell["counts"], "same": not differs}
+        return kept | ({"said": differs} if differs else {}) | ({"left out": left_out} if left_out else {})
+
+    @staticmethod
+    def _differs(cell: Cell) -> dict[str, str]:
+        return {scenario: said for scenario, said in cell["found"].items() if said != SAME}
+
+    def _write(self) -> None:
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(self._record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        fresh.replace(self.path)
+
+
+def run(args: argparse.Namespace, names: Sequence[str], record: Record) -> None:
+    """Every cell, a family's one after another in one process, by as many processes as were asked for, until time is up."""
+    until = time.monotonic() + args.seconds
+    waiting, workers = iter(names), list[Worker]()
+
+    def serve() -> None:
+        worker: Worker | None = None
+        for name in waiting:
+            rest = list(args.precisions)
+            while rest and time.monotonic() < until:
+                if worker is None or not worker.is_sound:
+                    worker = Worker(args)
+                    workers.append(worker)
+                for cell in worker.cells(name, list(rest)):
+                    record.add(worker.facts, cell)
+                    rest.remove(cell["precision"])
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(args.processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until + args.grace - time.monotonic()))
+    record.close()
+    for worker in workers:
+        worker.end()
+    for thread in threads:
+        thread.join()  # what they waited for has ended
+    for worker in workers:
+        worker.process.communicate()  # its pipes are closed
 
 
 def main() -> int:
@@ -63,65 +196,33 @@ def main() -> int:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--processes", type=int, default=1, help="processes beside each other")
-    parser.add_argument(
-        "--seconds", type=float, default=36000.0, help="begin no cell after this, and wait for none half as long again"
-    )
-    parser.add_argument("--shard", help="I/N: the part of this process; it prints its cells and writes nothing")
+    parser.add_argument("--seconds", type=float, default=36000.0, help="begin no family after this")
+    parser.add_argument("--grace", type=float, default=600.0, help="wait for what has begun so long after that")
+    parser.add_argument("--verbose", action="store_true", help="show where what could not be run was raised")
+    parser.add_argument("--work", action="store_true", help="be one of the processes: families come by standard input")
     parser.add_argument("--out", type=Path, default=DATA, help="where the record goes")
+    parser.add_argument("--merge", type=Path, metavar="RECORD", help="run nothing; take over another machine's record")
     args = parser.parse_args()
-    names = args.families or sorted(FAMILIES)
-    until = time.time() + args.seconds
-    blas.limit_threads(1)
-    if args.shard:
-        part, parts = map(int, args.shard.split("/"))
-        for cell in cells(names[part::parts], args.precisions, args.scenarios, until):
-            print(json.dumps(cell), flush=True)
+    if args.work:
+        blas.limit_threads(1)
+        work(args)
         return 0
-    found = _all(args, names, until)
-    record = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    here = record.setdefault(str(device_facts()["device"]), {"cells": {}})
-    here |= {"device": device_facts(), "versions": versions(), "scenarios": args.scenarios}
-    bad = 0
-    for cell in found:
-        kept = here["cells"].setdefault(cell["family"], {})
-        differs = {scenario: said for scenario, said in cell["found"].items() if said != SAME}
-        kept[cell["precision"]] = {
-            "rows": cell["counts"],
-            "same": not differs,
-            **({"said": differs} if differs else {}),
-        }
-        if differs:
-            bad += "not served" not in differs
-            print(cell["family"], cell["precision"], differs, flush=True)
-    args.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    same = sum(set(cell["found"].values()) == {SAME} for cell in found)
+    record = Record(args.out, args.scenarios)
+    if args.merge is not None:
+        record.merge(args.merge)
+        return 0
+    run(args, args.families or sorted(FAMILIES), record)
+    outcomes = [set(cell["found"].values()) == {SAME} for cell in record.found]
+    bad = sum(not same and "not served" not in cell["found"] for same, cell in zip(outcomes, record.found, strict=True))
     print(
-        f"{same} of {len(found)} cells the same to the last bit; {bad} differ; the others cannot be run here by anybody"
+        f"{sum(outcomes)} of {len(outcomes)} cells the same to the last bit; {bad} differ; "
+        "the others cannot be run here by anybody"
     )
     return 1 if bad else 0
 
 
-def _all(args: argparse.Namespace, names: Sequence[str], until: float) -> list[dict[str, Any]]:
-    """Every cell, by as many processes as were asked for."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, str(part)) for part in range(args.processes)]
-        running = []
-        for part, file in enumerate(files):
-            command = [sys.executable, "-m", "tests.exact_table", *names, "--shard", f"{part}/{args.processes}"]
-            command += ["--precisions", *args.precisions, "--scenarios", *args.scenarios]
-            command += ["--seconds", str(until - time.time())]
-            running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=subprocess.DEVNULL, env=os.environ))
-        for process in running:
-            try:
-                process.wait(timeout=max(1.0, until + args.seconds / 2 - time.time()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-        return [
-            json.loads(line)
-            for file in files
-            for line in file.read_text(encoding="utf-8").splitlines()
-            if line.startswith("{")
-        ]
+def _line(error: Exception, length: int) -> str:
+    return " ".join(str(error).split())[:length]
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from vlm_batch.adapters.products import products_of, shapes_of, size_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.exact import GRID, Exact
-from vlm_batch.engine.proof import COUNTS, Classes, best_class, classes_of, decode_bits, product_bits
+from vlm_batch.engine.proof import Classes, best_class, classes_of, counts_for, decode_bits, product_bits
 from vlm_batch.runtime import blas
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 2
+PROOF = 3
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone.
 MAX_STEP_BYTES = 300 * 2**20
 
@@ -39,13 +39,18 @@ class Proof:
         return best_class(self.classes, layout)
 
 
-def exact_for(adapter: Adapter, kv: KVQuantisation | None = None, layout: Placement | None = None) -> Exact:
-    """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time."""
+def exact_for(
+    adapter: Adapter, kv: KVQuantisation | None = None, layout: Placement | None = None, *, max_rows: int = 1
+) -> Exact:
+    """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
+
+    ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too.
+    """
     layout = layout or Placement.for_device()
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
     if adapter.max_rows != 1:
-        proof = prove(adapter, kv, layout)
+        proof = prove(adapter, kv, layout, max_rows=max_rows)
         counts = proof.best(layout)
         if counts == (1,):
             warnings.warn(
@@ -56,33 +61,35 @@ def exact_for(adapter: Adapter, kv: KVQuantisation | None = None, layout: Placem
     return Exact(counts, layout, GRID[layout], stops)
 
 
-def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Proof:
+def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, *, max_rows: int = 1) -> Proof:
     """The proof for a model on this device: from its file, or measured."""
     adapter.go_by_shapes()
+    counts = counts_for(layout, max_rows)
     key = {
         "versions": versions(),
         "device": device_facts(),
         "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
         "kv": settings_of(kv),
         "layout": layout.value,
-        "counts": COUNTS[layout],
+        "counts": counts,
         "proof": PROOF,
     }
     if (kept := read_proof(key)) is not None:
         return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"])
-    proof = _measured(adapter, kv, layout)
+    proof = _measured(adapter, kv, layout, counts)
     write_proof(key, {"classes": proof.classes, "how": proof.how})
     return proof
 
 
-def _measured(adapter: Adapter, kv: KVQuantisation | None, layout: Placement) -> Proof:
+def _measured(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...]) -> Proof:
     products = products_of(adapter.language)
     said = f"{len(products)} kinds of products"
     try:
-        single = product_bits(products, COUNTS[layout])
+        single = product_bits(products, counts)
         if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
             return Proof(classes_of(single), f"{said} were compared")
-        return Proof(classes_of(single, decode_bits(adapter, layout, kv)), f"{said} and its decode step were compared")
+        steps = decode_bits(adapter, layout, kv, counts)
+        return Proof(classes_of(single, steps), f"{said} and its decode step were compared")
     except Exception as error:  # what it raises for a request, the request is told
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
 

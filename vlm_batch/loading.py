@@ -66,7 +66,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     adapter = adapt(model)
     if options.kv is not None:
         check_quantisation(adapter, options.kv)
-    exact = exact_for(adapter, options.kv) if options.reproducible else None
+    exact = exact_for(adapter, options.kv, max_rows=options.scheduler.max_rows) if options.reproducible else None
     config = options.scheduler
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.

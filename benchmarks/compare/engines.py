@@ -108,7 +108,7 @@ class ThisLibrary:
         adapter: Any = adapt(model)
         if contexts is not None:
             adapter = RecallingAdapter(adapter, contexts)
-        exact = exact_for(adapter) if self.reproducible else None
+        exact = exact_for(adapter, max_rows=workload.rows) if self.reproducible else None
         self.generator = BatchGenerator(adapter, config=config, exact=exact)
 
     def add(self, ask: Ask) -> None:

@@ -19,7 +19,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Product:
-    """A layer of the model's, of its shape and type: ``call`` takes rows (R, width) of ``dtype``.
+    """A layer of the model's, of its shape and type: ``call`` takes rows (R, 1, width) of ``dtype``.
 
     Its weights are made up: kernels are chosen by shapes and types, and these weights let the order of a sum be seen. Columns
     ``BLOCK / 2`` apart are equal, so that large numbers of opposite signs in a row cancel, and what was rounded while they
@@ -31,7 +31,7 @@ class Product:
     call: Callable[[mx.array], mx.array]
 
     def rows(self, count: int) -> mx.array:
-        """Rows that tell one order of summation from another: (count, width), the same ones at each call."""
+        """Rows that tell one order of summation from another: (count, 1, width), the same ones at each call."""
         random = np.random.RandomState(self.width)
         rows = random.standard_normal((count, self.width)) / 64
         blocks = _blocks(rows)
@@ -39,7 +39,7 @@ class Product:
         large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
         blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
         rows[:, : blocks[0].size] = blocks.reshape(count, -1)
-        return mx.array(rows.astype(np.float32)).astype(self.dtype)
+        return mx.array(rows[:, None].astype(np.float32)).astype(self.dtype)
 
 
 def products_of(model: nn.Module) -> list[Product]:
@@ -71,13 +71,10 @@ def _made_up(module: Any, dtype: mx.Dtype, layout: tuple[Any, ...]) -> Product:
     column[:, : blocks.size] = blocks.reshape(1, -1)
     weight = mx.array(column.astype(np.float32)).astype(dtype)
     twin: Any = clone_modules(module)
-    if layout:
-        group_size, bits, mode = layout
-        parts = mx.quantize(weight, group_size=group_size, bits=bits, mode=mode)
-        for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
-            twin[name] = mx.repeat(part, module.weight.shape[0], axis=0)
-    else:
-        twin["weight"] = mx.repeat(weight, module.weight.shape[0], axis=0)
+    parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
+    for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
+        # A repeated row is one row in memory: other kernels are chosen for it, and in few bits CUDA has none.
+        twin[name] = mx.contiguous(mx.repeat(part, module.weight.shape[0], axis=0))
     is_table = isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
     return Product(width, dtype, twin.as_linear if is_table else twin)
 

@@ -74,5 +74,4 @@ class Exact:
     @property
     def settings(self) -> dict[str, str]:
         """The settings that a saved row must share with the engine that continues it, by name."""
-        counts = ",".join(map(str, self.counts))
-        return {"reproducible": f"rows {counts}; {self.layout.value}; grid {self.grid}"}
+        return {"reproducible": f"as {self.counts[0]} rows; {self.layout.value}; grid {self.grid}"}

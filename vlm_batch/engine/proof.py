@@ -23,6 +23,8 @@ from vlm_batch.store.digest import array_bytes
 
 #: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
 COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}
+#: And those that are tried where a batch may have more rows, since a forward for each 32 of them costs as much as one for all.
+LARGER = {Placement.ROWS: (), Placement.SLAB: (64,)}
 #: Tokens of the prompts. Beside the last one, others attend over a wider slab than they need.
 LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
 #: Ids of plain text in every vocabulary.
@@ -55,7 +57,12 @@ class Rows(Protocol):
     def rows(self, count: int) -> mx.array: ...
 
 
-def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None = None) -> Found:
+def counts_for(layout: Placement, max_rows: int = 1) -> tuple[int, ...]:
+    """The numbers of rows that are tried for batches of at most ``max_rows``."""
+    return (*COUNTS[layout], *(LARGER[layout] if max_rows > COUNTS[layout][-1] else ()))
+
+
+def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None, counts: Sequence[int]) -> Found:
     """The bits that decode steps of a model give, by the number of rows.
 
     Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
@@ -64,7 +71,7 @@ def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | N
     lengths = [n for n in LENGTHS[layout] if adapter.max_context is None or n + STEPS < adapter.max_context]
     prompts = [_prefilled(adapter, kv, number, length) for number, length in enumerate(lengths)]
     found: dict[int, tuple[bytes, ...]] = {}
-    for count in COUNTS[layout]:
+    for count in counts:
         seen: list[set[bytes]] = [set() for _ in prompts]
         for shift in range(len(prompts) if count < len(prompts) else 2):
             places = [(place + shift) % len(prompts) for place in range(count)]
@@ -106,9 +113,13 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
     """The class that costs least where few and many rows decode; a row at a time if there is none.
 
-    By a rule and not by a clock: the same proof gives the same class in every process.
+    By a rule and not by a clock: the same proof gives the same class in every process. And by ``COUNTS`` alone, so that
+    whoever has more rows, and tries larger numbers, is given the same class and what belongs to it.
     """
-    return min([*classes, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
+    last = COUNTS[layout][-1]
+    whole = {known: counts for counts in classes if (known := tuple(n for n in counts if n <= last))}
+    best = min([*whole, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
+    return whole.get(best, best)
 
 
 def _cost(counts: Sequence[int], forward: int) -> float:

@@ -250,7 +250,7 @@ class MolmoPoint(Adapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's steps; the attributes that it leaves on the model go into ``Pictures``."""
         if "pixel_values" not in extra:
-            return {"inputs_embeds": self.model.lm.model.wte(ids)}
+            return {"inputs_embeds": self.words(ids)}
         self._check(ids, extra)
         embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds  # float32, for float16 would overflow
         if (dtype := self.model.lm.model.wte.embedding.dtype) != mx.float16:
@@ -339,7 +339,7 @@ class MolmoPoint(Adapter):
         assert isinstance(pointers, RowsCache)
         places: list[Pointer | None] = [None if row is None or row.pictures is None else row for row in pointers.places]
         if not any(places):
-            states, _ = self.trunk(self.model.lm.model.wte(step.tokens), layers, None)
+            states, _ = self.trunk(self.words(step.tokens), layers, None)
             return self.model.lm.lm_head(states[:, -1])
         tokens: list[int] = step.tokens[:, 0].tolist()  # type: ignore[assignment]
         states, hidden = self.trunk(self.embed(tokens, places), layers, None)
@@ -351,6 +351,11 @@ class MolmoPoint(Adapter):
             words = logits[place : place + 1]
             rows.append(words if row is None else self.with_points(words, asked.of_row(place), row, token))
         return stack_logits(rows)
+
+    def words(self, ids: mx.array) -> mx.array:
+        """The embeddings of words: float32 in float16 models, as pictures' are, so that no row's type is its neighbour's."""
+        embeds: mx.array = self.model.lm.model.wte(ids)
+        return embeds.astype(mx.float32) if embeds.dtype == mx.float16 else embeds
 
     def trunk(self, embeds: mx.array, layers: Sequence[Any], mask: Any) -> tuple[mx.array, mx.array]:
         """(B, L, D) embeddings -> the same after all layers, normed for the head and as they are."""
@@ -377,7 +382,7 @@ class MolmoPoint(Adapter):
             token if row is None or row.pictures is None else general(token, row.pictures.tokens, config)
             for token, row in zip(tokens, places, strict=True)
         ]
-        embeds = self.model.lm.model.wte(mx.array(ids)[:, None])
+        embeds = self.words(mx.array(ids)[:, None])
         rows = []
         for place, (token, row) in enumerate(zip(tokens, places, strict=True)):
             embed = embeds[place, 0]
@@ -386,7 +391,10 @@ class MolmoPoint(Adapter):
                 if kinds.is_patch(token):
                     embed = embed + pictures.patches[token - kinds.first].astype(embed.dtype)
                 elif kinds.is_part(token) and row.pointed >= 0:
-                    embed = self.model.build_vit_embedding(pictures.parts[row.pointed, token - kinds.parts])
+                    part = pictures.parts[row.pointed, token - kinds.parts]
+                    embed = self.model.build_vit_embedding(part[None])[
+                        0
+                    ]  # CUDA has no product of few bits for a vector
             rows.append(embed.astype(embeds.dtype))
         return mx.stack(rows)[:, None]
 
