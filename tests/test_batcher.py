@@ -825,3 +825,38 @@ def test_token_ids_meet_what_a_processor_says_of_positions(
     found = processing.inputs_of_ids(ids, [picture], marks)
     expected = [token in marks for token in ids] if name == "images_seq_mask" else [1] * len(ids)
     assert np.array(found[name]).tolist() == [expected]
+
+
+def test_a_placeholder_without_a_picture_is_refused_at_submit(batcher: VLMBatcher) -> None:
+    """In a prompt that is final; typed ones are refused as such (tests/test_reserved.py)."""
+    processing = batcher.processing
+    text = processing.render("describe the picture", 1)
+    ids = processing.tokenizer.encode(text)
+    said = "1 placeholder tokens for pictures, and there is no picture"
+    with pytest.raises(InvalidPrompt, match=said):
+        batcher.submit(token_ids=ids)
+    with pytest.raises(InvalidPrompt, match=said):
+        batcher.submit(inputs={"input_ids": np.array([ids])})
+    with pytest.raises(InvalidPrompt, match="1 picture placeholders for 0 pictures"):
+        batcher.submit(prompt=text, rendered=True)
+
+
+def test_processed_inputs_that_do_not_fit_are_refused_at_submit(batcher: VLMBatcher) -> None:
+    picture = Image.open(CIRCLE)
+    processing = batcher.processing
+    inputs = dict(processing.inputs(processing.render("describe the picture", 1), [picture]))
+    assert batcher.submit(inputs=inputs).result(timeout=60).ok
+    ids = np.array(inputs["input_ids"])
+    mark = int(batcher._preparer.processing.config.image_token_id)
+    given = int((ids == mark).sum())
+    at = int(np.flatnonzero(ids[0] == mark)[0])
+    for changed, count in ((np.insert(ids, at, mark, axis=1), given + 1), (np.delete(ids, at, axis=1), given - 1)):
+        wrong = {
+            "input_ids": changed,
+            "pixel_values": inputs["pixel_values"],
+            "image_grid_thw": inputs["image_grid_thw"],
+        }
+        with pytest.raises(
+            InvalidPrompt, match=f"the pictures need {given} placeholder tokens; the prompt has {count}"
+        ):
+            batcher.submit(inputs=wrong)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, difference, every_family, inputs_of, run, shared_adapter
 from tests.zoo import family
-from vlm_batch.arrays import as_mlx
+from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.loading import adapt
 
@@ -66,7 +70,7 @@ def test_a_mark_beyond_the_table_without_a_picture(name: str) -> None:
     beyond = [token for token in marks if not 0 <= token < (adapter.num_words or 0)]
     assert beyond
     for token in beyond[:4]:
-        with pytest.raises(InvalidPrompt, match=r"token id|placeholders for 0 pictures"):
+        with pytest.raises(InvalidPrompt, match=r"token id|\d placeholder"):
             adapter.encode({"input_ids": mx.array([[1, token, 2]])})
 
 
@@ -114,3 +118,50 @@ def test_a_config_without_a_picture_token() -> None:
         setattr(model.config, name, None)
     with pytest.raises(InvalidPrompt, match=r"need 6 placeholder tokens; the prompt has 0: config\.json names no"):
         adapt(model).encode(as_mlx(inputs_of("qwen2_vl", "image:1:1")))
+
+
+def _changed(name: str, change: str) -> dict[str, Any]:
+    """A picture's inputs, made by hand: ``change`` says how the prompt's placeholders are not the picture's."""
+    given = as_mlx(inputs_of(name, "image:1:1"))
+    marks = list(shared_adapter(name).image_token_ids())
+    ids = np.array(given["input_ids"])
+    places = np.flatnonzero(np.isin(ids[0], marks))
+    if change == "no picture":
+        return {"input_ids": given["input_ids"]}
+    if change == "one more":
+        changed = np.concatenate([ids, ids[:, places[:1]]], axis=1)
+    else:
+        changed = ids.copy()
+        changed[0, places[:1] if change == "one less" else places] = 1
+    added = changed.shape[1] - ids.shape[1]
+    for key, value in given.items():  # what a processor says of each position
+        if key != "input_ids" and getattr(value, "shape", ())[:2] == ids.shape and added:
+            given[key] = mx.concatenate([value, value[:, -1:]], axis=1)
+    return {**given, "input_ids": mx.array(changed)}
+
+
+@pytest.mark.parametrize("change", ["one more", "one less", "none", "no picture"])
+@pytest.mark.parametrize("name", every_family())
+def test_as_many_placeholders_as_the_pictures_have_features(name: str, change: str) -> None:
+    """The prompt says so many, the picture needs so many: refused with the numbers, where mlx-vlm answers some of them."""
+    adapter = shared_adapter(name)
+    if not np.isin(inputs_of(name, "image:1:1")["input_ids"], list(adapter.image_token_ids())).any():
+        pytest.skip("its processor says by position where pictures stand, or it takes none")
+    given = _changed(name, change)
+    with pytest.raises(
+        InvalidPrompt, match=r"\d placeholder|placeholder tokens; the prompt has \d|placeholders for \d|token id"
+    ):
+        mx.eval(adapter.encode(given).inputs_embeds)
+    with suppress(InvalidPrompt):
+        adapter.prompt_key(given)
+
+
+@pytest.mark.parametrize("name", ["kimi_vl", "mllama", "qwen2_vl", "deepseek_vl_v2", "phi3_v"])
+def test_what_shapes_tell_is_refused_at_submit(name: str) -> None:
+    """Numpy, and no MLX: on the submitter's thread."""
+    adapter = shared_adapter(name)
+    adapter.check_inputs(inputs_of(name, "image:1:1"))
+    adapter.check_inputs(inputs_of(name, "text:4:9"))
+    for change in ("one more", "none", "no picture"):
+        with pytest.raises(InvalidPrompt, match=r"\d placeholder|placeholder tokens; the prompt has \d"):
+            adapter.check_inputs(as_numpy(_changed(name, change)))

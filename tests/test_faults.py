@@ -400,10 +400,10 @@ def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monk
     for lacking in ("reader", "loader", "watch"):
         with VLMBatcher(CHECKPOINT) as own:
 
-            def start(work: Any, name: str, lacking: str = lacking) -> Any:
+            def start(work: Any, name: str, *, is_awaited: bool = False, lacking: str = lacking) -> Any:
                 if lacking in name:
                     raise RuntimeError("can't start new thread")
-                return begin(work, name)
+                return begin(work, name, is_awaited=is_awaited)
 
             with monkeypatch.context() as patch:
                 patch.setattr(threads, "start", start)
@@ -988,7 +988,7 @@ def test_timeouts_that_are_no_time(batcher: VLMBatcher) -> None:
 # Processes --------------------------------------------------------------------------------------------------------------
 
 
-def python(script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def python(script: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """Run a script with this tree's package."""
     root = Path(__file__).parent.parent
     head = f"import sys; sys.path.insert(0, {str(root)!r})\n"
@@ -1068,22 +1068,120 @@ def test_a_child_forked_before_the_first_batcher_makes_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_exit_waits_for_a_batcher_that_is_being_made() -> None:
-    """A thread within MLX when the interpreter goes would abort the process: at whatever moment of loading it is."""
-    done = python("""
-        import threading, time
-        import mlx.core as mx
-        from vlm_batch import VLMBatcher, assets, loading
-        begun, load = threading.Event(), loading.read_model
+#: Work of some seconds, nearly all in MLX, and with more to come: a large model's step, load or picture.
+SLOW = """
+    import os, signal, threading, time
+    import mlx.core as mx
+    from vlm_batch import SamplingParams, VLMBatcher, assets, loading
+    from vlm_batch.engine.generator import BatchGenerator
+    from vlm_batch.inputs import loaders
+    from vlm_batch.inputs.prepare import Preparer
+    from vlm_batch.runtime import threads
+    threads.SILENT_SECONDS = loaders.CLOSE_SECONDS = 0.1
+    begun = threading.Event()
+
+    def make_slow(owner, name, seconds=2):
         def slow(*given, **how):
             begun.set()
-            end = time.monotonic() + 3
+            end = time.monotonic() + seconds
             while time.monotonic() < end:
                 mx.eval(mx.ones((300, 300)) @ mx.ones((300, 300)))
-            return load(*given, **how)
-        loading.read_model = slow
-        threading.Thread(target=lambda: VLMBatcher(assets.default_checkpoint()), daemon=True).start()
+            return real(*given, **how)
+        real = getattr(owner, name)
+        setattr(owner, name, slow)
+"""
+
+
+@pytest.mark.parametrize("what", ["BatchGenerator, 'step'", "Preparer, 'prepare'"])
+def test_the_exit_waits_for_what_is_in_mlx_however_long_it_takes(what: str) -> None:
+    done = python(
+        SLOW
+        + f"""
+    make_slow({what})
+    batcher = VLMBatcher(assets.default_checkpoint())
+    batcher.submit(prompt="count to 3")
+    begun.wait()
+    print("done")
+    """
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "the exit waits for a step or a load" in done.stderr
+
+
+def test_a_load_that_nobody_waits_for_ends_soon() -> None:
+    """At the exit, and where the wait for it was interrupted: it would go on for ever here, between two of its calls of MLX."""
+    done = python(
+        SLOW
+        + """
+    make_slow(loading, "read_model", seconds=1e9)
+    def interrupt():
         begun.wait()
-        time.sleep(0.05)
-    """)
-    assert done.returncode == 0, done.stderr
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        VLMBatcher(assets.default_checkpoint())
+    except KeyboardInterrupt:
+        print("interrupted")
+    while any(running.is_awaited for running in tuple(threads._running)):
+        time.sleep(0.01)
+    begun.clear()
+    threading.Thread(target=lambda: VLMBatcher(assets.default_checkpoint()), daemon=True).start()
+    begun.wait()
+    """
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+@pytest.mark.parametrize(("limit", "status"), [("interrupt()", 130), ("threads.EXIT_SECONDS = 0.2", 70)])
+def test_an_exit_that_cannot_wait_says_so_by_its_status(limit: str, status: int) -> None:
+    done = python(
+        SLOW
+        + f"""
+    batcher = VLMBatcher(assets.default_checkpoint())
+    make_slow(BatchGenerator, "step", seconds=1e9)
+    handle = batcher.submit(prompt="count to 3")
+    begun.wait()
+    def interrupt():
+        def wait():
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+        threads._say = lambda text: threading.Thread(target=wait, daemon=True).start()
+    {limit}
+    print("done")
+    """
+    )
+    assert (done.returncode, done.stdout) == (status, "done\n"), done.stderr
+
+
+def test_processes_of_multiprocessing_end_well(tmp_path: Path) -> None:
+    """Forked before the first batcher and spawned; while a long step goes on that nobody waits for."""
+    head = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+    script = tmp_path / "script.py"
+    script.write_text(
+        head
+        + textwrap.dedent(SLOW)
+        + textwrap.dedent(f"""
+        import multiprocessing
+
+        def work():
+            batcher = VLMBatcher(assets.default_checkpoint())
+            print(batcher.submit({str(CIRCLE)!r}, "describe the picture").result().text, flush=True)
+            make_slow(BatchGenerator, "step")
+            batcher.submit(prompt="count to 9")
+            begun.wait()
+
+        if __name__ == "__main__":
+            children = [multiprocessing.get_context(kind).Process(target=work) for kind in ("fork", "spawn")]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            assert [child.exitcode for child in children] == [0, 0], children
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    answer = "a red circle"
+    assert (done.returncode, [answer in line for line in done.stdout.splitlines()]) == (0, [True] * 2), (
+        done.stdout,
+        done.stderr,
+    )

@@ -84,6 +84,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         processing,
         adapter.spec,
         image_token_ids=adapter.image_token_ids(),
+        check_inputs=adapter.check_inputs,
         max_context=adapter.max_context,
         limits=options.limits,
     )

@@ -58,6 +58,7 @@ def build() -> nn.Module:
         rope_theta=100.0,
         rope_scaling={"type": "su", "short_factor": SHORT, "long_factor": LONG},  # type: ignore[dict-item]
         max_position_embeddings=512,
+        vision_config=upstream.VisionConfig(num_img_tokens=1),
         original_max_position_embeddings=ORIGINAL_LENGTH,
         eos_token_id=[END_OF_TEXT],
     )

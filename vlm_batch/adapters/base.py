@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
-from vlm_batch.errors import InvalidPrompt
+from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
@@ -32,6 +33,9 @@ UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 #: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
 RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_scored", "prefill_together", "decode"})
+
+#: Beginnings of the names under which processors give pictures and videos, or their features.
+PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features", "image_embeds", "encoder_outputs")
 
 #: What processors put beside the inputs and no decoder reads: one row has no padding, token types repeat the ids, and
 #: most families do not count a video's seconds.
@@ -186,11 +190,10 @@ class Adapter:
         encoded. Raises InvalidPrompt for a key that the family does not know.
         """
         try:
-            extra = self._known_inputs(inputs)
-            ids = self.expand_ids(inputs["input_ids"], extra)
-            self.check_ids(ids, has_pictures=bool(extra))
-            is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
-            features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
+            ids, extra = self._read(inputs)
+            with self._fitting(ids, extra):
+                is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
+                features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
             embeds = features.pop("inputs_embeds")
             dtype = self.token_dtype if self.goes_by_shapes and embeds.dtype == mx.float32 else None
             if dtype is not None:
@@ -233,6 +236,36 @@ class Adapter:
                 f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
             )
 
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse a processor's output (numpy) that can be known not to fit, without MLX: on the submitter's thread."""
+        extra = self._known_inputs(inputs)
+        if type(self).expand_ids is Adapter.expand_ids:
+            self.check_placeholders(inputs["input_ids"], extra)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Refuse ids (1, L), numpy or not, with room for more or for less than the pictures. Raises InvalidPrompt.
+
+        Families without placeholders (``image_token_ids``) are told by their processors where pictures stand.
+        """
+        marks = list(self.image_token_ids())
+        if not marks:
+            return
+        given = int(np.isin(np.array(ids[0]), marks).sum())
+        if not has_pictures(extra):
+            if given:
+                raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
+            return
+        needed = self.count_placeholders(extra)
+        if needed is None and not given:
+            raise InvalidPrompt("the pictures need placeholder tokens; the prompt has 0")
+        if needed is not None and given != needed:
+            raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """Count the positions of a prompt that its pictures' features take, by shapes and sizes alone; None where nothing
+        but the model's own merge tells, which then refuses another number."""
+        return None
+
     @property
     def num_words(self) -> int | None:
         """The number of tokens that the decoder has embeddings for; None where no table of them is known."""
@@ -270,9 +303,9 @@ class Adapter:
 
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
         """Describe a prompt's positions so that equal ones can be told: ids, pictures' content, and whole two-way spans."""
-        extra = self._known_inputs(inputs)
-        ids = self.expand_ids(inputs["input_ids"], extra)
-        pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
+        ids, extra = self._read(inputs)
+        with self._fitting(ids, extra):
+            pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
         rows = np.zeros((ids.shape[1], 3), dtype=np.int64)
         rows[:, 0] = np.array(ids[0])
         for picture in pictures:
@@ -448,6 +481,29 @@ class Adapter:
         limit = getattr(text, "max_position_embeddings", None)
         return int(limit) if limit else None
 
+    def _read(self, inputs: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
+        """(a prompt's ids with a placeholder for each position of a picture, what else the family reads)."""
+        extra = self._known_inputs(inputs)
+        ids = self.expand_ids(inputs["input_ids"], extra)
+        self.check_ids(ids, has_pictures=bool(extra))
+        self.check_placeholders(ids, extra)
+        return ids, extra
+
+    @contextmanager
+    def _fitting(self, ids: mx.array, extra: Mapping[str, Any]) -> Iterator[None]:
+        """Say what did not fit what, where work raises ValueError, as mlx-vlm's merges and MLX's assignments do."""
+        try:
+            yield
+        except InvalidRequest:
+            raise
+        except ValueError as error:
+            if not has_pictures(extra):
+                raise
+            given = self.count_image_tokens(ids, extra)
+            raise InvalidPrompt(
+                f"the pictures do not fit the prompt, which has {given} placeholder tokens for them: {error}"
+            ) from error
+
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
         unknown = set(given) - self.input_keys - self.ignored_inputs - IGNORED_INPUTS
@@ -456,6 +512,11 @@ class Adapter:
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
             )
         return {name: value for name, value in given.items() if name in self.input_keys}
+
+
+def has_pictures(extra: Mapping[str, Any]) -> bool:
+    """Whether a request's inputs have any pictures or videos, or their features."""
+    return any(name.startswith(PICTURE_INPUTS) for name in extra)
 
 
 def plain(value: Any) -> Any:

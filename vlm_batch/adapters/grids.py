@@ -36,17 +36,19 @@ class GridAdapter(Adapter):
     def image_processor(cls, part: Any) -> Any:
         return with_quick_patches(part)
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would answer wrongly: it drops the pictures that the prompt has no room for."""
-        grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
-        needed = sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
-        if (given := self.count_image_tokens(ids, extra)) != needed:
-            pictures = sum(len(grid) for grid in grids)
-            unnamed = "" if self.image_token_ids() else ": config.json names no image_token_id"
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Upstream drops the pictures that the prompt has no room for."""
+        super().check_placeholders(ids, extra)
+        needed = self.count_placeholders(extra)
+        if needed and not self.image_token_ids():
             raise InvalidPrompt(
-                f"{pictures} pictures need {needed} placeholder tokens; the prompt has {given}{unnamed}"
+                f"the pictures need {needed} placeholder tokens; the prompt has 0: config.json names no image_token_id"
             )
-        return super().features(ids, extra)
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """As many as its patches make when they are merged; a picture without a grid has none."""
+        grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
+        return sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
 
     def encode_grids_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """``encode_together`` for towers that take patches of several pictures, and models that take features for pixels.

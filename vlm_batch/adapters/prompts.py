@@ -70,6 +70,19 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
     return filled
 
 
+def count_masked(extra: Mapping[str, Any]) -> int | None:
+    """Count the positions that ``images_seq_mask`` (1, L) marks; None without one."""
+    mask = extra.get("images_seq_mask")
+    return None if mask is None else int(np.array(mask).sum())
+
+
+def check_mask(ids: Any, extra: Mapping[str, Any], markers: frozenset[int]) -> None:
+    """Raise InvalidPrompt if ``images_seq_mask``, by which features are placed, marks others than the placeholders."""
+    mask = extra.get("images_seq_mask")
+    if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), list(markers))):
+        raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")
+
+
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:
     """Each picture's tiles (T, 3, S, S) with its (high, wide) in pixels, from ``pixel_values`` and ``image_sizes``.
 

@@ -327,20 +327,22 @@ def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
     """Make an engine on a thread of its own, which then runs it. Raises what ``make`` raises."""
     threads.check_not_forked()
     ready: Future[Made] = Future()
-    running = threads.start(partial(_work, make, ready), name="vlm-batch-engine")
-    running.watch(stop=partial(_give_up, ready), after=partial(_give_up, ready))
+    running = threads.start(partial(_work, make, ready), name="vlm-batch-engine", is_awaited=True)
+    give_up = partial(_give_up, ready, running)
+    running.watch(stop=give_up, after=give_up)
     try:
         engine = ready.result()
     except BaseException:
-        _give_up(ready)  # nobody waits for it any more
+        give_up()  # nobody waits for it any more
         raise
     running.watch(stop=engine.loop.stop, after=engine.loop.abandon)
     return engine, running
 
 
-def _give_up(ready: Future[Made]) -> None:
-    """Have an engine that is still being made end when it is; nothing happens if it is made."""
-    ready.cancel()
+def _give_up(ready: Future[Made], running: threads.Running) -> None:
+    """Have the making of an engine end soon; nothing happens if it is made."""
+    if ready.cancel():
+        running.interrupt()
 
 
 def _work(make: Callable[[], Made], ready: Future[Made]) -> None:

@@ -32,8 +32,7 @@ NUM_DISK_READS = 4
 GRACE_SECONDS = 1.0
 #: Reads that were given up and have not come back. With so many, further ones are refused.
 MAX_LOST = 64
-#: Seconds that ``Loaders.close`` waits for processing under way. Native code that is still running when the interpreter
-#: ends aborts the process.
+#: Seconds that ``Loaders.close`` waits for processing under way. The end of the interpreter waits for all of it.
 CLOSE_SECONDS = 5.0
 #: Seconds after which an idle thread goes back to where all batchers take theirs from.
 IDLE_SECONDS = 1.0
@@ -56,11 +55,13 @@ class Pool:
     """Up to ``num_threads`` daemon threads that run calls in order, and do not wait for one that hangs.
 
     A call that has not begun ends when its request is cancelled. One with a limit of ``seconds`` ends then in any case,
-    and that long after it began; its thread is written off until it comes back, and another takes its place.
+    and that long after it began; its thread is written off until it comes back, and another takes its place. Where
+    ``is_awaited``, the interpreter does not end before a call that has begun.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, is_awaited: bool = False) -> None:
         self._num_threads = num_threads
+        self._is_awaited = is_awaited
         self._name = name
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
@@ -115,7 +116,7 @@ class Pool:
         if self._threads >= self._num_threads:
             return
         try:
-            threads.start(self._run, self._name)
+            threads.start(self._run, self._name, is_awaited=self._is_awaited)
         except RuntimeError:
             if not self._threads:
                 raise
@@ -311,8 +312,9 @@ class Loaders:
 
     def __init__(self, prepare: Callable[[Question, Cancelled], Prepared], *, num_threads: int | None = None) -> None:
         self._prepare = prepare
-        self._work = Pool(NUM_LOADERS if num_threads is None else num_threads, "vlm-batch-loader")
-        self._long_work = Pool(1, "vlm-batch-long-prompt")
+        num_loaders = NUM_LOADERS if num_threads is None else num_threads
+        self._work = Pool(num_loaders, "vlm-batch-loader", is_awaited=True)
+        self._long_work = Pool(1, "vlm-batch-long-prompt", is_awaited=True)
         self._reads = {
             Lane.DISK: Pool(NUM_DISK_READS, "vlm-batch-reader"),
             Lane.NETWORK: Pool(NUM_DOWNLOADS, "vlm-batch-download"),

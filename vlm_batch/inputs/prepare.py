@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -170,7 +170,8 @@ class Prepared:
 class Preparer:
     """One model's ``check`` (submitter's thread) and ``prepare`` (a loader's thread).
 
-    ``spec`` says what the family takes; ``image_token_ids`` are the ids whose positions hold picture features;
+    ``spec`` says what the family takes; ``image_token_ids`` are the ids whose positions hold picture features, and
+    ``check_inputs`` refuses processed inputs (numpy) that do not fit;
     ``max_context`` is how many positions the model was made for, None if it does not say.
     """
 
@@ -180,6 +181,7 @@ class Preparer:
         spec: ModelSpec,
         *,
         image_token_ids: frozenset[int],
+        check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
         max_context: int | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -191,6 +193,7 @@ class Preparer:
             raise InvalidImage(f"min_pixels and max_pixels: the processor of {spec.family} has no such bounds")
         self.max_context = max_context
         self._image_token_ids = image_token_ids
+        self._check_inputs = check_inputs
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
@@ -255,9 +258,13 @@ class Preparer:
             images, videos = map(tuple, media)
         images, clips = self._checked_images(images), self._checked_videos(videos)
         if request.inputs is not None:
-            return Question(inputs=_checked_inputs(request.inputs, images or videos))
+            inputs = _checked_inputs(request.inputs, images or videos)
+            self._check_inputs(inputs)
+            return Question(inputs=inputs)
         if request.token_ids is not None:
             ids = _checked_ids(request.token_ids, self._image_token_ids)
+            if not images and not videos:
+                self._check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
             return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
         for text in texts_of([request.prompt, turns]):

@@ -83,13 +83,15 @@ class DeepseekV4(Adapter):
         size = int(self.config.vocab_size)
         return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
 
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """Ids past the vocabulary; upstream would leave zeros in those that no picture takes."""
+        if "image_grid_hw" not in extra:
+            return 0
+        return sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra))
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what upstream would leave zeros in, or take for another prompt's."""
-        count = len(extra.get("image_grid_hw", ()))
-        given = sum(len(np.array(extra["image_types"])[start:end]) for start, end in self.parts(extra)) if count else 0
-        if (marks := self.count_image_tokens(ids, extra)) != given:
-            raise InvalidPrompt(f"{count} pictures need {given} ids past the vocabulary; the prompt has {marks}")
-        if count and np.any(np.array(extra["image_sample_indices"])):
+        """Refuses what upstream would take for another prompt's."""
+        if "image_grid_hw" in extra and np.any(np.array(extra["image_sample_indices"])):
             raise InvalidPrompt("the pictures belong to several prompts; a request is one prompt with its own pictures")
         return super().features(ids, extra)
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import check_mask, count_masked
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -50,6 +51,13 @@ class DeepseekVL2(Adapter):
         from vlm_batch.models._deepseek_vl_v2 import PATCHES
 
         return PATCHES
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        return count_masked(extra)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        super().check_placeholders(ids, extra)
+        check_mask(ids, extra, self.image_token_ids())
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, with a count for everything that it reads one of."""

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.prompts import check_mask, count_masked
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -39,12 +40,23 @@ class SamOCR(Adapter):
 
         return PATCHES
 
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        return count_masked(extra)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        super().check_placeholders(ids, extra)
+        check_mask(ids, extra, self.image_token_ids())
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for as many pictures as it has room for."""
+        self.check_one_picture(extra)
+        return super().features(ids, extra)
+
+    def check_one_picture(self, extra: Mapping[str, Any]) -> None:
+        """Refuse several pictures where the family takes one."""
         crops = np.array(extra["images_spatial_crop"]) if "images_spatial_crop" in extra else np.zeros((0, 2))
         if not self.spec.multi_image and len(crops) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: it fills one picture's placeholders")
-        return super().features(ids, extra)
 
 
 @register(

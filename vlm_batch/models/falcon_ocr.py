@@ -36,6 +36,10 @@ class FalconOCR(Adapter):
     #: Made again for each chunk from the picture's span, without an L x L array.
     ignored_features = frozenset({"attention_mask_4d"})
 
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        grids = extra.get("image_grid_hw")
+        return None if grids is None else sum(high * wide for high, wide in np.array(grids).tolist())
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for one picture: its ``get_rope_index`` would leave the second without rows and columns."""
         if len(extra.get("image_grid_hw", ())) > 1:

@@ -10,6 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import LastPosition, two_tables
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -49,6 +50,21 @@ class JinaVLM(Adapter):
 
     def last_position_logits(self) -> None:
         self.language.ln_f = LastPosition(self.language.ln_f)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Features are added where ``image_input_idx`` says, which may leave out some; each must be at a placeholder."""
+        super().check_placeholders(ids, extra)
+        if "image_input_idx" not in extra:
+            return
+        index = np.array(extra["image_input_idx"]).reshape(-1)
+        is_picture = np.isin(np.array(ids[0]), list(self.image_token_ids()))
+        used = index[index >= 0]
+        places = int(is_picture.sum())
+        if places > len(index) or (used.size and (used.max() >= len(is_picture) or not is_picture[used].all())):
+            raise InvalidPrompt(
+                f"image_input_idx has places for {len(used)} of {len(index)} features; the prompt has {places} placeholder "
+                "tokens, and not at all of these places"
+            )
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's embeddings, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.routing import dropped_groups
@@ -46,6 +47,12 @@ class KimiVL(Kimi):
     """Its latents are made into keys and values before they are stored."""
 
     input_keys = Kimi.input_keys | {"_grid_shapes"}
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        if "image_grid_hws" not in extra:
+            return None
+        high, wide = self.config.vision_config.merge_kernel_size
+        return sum((h // high) * (w // wide) for h, w in np.array(extra["image_grid_hws"]).tolist())
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.towers import resized_positions
@@ -23,6 +26,12 @@ class LocateAnything(Adapter):
     """RoPE takes each row's own offset."""
 
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        if "image_grid_hws" not in extra:
+            return None
+        high, wide = self.config.vision_config.merge_kernel_size
+        return sum((h // high) * (w // wide) for h, w in np.array(extra["image_grid_hws"]).tolist())
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

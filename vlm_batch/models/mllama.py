@@ -44,6 +44,11 @@ class Mllama(Adapter):
 
         return PATCHES
 
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """One for each picture."""
+        pixels = extra.get("pixel_values")  # (1, images, tiles, ...)
+        return None if pixels is None else int(pixels.shape[1])
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's embeddings and vision states, and which tiles each token sees (its mask is cut per chunk here)."""
         extra = dict(extra)

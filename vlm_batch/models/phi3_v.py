@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE, LongRoPEAdapter
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
+
+#: Pixels of a side of the crops that its processor makes.
+CROP = 336
 
 
 @register(ModelSpec(family="phi3_v", model_types=("phi3_v",), notes=(LONG_ROPE_NOTE,)))
@@ -26,6 +30,16 @@ class Phi3V(LongRoPEAdapter):
 
         # Upstream calls ``mx.fast`` itself (phi3_v.py:89).
         return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), **super().patches()}
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """The k-th picture needs so many ids -k as its crops have features, with those that end their rows."""
+        super().check_placeholders(ids, extra)
+        tokens, each = np.array(ids[0]), int(self.config.vision_config.num_img_tokens)
+        for index, (high, wide) in enumerate((np.array(extra.get("image_sizes", ())) // CROP).tolist()):
+            needed = (high * wide + 1) * each + 1 + (high + 1) * math.isqrt(each)
+            given = int((tokens == -1 - index).sum())
+            if given != needed:
+                raise InvalidPrompt(f"picture {index + 1} needs {needed} placeholder tokens; the prompt has {given}")
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for as many pictures as the prompt has placeholders for."""

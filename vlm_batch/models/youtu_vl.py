@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.latent import latent_attention
@@ -22,6 +25,15 @@ class YoutuVL(Adapter):
 
     input_keys = frozenset({"pixel_values", "spatial_shapes"})
     ignored_inputs = frozenset({"pixel_attention_mask"})
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        if "spatial_shapes" not in extra:
+            return None
+        sizes, merged = (
+            np.array(extra["spatial_shapes"]).tolist(),
+            int(self.config.vision_config.spatial_merge_size) ** 2,
+        )
+        return sum(high * wide // merged for high, wide in sizes)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -5,14 +5,17 @@ the thread as joined. If the interpreter is ending too, that lock is not to be h
 without an active exception", about one exit in ten; mlx 0.32, thread-local compile cache). A thread that waits for the next
 engine instead is simply there when the process goes. It also keeps its MLX stream, of which a new thread would make another.
 
-A thread that is in MLX when the interpreter goes aborts the process in the same way. So work that says how it is stopped is
-stopped, and waited for, before that; whether or not anybody still holds it.
+A thread that is in MLX, or in another library's C++ or Rust, when the interpreter goes aborts the process in the same way:
+Python ends it where it comes back. So work that may be there is stopped, and waited for, before that; whether or not anybody
+still holds it. Nothing can end a call within such a library: however long it takes, it is waited for, and Ctrl-C, or a
+limit that only a hung device meets, leaves the process without its interpreter's end, by a status that says so.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import sys
@@ -24,8 +27,13 @@ from typing import TypeAlias
 Work = Callable[[], None]
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Work, Running]]"
 
-#: Seconds that the end of the interpreter waits at most for work that was told to stop.
-EXIT_SECONDS = 10.0
+#: Seconds that the end of the interpreter waits for work that was told to stop: silently, and at most.
+SILENT_SECONDS = 10.0
+EXIT_SECONDS = 600.0
+#: Seconds from one request to stop to the next.
+_ASK_SECONDS = 1.0
+#: Exit statuses of a process that could not wait for its interpreter's end: Ctrl-C, and work that hangs.
+INTERRUPTED, HUNG = 130, 70
 
 #: The parent process, in a child that was forked after threads of this module had begun.
 _forked_from: int | None = None
@@ -38,19 +46,28 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-class Running:
-    """Work on a thread of this module. ``join`` waits for its end, and returns at once on the thread itself."""
+class Interrupted(SystemExit):
+    """Raised in work whose outcome nobody wants any more, between two of its instructions."""
 
-    def __init__(self) -> None:
+
+class Running:
+    """Work on a thread of this module. ``join`` waits for its end, and returns at once on the thread itself.
+
+    Where it ``is_awaited``, the interpreter does not end before it.
+    """
+
+    def __init__(self, *, is_awaited: bool = False) -> None:
+        self.is_awaited = is_awaited
+        self._may_interrupt = True
         self._ended = threading.Event()
         self._thread: int | None = None
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
         self._after: Callable[[], None] | None = None
 
-    def join(self, timeout: float | None = None) -> None:
-        if not self.is_here():
-            self._ended.wait(timeout)
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether it has ended, after ``timeout`` seconds at most."""
+        return self.is_here() or self._ended.wait(timeout)
 
     def is_here(self) -> bool:
         """Whether the work is done on the thread that asks."""
@@ -70,6 +87,26 @@ class Running:
         if self._stop is not None:
             self._stop()
 
+    def interrupt(self) -> None:
+        """Raise Interrupted in the work, once, as soon as it is in Python: a call within MLX ends first."""
+        with self._lock:
+            if self._may_interrupt and self._thread is not None:
+                self._may_interrupt = False
+                _raise_in(self._thread, Interrupted)
+
+    def run(self, work: Work) -> None:
+        """Do the work. What it raises is reported as threads do, but for SystemExit and what ``interrupt`` raised."""
+        self._thread = threading.get_ident()
+        try:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._may_interrupt = False
+                _raise_in(self._thread, None)  # what was to be raised and is late
+        except BaseException:
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
     def end(self) -> None:
         """Mark the work as ended: no thread does it any more."""
         self._thread = None
@@ -81,9 +118,9 @@ class Running:
             after()
 
 
-def start(work: Work, name: str) -> Running:
+def start(work: Work, name: str, *, is_awaited: bool = False) -> Running:
     """Run ``work`` on an idle thread, or on a new one of that name."""
-    running = Running()
+    running = Running(is_awaited=is_awaited)
     try:
         tasks = _idle.pop()
     except IndexError:
@@ -100,24 +137,48 @@ def _serve(tasks: _Tasks) -> None:
 
 
 def _run(tasks: _Tasks, work: Work, running: Running) -> None:
-    running._thread = threading.get_ident()
-    try:
-        work()
-    except BaseException:
-        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+    running.run(work)
     _idle.append(tasks)
     running.end()
 
 
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Have an exception raised in a thread when it next runs an instruction of Python's; None takes that back."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )
+
+
 def _stop_all() -> None:
-    """Before the interpreter ends: stop what can be stopped, and wait for it."""
-    stopped = [running for running in tuple(_running) if running._stop is not None]
-    for running in stopped:
-        with contextlib.suppress(Exception):
-            running.stop()
-    deadline = time.monotonic() + EXIT_SECONDS
-    for running in stopped:
-        running.join(max(0.0, deadline - time.monotonic()))
+    """Before the interpreter ends: stop what must not be running then, and wait for it."""
+    begin, has_said = time.monotonic(), False
+    try:
+        while awaited := [running for running in tuple(_running) if running.is_awaited and not running.is_here()]:
+            for running in awaited:
+                with contextlib.suppress(Exception):
+                    running.stop()
+            awaited[0].join(_ASK_SECONDS)
+            waited = time.monotonic() - begin
+            if waited > EXIT_SECONDS:
+                _leave(HUNG, f"a call that began before the exit has not come back in {EXIT_SECONDS:.0f} s")
+            if waited > SILENT_SECONDS and not has_said:
+                has_said = True
+                _say("the exit waits for a step or a load that is under way; Ctrl-C ends it now")
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED, "interrupted")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(Exception):
+        print(f"vlm-batch: {text}", file=sys.stderr, flush=True)
+
+
+def _leave(status: int, text: str) -> None:
+    """End the process at once, while a thread is where the interpreter's own end would abort it."""
+    _say(text)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def check_not_forked() -> None:
