@@ -24,10 +24,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from vlm_batch import VLMBatcher
+from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
-from vlm_batch.jobs import journal
+from vlm_batch.jobs import journal, order
 from vlm_batch.jobs.rows import InvalidJob, Shard
+from vlm_batch.jobs.summary import stages_of
 from vlm_batch.many import in_turn
 from vlm_batch.types import Event, Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
@@ -622,6 +625,31 @@ def here() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
+def test_pictures_of_one_size_are_asked_about_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a window: nothing waits for more than so many others. Files that are no pictures are asked about, too."""
+    monkeypatch.setattr(order, "WINDOW", 10)
+    monkeypatch.setattr(order, "LOOK_SECONDS", 60.0)
+    (folder / "many").mkdir()
+    for number in range(30):
+        Image.new("RGB", ((8, 6), (6, 8), (7, 7))[number % 3]).save(folder / "many" / f"{number:02}.png")
+    (folder / "many" / "05.png").write_bytes(b"no picture")
+
+    class InTurn(Echo):
+        def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
+            return map(self.answer, requests)
+
+    echo = InTurn()
+    assert cli.main(["run", "many", "--out", "out.jsonl", "--quiet"], open_batcher=echo) == 0
+    asked = [int(Path(name).stem) for name in echo.asked]
+    assert sorted(asked) == list(range(30))
+    assert asked[:10] == [5, 1, 4, 7, 2, 8, 0, 3, 6, 9]  # unknown, 6x8, 7x7, 8x6, each in its order
+    assert all(set(asked[at : at + 10]) == set(range(at, at + 10)) for at in (0, 10, 20))
+    monkeypatch.setattr(order, "LOOK_SECONDS", -1.0)  # a drive on which one look takes as long as a window may
+    slow = InTurn()
+    cli.main(["run", "many", "--out", "again.jsonl", "--quiet"], open_batcher=slow)
+    assert [int(Path(name).stem) for name in slow.asked] == list(range(30))
+
+
 def test_standard_input_is_answered_as_it_comes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -644,8 +672,47 @@ def test_a_dry_run_keeps_nothing(folder: Path, capsys: pytest.CaptureFixture[str
     )  # r3 is bad
     out = capsys.readouterr().out
     assert "user: what k0?" in out and "system: Be brief." in out
-    assert "20 rows, about 0 s" in out
+    assert "20 rows, about 0 s" in out and "memory: " in out
     assert len(echo.asked) == 8 and not Path("out.jsonl").exists()
+
+
+def test_a_dry_run_shows_what_the_model_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rendered prompts, sizes, tokens of each, and what all would take in time and memory."""
+    pictures = [str(path) for path in sample_images()[:2]]
+    assert cli.main(["run", *pictures, "--prompt", "describe {stem}", "--max-tokens", "4", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    with VLMBatcher(default_checkpoint()) as batcher:
+        for path in sample_images()[:2]:
+            asked = Request(prompt=f"describe {path.stem}", images=path, params=SamplingParams(max_tokens=4))
+            rendered = batcher.rendered(asked)
+            assert rendered is not None and all(f"  | {line}\n" in out for line in rendered.rstrip("\n").split("\n"))
+            result = batcher.submit_request(asked).result(timeout=60)
+            ((wide, high),), usage = result.image_sizes, result.usage
+            assert f"{wide}x{high}; processed to " in out
+            assert f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; " in out
+    assert re.search(r"2 rows, about \d+ s at [\d.]+ s a row \(measured on 2,", out)
+    assert re.search(r"memory: [\d.]+ GB so far; .* [\d.]+ GB more", out)
+
+
+def test_where_the_time_went_and_how_busy_the_engine_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of real answers: each row's stages are its whole life, and reading and processing are parts of the wait for a place."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(12):
+        Image.new("RGB", (200, 160), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    page = tmp_path / "page.html"
+    options = ["--max-tokens", "4", "--report", str(page), "--quiet", "--out", str(tmp_path / "out.jsonl")]
+    assert cli.main(["run", str(folder), "--model", str(default_checkpoint()), *options]) == 0
+    out = capsys.readouterr().out
+    for stage in ("reading", "processing", "waiting", "encoding", "prefill", "decode", "source"):
+        assert re.search(rf"^ *{stage} +[\d.]+ ", out, re.M), stage
+        assert f"<td>{stage}</td>" in page.read_text()
+    assert re.search(r"the engine had work for \d+% of the time", out)
+    for row in answers(tmp_path / "out.jsonl"):
+        timings = row["timings"]
+        assert timings["read"] > 0 and timings["process"] > 0
+        assert timings["read"] + timings["process"] <= timings["queue"] + 1e-3
+        assert sum(stages_of(Timings(**timings)).values()) == pytest.approx(timings["total"], abs=1e-3)
 
 
 def test_the_report_is_one_page_that_shows_markup_as_text(folder: Path) -> None:

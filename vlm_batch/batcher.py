@@ -246,6 +246,13 @@ class VLMBatcher:
         async for _, result in many.in_turn_async(self.submit_request, requests, self._most_in_flight):
             yield result
 
+    def rendered(self, request: Request) -> str | None:
+        """A request's prompt as the chat template makes it, one placeholder a picture; None if it is tokens already.
+
+        Raises InvalidRequest, as ``submit_request`` would.
+        """
+        return self._preparer.check(request).prompt
+
     def map(
         self,
         table: Any,

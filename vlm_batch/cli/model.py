@@ -23,6 +23,8 @@ BATCHER_OPTIONS = (
     "max_prompt_tokens",
     "max_image_pixels",
     "max_video_pixels",
+    "min_pixels",
+    "max_pixels",
     "cache_bytes",
     "cache_dir",
     "cache_dir_bytes",
@@ -99,6 +101,13 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     say("--max-image-pixels", type=_amount, metavar="N", help="largest picture, as 40M; none lifts it (default: 89.5M)")
     say(
         "--max-video-pixels", type=_amount, metavar="N", help="likewise, all frames of a video together (default: 500M)"
+    )
+    say("--min-pixels", type=_bytes, metavar="N", help="least that the model sees of a picture (default: the model's)")
+    say(
+        "--max-pixels",
+        type=_bytes,
+        metavar="N",
+        help="most that the model sees of a picture, as 1M: fewer tokens (likewise)",
     )
     say(
         "--cache-bytes",

@@ -75,7 +75,15 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             raise UsageError("--ray and --shard auto are two ways to use several machines; give one of them")
         open_batcher = open_cluster
     if args.dry_run:
-        return show_dry_run(Job(sources, questions, Nowhere(), _shard(args)), lambda: open_batcher(args), sys.stdout)
+        from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES  # with MLX, which is needed now
+
+        return show_dry_run(
+            Job(sources, questions, Nowhere(), _shard(args)),
+            lambda: open_batcher(args),
+            sys.stdout,
+            rows=args.batch,
+            cache_bytes=vars(args).get("cache_bytes", DEFAULT_CACHE_BYTES),
+        )
     return _answer(sources, questions, args, open_batcher)
 
 
@@ -262,6 +270,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     names = (
         "max_prompt_tokens",
         "max_image_pixels",
+        "min_pixels",
+        "max_pixels",
         "kv_bits",
         "kv_group_size",
         "kv_quant_scheme",

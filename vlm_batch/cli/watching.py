@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from collections.abc import Callable
 from itertools import islice
 from types import TracebackType
-from typing import TextIO
+from typing import Protocol, TextIO, runtime_checkable
 
 from rich import box
 from rich.console import Console
@@ -18,10 +19,10 @@ from rich.text import Text
 
 from vlm_batch.cli.console import open_console, plain_text
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import Row
-from vlm_batch.jobs.runner import Batcher, Job, OpenBatcher, Plan, Watch
+from vlm_batch.jobs.rows import Ids, Row
+from vlm_batch.jobs.runner import Batcher, Counting, Job, OpenBatcher, Plan, Watch
 from vlm_batch.jobs.summary import STAGES, Summary
-from vlm_batch.types import Result
+from vlm_batch.types import Request, Result
 
 STATUS_STYLES = {"stop": "green", "length": "yellow", "cancelled": "yellow", "error": "red"}
 #: Seconds between two lines of progress where there is no terminal.
@@ -30,8 +31,9 @@ PLAIN_SECONDS = 10.0
 TABLE_ROWS = 200
 #: Rows from which on the totals come with a histogram, where the time went and the failures by reason.
 FIGURES_FROM = 12
-#: Rows that a dry run asks.
+#: Rows that a dry run shows, and most characters of their prompts.
 DRY_ROWS = 8
+MAX_PROMPT = 2000
 
 
 class JobView(Watch):
@@ -122,6 +124,8 @@ class JobView(Watch):
         parts.append(f"{summary.tokens / seconds:.0f} tokens/s")
         if summary.cached_tokens:
             parts.append(f"{summary.cached_tokens / summary.prompt_tokens:.0%} of prompts cached")
+        if summary.busy_share is not None:
+            parts.append(f"engine busy {summary.busy_share:.0%}")
         parts.append(spell_memory())
         if summary.total is not None and summary.ended_rows:
             left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
@@ -146,6 +150,8 @@ class JobView(Watch):
             for part in (_latencies(summary), _stages(summary), _reasons(summary)):
                 if part is not None:
                     self._out.print(part)
+            if summary.busy_share is not None:
+                self._out.print(f"the engine had work for {summary.busy_share:.0%} of the time", soft_wrap=True)
         if self._answers_in is not None:
             self._out.print(Text(plain_text(f"answers: {self._answers_in}")), soft_wrap=True)
 
@@ -217,8 +223,8 @@ def _stages(summary: Summary) -> Table | None:
     table = Table(title="where a row's time goes (mean seconds)", title_justify="left", box=None, show_header=False)
     for stage, said in STAGES.items():
         table.add_row(stage, f"{summary.stages[stage] / summary.answered:.3f}", Text(said, style="dim"))
-    reading = summary.reading / max(1, summary.ended_rows)
-    table.add_row("source", f"{reading:.3f}", Text("rows and pages of the source, one at a time", style="dim"))
+    source = summary.source / max(1, summary.ended_rows)
+    table.add_row("source", f"{source:.3f}", Text("rows and pages of the source, one at a time", style="dim"))
     return table
 
 
@@ -235,15 +241,24 @@ def _reasons(summary: Summary) -> Table | None:
 # ---- a dry run ----
 
 
-def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO) -> int:
-    """Ask the first rows without keeping their answers; show prompts, sizes and tokens, and what all would take."""
-    from vlm_batch.jobs.rows import Ids
+@runtime_checkable
+class Renders(Protocol):
+    """A batcher that shows what its model's chat template makes of a request."""
 
+    def rendered(self, request: Request) -> str | None: ...
+
+
+def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, rows: int, cache_bytes: int) -> int:
+    """Ask the first rows without keeping their answers; show prompts, sizes and tokens, and what all would take.
+
+    ``rows`` are as many as are in the batch together, ``cache_bytes`` what the batcher keeps at most for later ones.
+    """
     console = open_console(out)
     plan = job.plan(Ids(), Ids())
     for reason, count in list(plan.wrong.items())[:8]:
         console.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
-    items = [item for item in islice(job.items(), 4 * DRY_ROWS) if item.error is None][:DRY_ROWS]
+    num_asked = max(DRY_ROWS, rows)
+    items = [item for item in islice(job.items(), 4 * num_asked) if item.error is None][:num_asked]
     asked = {item.id: item for item in items}
     if not items:
         console.print("no row among the first can be asked")
@@ -252,8 +267,10 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO) -> int:
         began = time.perf_counter()
         results = list(batcher.as_completed([item.request() for item in items]))
         seconds = time.perf_counter() - began
-    for result in sorted(results, key=lambda result: asked[result.request_id].number):
-        _show_asked(console, asked[result.request_id], result)
+        results.sort(key=lambda result: asked[result.request_id].number)
+        for result in results[:DRY_ROWS]:
+            _show_asked(console, asked[result.request_id], result, batcher)
+        kept = batcher.stats().cache_bytes if isinstance(batcher, Counting) else cache_bytes
     each = seconds / len(items)
     if plan.total is None:
         console.print(f"{each:.2f} s a row; standard input does not say how many rows there are")
@@ -261,17 +278,34 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO) -> int:
         askable = plan.total - sum(plan.wrong.values())
         console.print(
             f"{_count(askable, 'row')}, about {spell_seconds(askable * each)} at {each:.2f} s a row "
-            f"(measured on {len(items)}), {spell_memory()} at the most so far"
+            f"(measured on {len(items)}, the model's first steps among them)",
+            soft_wrap=True,
         )
+    more = max(0, cache_bytes - kept) / 1e9
+    console.print(
+        f"memory: {spell_memory()} so far; with what is kept for later rows at its most (--cache-bytes), {more:.1f} GB more",
+        soft_wrap=True,
+    )
     return 0 if all(result.ok for result in results) else 1
 
 
-def _show_asked(console: Console, item: Item, result: Result) -> None:
+def _show_asked(console: Console, item: Item, result: Result, batcher: object) -> None:
     console.print(Text(plain_text(item.id), style="bold"), soft_wrap=True)
-    for message in item.messages or ({"role": "user", "content": item.prompt},):
-        console.print(Text(plain_text(f"  {message['role']}: {message['content']}")), soft_wrap=True)
-    pairs = [*result.image_sizes]
-    sizes = [f"{width}x{height}" for width, height in pairs]
+    rendered = None
+    if isinstance(batcher, Renders):
+        with contextlib.suppress(Exception):  # what is wrong with it, its result says
+            rendered = batcher.rendered(item.request())
+    if rendered is not None:
+        lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
+        lines += [f"... and {len(rendered) - MAX_PROMPT:,} characters more"] if len(rendered) > MAX_PROMPT else []
+    else:
+        lines = [
+            f"{one['role']}: {one['content']}" for one in item.messages or ({"role": "user", "content": item.prompt},)
+        ]
+    for line in lines:
+        console.print(Text(plain_text(f"  | {line}")), soft_wrap=True)
+    sizes = [f"{width}x{height}" for width, height in result.image_sizes]
+    sizes += [f"{frames} frames of {width}x{height}" for frames, width, height in result.video_sizes]
     sizes += [f"processed to {width}x{height}" for width, height in result.model_image_sizes]
     usage = result.usage
     tokens = f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; {usage.completion_tokens} answered"

@@ -6,6 +6,8 @@ Every failure is an InvalidImage that names the source and what was wrong with i
 from __future__ import annotations
 
 import io
+import os
+import stat
 import threading
 from functools import cache
 from io import BytesIO
@@ -65,6 +67,17 @@ def load_image(
         return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
+
+
+def size_of_file(path: str) -> tuple[int, int] | None:
+    """(width, height) as the header of a file says, nothing decoded; None for what is no picture file that can be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for somebody to write
+            return None
+        with _open_within(path, None) as image:
+            return image.size
+    except Exception:  # as reading it will say
+        return None
 
 
 def describe_source(source: ImageInput) -> str:

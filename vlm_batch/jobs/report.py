@@ -42,6 +42,9 @@ def render(summary: Summary, *, model: str, prompts: Sequence[str]) -> str:
         loader=jinja2.PackageLoader("vlm_batch.jobs"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     stages = [(name, said, summary.stages[name] / max(1, summary.answered)) for name, said in STAGES.items()]
+    stages.append(
+        ("source", "rows and pages of the source, one at a time", summary.source / max(1, summary.ended_rows))
+    )
     return environment.get_template("report.html").render(
         summary=summary,
         model=model,

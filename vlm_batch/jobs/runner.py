@@ -9,22 +9,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from vlm_batch.errors import describe
 from vlm_batch.jobs.files import identity
+from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Summary
-from vlm_batch.types import Request, Result, Usage
+from vlm_batch.types import Request, Result, Stats, Usage
 
 
 class Batcher(Protocol):
     """The part of a batcher that a job needs."""
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A batcher that says how busy its engine was."""
+
+    def stats(self) -> Stats: ...
 
 
 OpenBatcher = Callable[[], AbstractContextManager[Batcher]]
@@ -235,20 +243,22 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
         summary.add(item, result)
         watch.ended(item, result, len(alive))
 
+    def left() -> Iterator[Item]:
+        for item in job.items():
+            if job.is_once and not seen.add(item.id):
+                summary.again += 1
+            elif not is_done(item):
+                yield item
+
     def requests() -> Iterator[Request]:
-        items = job.items()
+        items = by_size(left()) if all(isinstance(source, Files) for source in job.sources) else left()
         while True:
             began = time.perf_counter()
             item = next(items, None)
             if item is None:
                 return
-            if job.is_once and not seen.add(item.id):
-                summary.again += 1
-                continue
-            if is_done(item):
-                continue
             request, item = make_request(item)
-            summary.reading += time.perf_counter() - began
+            summary.source += time.perf_counter() - began
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
                 continue
@@ -256,10 +266,13 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             yield request
 
     summary.begin()
+    busy_before = batcher.stats().busy_seconds if isinstance(batcher, Counting) else 0.0
     watch.began(batcher, summary)
     try:
         for result in batcher.as_completed(requests()):
             end(alive.pop(result.request_id), result)
+            if isinstance(batcher, Counting):
+                summary.busy = batcher.stats().busy_seconds - busy_before
     except KeyboardInterrupt:
         summary.interrupted = True
 

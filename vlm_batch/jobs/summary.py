@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from vlm_batch.inputs.images import load_image
 from vlm_batch.jobs.questions import Item
-from vlm_batch.types import Result
+from vlm_batch.types import Result, Timings
 
 #: Buckets of latency for each factor of ten, from a millisecond to a day.
 BUCKETS_A_DECADE = 6
@@ -23,11 +23,20 @@ MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS = 200, 50, 24, 120
 THUMBNAIL_SIDE = 240
 
 STAGES = {
-    "waiting": "read, processed and queued until there was room",
+    "reading": "files and URLs into memory, several at a time",
+    "processing": "decoding pictures and the model's processor, on a thread for each core",
+    "waiting": "for room with the loaders and in the batch",
     "encoding": "pictures to features",
     "prefill": "the prompt, shared with other rows",
     "decode": "the answer, shared with other rows",
 }
+
+
+def stages_of(timings: Timings) -> dict[str, float]:
+    """A row's seconds by stage: what its life is made of, in the order of ``STAGES``."""
+    waiting = max(0.0, timings.queue - timings.read - timings.process)
+    parts = (timings.read, timings.process, waiting, timings.encode, timings.prefill, timings.decode)
+    return dict(zip(STAGES, parts, strict=True))
 
 
 @dataclass
@@ -91,7 +100,11 @@ class Sample:
 
 @dataclass
 class Summary:
-    """A job's figures. ``failed_before`` and ``done_before`` are of earlier runs on the same output."""
+    """A job's figures. ``failed_before`` and ``done_before`` are of earlier runs on the same output.
+
+    ``source`` are the seconds that its rows took to be read from their source, one at a time, and ``busy`` those in which
+    the engine had rows to work on, None where the batcher does not say.
+    """
 
     total: int | None = None
     done_before: int = 0
@@ -111,7 +124,8 @@ class Summary:
     first_tokens: Histogram = field(default_factory=Histogram)
     course: Course = field(default_factory=Course)
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    reading: float = 0.0
+    source: float = 0.0
+    busy: float | None = None
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -130,6 +144,11 @@ class Summary:
     def seconds(self) -> float:
         """From the first request to the last answer; loading the model is not in it."""
         return max(self.ended - self.began, 1e-9)
+
+    @property
+    def busy_share(self) -> float | None:
+        """The share of the time in which the engine had work; the rest of it waited for rows."""
+        return None if self.busy is None else min(1.0, self.busy / self.seconds)
 
     def begin(self) -> None:
         self.began = self.ended = time.perf_counter()
@@ -154,9 +173,7 @@ class Summary:
         self.latencies.add(timings.total)
         if timings.ttft == timings.ttft:
             self.first_tokens.add(timings.ttft)
-        for stage, seconds in zip(
-            STAGES, (timings.queue, timings.encode, timings.prefill, timings.decode), strict=True
-        ):
+        for stage, seconds in stages_of(timings).items():
             self.stages[stage] += seconds
         if self.keeps_samples:
             self._keep(item, result)
