@@ -667,6 +667,34 @@ def test_a_step_that_fails_on_the_device_is_tried_again(where: str) -> None:
         assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
 
 
+@pytest.mark.parametrize("fails", [(2,), (2, 6)], ids=["once", "twice"])
+def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: tuple[int, ...]) -> None:
+    """Rows are sampled one by one, and the first of them fails when it is launched: the others begin again with it."""
+    count = 0
+
+    class Failing(Sampled):
+        def arrays(self) -> list[mx.array]:
+            raise RuntimeError("the device failed")
+
+    def sampler(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
+        nonlocal count
+        count += 1
+        if len(rows) > 1 and count < 4:
+            raise ValueError("each alone, please")
+        sampled = sample(logits, rows)
+        return Failing(sampled.tokens, sampled.logits) if count in fails else sampled
+
+    generator = BatchGenerator(shared_adapter(FAMILY), placement=Placement.SLAB, sampler=sampler)
+    for seed, (name, key) in enumerate(FOUR.items()):
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, seed=seed))
+    results = _finish(generator)
+    assert generator.num_recomputed == len(FOUR)
+    ended = [name for name, result in results.items() if result.error]
+    assert len(ended) == len(fails) - 1  # who fails apart, too
+    for name, key in [(name, key) for name, key in FOUR.items() if name not in ended]:
+        assert list(results[name].token_ids) == oracle(FAMILY, key).tokens[:NUM_TOKENS]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("fits", [2, 3])
 def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ _OPTIONAL = (
     "prefill_together",
     "smallest_chunk",
     "max_prompt_tokens",
+    "max_bytes",
 )
 
 
@@ -39,7 +40,8 @@ class SchedulerConfig:
     ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
     requests whose pictures are read while they wait, beside a batch's worth. ``max_prompt_tokens``: longer prompts are
-    refused. None leaves a setting to the device (``vlm_batch.engine.defaults.for_placement``).
+    refused. ``max_bytes``: of keys and values of the rows that have places. None leaves a setting to the device
+    (``vlm_batch.engine.defaults.for_placement``).
     """
 
     max_rows: int = 8
@@ -56,6 +58,7 @@ class SchedulerConfig:
     ageing_seconds: float = 5.0
     look_ahead: int = 16
     max_prompt_tokens: int | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "look_ahead"):
