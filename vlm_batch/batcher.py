@@ -56,6 +56,9 @@ class VLMBatcher:
     seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
     them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides, and
     ``generate`` keeps that many in flight.
+    ``max_bytes`` bounds the keys and values of the requests that decode or are prefilled: as many as fit go on together, the
+    last in line waits where they grow beyond it, and a request that does not fit alone ends with OutOfMemory and the
+    numbers; None takes what the device has beside the weights and ``cache_bytes``.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -87,6 +90,7 @@ class VLMBatcher:
         max_pixels: int | None = None,
         fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
+        max_bytes: int | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         cache_dir: str | Path | None = None,
         cache_dir_bytes: int = DEFAULT_DIRECTORY_BYTES,
@@ -106,6 +110,7 @@ class VLMBatcher:
                 token_gap=token_gap,
                 look_ahead=look_ahead,
                 max_prompt_tokens=max_prompt_tokens,
+                max_bytes=max_bytes,
             ),
             caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
             limits=Limits(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.arrays import stack_logits
+from vlm_batch.arrays import num_bytes, stack_logits
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
@@ -212,6 +212,11 @@ class BatchGenerator:
         for row in list(self._rows.values()):
             self._forget(row)
         self._events = []
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of processors' outputs that rows keep, to begin again from."""
+        return sum(num_bytes(row.given) for row in tuple(self._rows.values()))
 
     @property
     def has_work(self) -> bool:
