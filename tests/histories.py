@@ -130,7 +130,8 @@ class Prepared:
 
 
 @cache
-def adapter_of(family: str) -> Adapter:
+def adapter_of(family: str, of: str = "histories") -> Adapter:
+    """A tiny model's adapter: one for all histories, and one for the answers alone, which remembers nothing."""
     tiny = tiny_family(family)
     return adapter_for(tiny.registered)(tiny.build())
 
@@ -156,7 +157,7 @@ def inputs_of(family: str, key: str | tuple[int, ...]) -> Inputs:
 @lru_cache(maxsize=20_000)
 def alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
     """Each answer to a request, as it is with nobody beside it, from the beginning, in an engine of its own."""
-    adapter = adapter_of(family)
+    adapter = adapter_of(family, "alone")
     found = []
     for index in range(asked.params.n):
         seed = None if asked.params.seed is None else asked.params.seed + index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -47,6 +48,7 @@ from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.loading import load_model
 from vlm_batch.runtime import threads, watchdog
@@ -669,6 +671,34 @@ def test_a_step_that_fails_on_the_device_is_tried_again(where: str) -> None:
         assert list(results[name].token_ids) == oracle(FAMILY, FOUR[name]).tokens[:NUM_TOKENS]
 
 
+@pytest.mark.parametrize("fails", [(2,), (2, 6)], ids=["once", "twice"])
+def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: tuple[int, ...]) -> None:
+    """Rows are sampled one by one, and the first of them fails when it is launched: the others begin again with it."""
+    count = 0
+
+    class Failing(Sampled):
+        def arrays(self) -> list[mx.array]:
+            raise RuntimeError("the device failed")
+
+    def sampler(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
+        nonlocal count
+        count += 1
+        if len(rows) > 1 and count < 4:
+            raise ValueError("each alone, please")
+        sampled = sample(logits, rows)
+        return Failing(sampled.tokens, sampled.logits) if count in fails else sampled
+
+    generator = BatchGenerator(shared_adapter(FAMILY), placement=Placement.SLAB, sampler=sampler)
+    for seed, (name, key) in enumerate(FOUR.items()):
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, seed=seed))
+    results = _finish(generator)
+    assert generator.num_recomputed == len(FOUR)
+    ended = [name for name, result in results.items() if result.error]
+    assert len(ended) == len(fails) - 1  # who fails apart, too
+    for name, key in [(name, key) for name, key in FOUR.items() if name not in ended]:
+        assert list(results[name].token_ids) == oracle(FAMILY, key).tokens[:NUM_TOKENS]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("fits", [2, 3])
 def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -709,6 +739,61 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
     assert set(ended[:fits]) == set(
         ["c", "a", "bad", "b"][:fits]
     )  # "c" is urgent, and the others are as old as they come
+
+
+@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize("family", KINDS)
+def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) -> None:
+    """Ten times as many as fit: nothing is refused or lost, nobody waits for those that came later, and the bound holds."""
+    adapter = shared_adapter(family)
+    generator = BatchGenerator(adapter, placement=placement)
+    generator.insert("first", as_mlx(inputs_of(family, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
+    while not len(generator.batch):
+        generator.step()
+    row = generator.batch.nbytes // (8 if placement is Placement.SLAB else 1)
+    rows = 8 if placement is Placement.SLAB else 3  # a slab has all of its places from the beginning
+    config = SchedulerConfig(max_rows=8, max_bytes=int(rows * 1.2 * row))
+    generator = BatchGenerator(adapter, placement=placement, config=config)
+    generator.memory.learn(adapter_caches(adapter, family), 26)
+    keys = list(FOUR.values())
+    for index in range(30):
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=index)
+        generator.insert(str(index), as_mlx(inputs_of(family, keys[index % 4])), params)
+    results: dict[str, Result] = {}
+    steps = itertools.count()
+    most = 0
+    while generator.has_work:
+        assert next(steps) < 3000
+        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        most = max(most, len(generator.batch))
+        assert generator.batch.nbytes <= int(rows * 1.2 * row) * 1.05
+    assert most >= 2
+    for index in range(30):
+        assert list(results[str(index)].token_ids) == oracle(family, keys[index % 4]).tokens[:NUM_TOKENS]
+    overtaken = [sum(int(other) > int(name) for other in list(results)[:at]) for at, name in enumerate(results)]
+    assert max(overtaken) <= 8  # those that have a place beside it
+
+
+def adapter_caches(adapter: Any, family: str) -> list[Any]:
+    """A row's caches after a prompt of 26 tokens."""
+    encoded, caches = adapter.encode(as_mlx(inputs_of(family, "text:5:26"))), adapter.make_cache()
+    adapter.prefill(encoded, caches, 0, encoded.length)
+    return caches
+
+
+def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers() -> None:
+    with VLMBatcher(CHECKPOINT, max_bytes=200_000) as own:
+        own.submit(None, "count to 3").result(timeout=60)  # what a row takes is known from now on
+        refused = own.submit(None, "count to 3 " * 40).result(timeout=60)
+        assert isinstance(refused.exception, OutOfMemory)
+        assert re.search(r"the request has \d+ tokens .* take [\d.]+ MB; max_bytes is 0.2 MB", str(refused.error))
+        stats = own.stats()
+        assert stats.max_kv_bytes == 200_000 and stats.mlx_bytes > 10**6 and stats.input_bytes == 0
+    with pytest.raises(ValueError, match="max_bytes"):
+        VLMBatcher(CHECKPOINT, max_bytes=1.5)  # type: ignore[arg-type]
+    with VLMBatcher(CHECKPOINT) as own:
+        bound = own.stats().max_kv_bytes
+        assert bound is not None and 10**8 < bound < 10**13
 
 
 def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

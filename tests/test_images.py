@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import struct
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -123,6 +125,18 @@ def test_a_bomb_is_refused_on_its_header() -> None:
     assert bomb.stat().st_size < 100_000
     with pytest.raises(InvalidImage, match=r"pixels; at most|too large"):
         load_image(bomb)
+
+
+def test_an_icon_is_bounded_by_the_picture_within() -> None:
+    """Pillow decodes it when it is opened, whatever size its header says."""
+    within = png(Image.new("L", (3000, 3000)))
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(within), 22) + within
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of the size
+        with pytest.raises(InvalidImage, match="9,000,000 pixels; at most 1,000,000") as found:
+            load_image(icon, max_pixels=1_000_000)
+        assert not any("ImageFile" in str(entry.path) for entry in found.traceback)  # before Pillow was asked
+        assert load_image(icon, max_pixels=9_000_000).size == (3000, 3000)
 
 
 def test_the_pixel_limit_is_the_callers() -> None:

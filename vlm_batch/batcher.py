@@ -57,6 +57,9 @@ class VLMBatcher:
     them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides;
     ``generate`` keeps that many in flight beside a batch's worth. What is read and prepared ahead is at most
     ``look_ahead_bytes`` large, but for a request that is larger by itself, which goes alone.
+    ``max_bytes`` bounds the keys and values of the requests that decode or are prefilled: as many as fit go on together, the
+    last in line waits where they grow beyond it, and a request that does not fit alone ends with OutOfMemory and the
+    numbers; None takes what the device has beside the weights and ``cache_bytes``.
     ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
     pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
@@ -89,6 +92,7 @@ class VLMBatcher:
         fetch: FetchPolicy | None = None,
         look_ahead: int = 16,
         look_ahead_bytes: int = DEFAULT_LOOK_AHEAD_BYTES,
+        max_bytes: int | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         cache_dir: str | Path | None = None,
         cache_dir_bytes: int = DEFAULT_DIRECTORY_BYTES,
@@ -109,6 +113,7 @@ class VLMBatcher:
                 look_ahead=look_ahead,
                 look_ahead_bytes=look_ahead_bytes,
                 max_prompt_tokens=max_prompt_tokens,
+                max_bytes=max_bytes,
             ),
             caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
             limits=Limits(

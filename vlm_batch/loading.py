@@ -34,6 +34,7 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.runtime.blas import narrow_kernels
+from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
@@ -71,12 +72,15 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         config = replace(config, max_rows=min(config.max_rows, adapter.max_rows), encode_ahead=0)
+    reuse = _reuse(adapter, options, exact)
+    if config.max_bytes is None:
+        config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))
     processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
         config=config,
-        reuse=_reuse(adapter, options, exact),
+        reuse=reuse,
         kv=options.kv,
         exact=exact,
     )
@@ -97,6 +101,13 @@ def load_engine(
     """An engine for a checkpoint; raises what ``load_model`` and ``make_engine`` raise."""
     model, processor = load_model(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
     return make_engine(model, processor, options)
+
+
+def _bytes_for_rows(for_caches: int) -> int | None:
+    """Bytes for keys and values of live rows beside weights, which are there by now, and what is kept for later requests; half
+    of what is free at least. None where nothing is known, or weights leave nothing: what does not fit then fails by itself."""
+    free = free_bytes()
+    return max(free - for_caches, free // 2) if free else None
 
 
 def _reuse(adapter: Adapter, options: EngineOptions, exact: Exact | None) -> Reuse:

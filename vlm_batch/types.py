@@ -485,6 +485,9 @@ class Stats:
     recomputed: int = (
         0  # requests that began again, after a failed step or for want of memory; they end as if nothing had been
     )
+    input_bytes: int = 0  # processors' outputs of requests that are alive, on the host
+    max_kv_bytes: int | None = None  # the bound on kv_bytes
+    mlx_bytes: int = 0  # all that MLX holds in this process: weights, and everything here but input_bytes
     stalled: float = 0.0  # seconds that the engine has been in a step that does not end; 0 while it goes on
     ahead_bytes: int = 0  # of what was read and prepared for requests that wait
     busy_seconds: float = 0.0  # that the engine had requests to work on, and did not wait for their pictures

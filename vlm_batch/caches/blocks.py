@@ -57,6 +57,10 @@ class BlockCache(CacheKind, ChunkedKVCache):
         keys, values = (own_array(part) for part in self.state if part is not None)
         return BlockState(keys, values, self.offset, self.start_position, self.chunk_size)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        kept = max(1, self.offset - self.start_position)
+        return sum(part.nbytes for part in self.state if part is not None) * min(tokens, self.chunk_size) // kept
+
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return BlockSlabCache(num_places, self.chunk_size) if placement is Placement.SLAB else RowsCache()
 

@@ -43,6 +43,9 @@ class CrossCache(CacheKind):
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state if array is not None)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return self.nbytes
+
     def saved(self, length: int) -> CrossState:
         return CrossState(*(None if part is None else own_array(part) for part in self.state))
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.arrays import own_array
+from vlm_batch.arrays import own_array, round_up
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
@@ -52,6 +52,9 @@ class FullKind(UpstreamKind):
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return SlabCache(num_places) if placement is Placement.SLAB else RowsCache()
+
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return super().bytes_at(round_up(tokens, KVCache.step), seen)
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return (self.cache,)

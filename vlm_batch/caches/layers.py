@@ -6,13 +6,14 @@ own single-row caches inherit ``CacheKind``; mlx-vlm's are wrapped in one that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
+from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.states import CopiedState, LayerState, LostState, is_cache
 
@@ -69,6 +70,10 @@ class CacheKind:
         """An empty cache of a batch for rows of this kind."""
         return RowsCache()
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        """Bytes that it will take at so many tokens, in proportion to what it takes now that the row has ``seen`` some."""
+        return _bytes_at(self, tokens, seen)
+
     def full_parts(self) -> tuple[KVCache, ...]:
         """The caches that can be quantised: those of full attention in it, or itself."""
         return ()
@@ -87,6 +92,9 @@ class UpstreamKind(CacheKind):
     def saved(self, length: int) -> LayerState:
         """A copy of the cache; a LostState if it is no cache of mlx-vlm's."""
         return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
+
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return _bytes_at(self.cache, tokens, seen)
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:
         return self.cache
@@ -123,6 +131,16 @@ def make_layer_cache(single: Any, placement: Placement, num_places: int) -> Laye
 def is_whole_kind(cache: Any) -> bool:
     """Whether a single-row cache can be cut back to any length."""
     return kind_of(cache).is_whole
+
+
+def row_bytes(caches: Sequence[Any], tokens: int, seen: int) -> int:
+    """Bytes of a row's layers at so many tokens, judged by those that it has now that it has ``seen`` some."""
+    return sum(kind_of(cache).bytes_at(tokens, seen) for cache in caches)
+
+
+def _bytes_at(cache: Any, tokens: int, seen: int) -> int:
+    held = sum(array.nbytes for array in arrays_of(cache.state)) if is_cache(cache) else 0
+    return held * tokens // max(1, seen)
 
 
 def save_layer(cache: Any, length: int) -> LayerState:

@@ -9,7 +9,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import CacheList, KVCache
 
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, make_layer_cache, save_layer, upstream
+from vlm_batch.caches.layers import (
+    LayerCache,
+    Placement,
+    UpstreamKind,
+    kind_of,
+    make_layer_cache,
+    row_bytes,
+    save_layer,
+    upstream,
+)
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 
@@ -95,6 +104,9 @@ class ListKind(UpstreamKind):
 
     def saved(self, length: int) -> ListState:
         return ListState(tuple(save_layer(part, length) for part in self.cache.caches))
+
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return row_bytes(self.cache.caches, tokens, seen)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return ListedCache(*(make_layer_cache(part, placement, num_places) for part in self.cache.caches))

@@ -72,6 +72,10 @@ class PoolCache(CacheKind):
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        held = sum(array.nbytes for array in (*self.rest, *self.before))
+        return held + (0 if self.pooled is None else self.pooled.nbytes * tokens // max(1, seen))
+
     def saved(self, length: int) -> PoolState:
         pooled = None if self.pooled is None else own_array(self.pooled)
         rest, before = (tuple(map(own_array, part)) for part in (self.rest, self.before))

@@ -119,5 +119,8 @@ class RecurrentKind(UpstreamKind):
     def saved(self, length: int) -> RecurrentState:
         return RecurrentState(tuple(None if slot is None else own_array(slot) for slot in self.cache.cache), length)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return sum(slot.nbytes for slot in self.cache.cache if slot is not None)
+
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         return RecurrentCache()

@@ -33,6 +33,9 @@ class WholeCache(CacheKind, CacheList):
         """Every array that is held."""
         return arrays_of(self.state)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return self.nbytes * tokens // max(1, seen)
+
     def saved(self, length: int) -> LayerState:
         """Its parts' states; a copy where one is of a kind that we do not know: parts beside it may count pools for tokens."""
         states = tuple(save_layer(part, length) for part in self.caches)

@@ -54,6 +54,10 @@ class WindowKind(UpstreamKind):
         keys, values = (own_array(part) for part in ordered)
         return WindowState(keys, values, cache.offset, cache.max_size, cache.keep)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        held = [part for part in (self.cache.keys, self.cache.values) if part is not None]
+        return sum(part.nbytes // part.shape[2] for part in held) * min(tokens, self.cache.max_size)
+
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         if placement is Placement.SLAB and self.cache.keep == 0:
             return RingSlabCache(num_places, self.cache.max_size)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.encoding import Encoder
+from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.prefill import Guard, Prefill
 from vlm_batch.engine.reuse import Reuse
@@ -61,7 +62,15 @@ class Admission:
     """
 
     def __init__(
-        self, scheduler: Scheduler, encoder: Encoder, prefill: Prefill, reuse: Reuse, *, idle_budget: int, guard: Guard
+        self,
+        scheduler: Scheduler,
+        encoder: Encoder,
+        prefill: Prefill,
+        reuse: Reuse,
+        *,
+        idle_budget: int,
+        guard: Guard,
+        memory: RowMemory,
     ) -> None:
         self._scheduler = scheduler
         self._encoder = encoder
@@ -69,6 +78,7 @@ class Admission:
         self._reuse = reuse
         self._idle_budget = idle_budget
         self._guard = guard
+        self._memory = memory
         config = scheduler.config
         self._most_ahead = config.look_ahead + config.max_rows
         self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
@@ -106,7 +116,7 @@ class Admission:
             return
         self._unprepared.add(row)
         heap = self._inbox.setdefault((row.lane, row.has_videos), [])
-        heapq.heappush(heap, (self._urgency(row), next(self._arrivals), row))
+        heapq.heappush(heap, (self.urgency(row), next(self._arrivals), row))
 
     def remove(self, row: Row) -> None:
         """Remove a row at whatever stage it waits. In the inbox it stays until its turn comes, and is then skipped."""
@@ -142,11 +152,11 @@ class Admission:
         """
         if not self._read:
             return None
-        row = min(self._read, key=lambda row: (self._expected(row) > 0, self._urgency(row)))
+        row = min(self._read, key=lambda row: (self._expected(row) > 0, self.urgency(row)))
         expected = self._expected(row)
         ahead = {**self._processing, **{row: _nbytes(row) for row in self._prepared.values()}}
         held = sum(ahead.values())
-        is_first = all(self._urgency(other) > self._urgency(row) for other, nbytes in ahead.items() if nbytes)
+        is_first = all(self.urgency(other) > self.urgency(row) for other, nbytes in ahead.items() if nbytes)
         if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
             return None
         self._read.remove(row)
@@ -172,7 +182,7 @@ class Admission:
         waiting = [*beside, *self._read, *self._prepared.values()]
         if has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD:
             return False
-        before = [row for row in waiting if self._urgency(row) <= heap[0][0]]
+        before = [row for row in waiting if self.urgency(row) <= heap[0][0]]
         files = any(_nbytes(row) for row in (*self._reading, *self._read) if row.lane == lane)
         has_bytes = not files or sum(map(_nbytes, before)) < self._most_bytes
         return len(beside) < WITH_LOADERS and len(before) < self._most_ahead and has_bytes
@@ -195,7 +205,7 @@ class Admission:
         self._unprepared.remove(row)
         self._prepared[row.request_id] = row
 
-    def admit(self, num_decoding: int, is_decoding: bool) -> float:
+    def admit(self, decoding: Sequence[Row], is_decoding: bool) -> float:
         """Give free places to prepared rows, and encode a few rows ahead.
 
         Beside decoding rows for the config's ``encode_seconds``, so that the scheduler has rows to choose from; else as many
@@ -207,8 +217,9 @@ class Admission:
         config = self._scheduler.config
         others = [*self._prefill.rows.values(), *(row for row in self._prepared.values() if _is_encoded(row))]
         waiting = [row for row in self._prepared.values() if not self._reuse.waits_for(row, others)]
-        num_free = self._scheduler.num_free(len(self._prefill) + num_decoding)
-        near = sorted(waiting, key=self._urgency)[: num_free + config.encode_ahead]
+        live = [*self._prefill.rows.values(), *decoding]
+        num_free = self._scheduler.num_free(len(live))
+        near = sorted(waiting, key=self.urgency)[: num_free + config.encode_ahead]
         num_encoded = num_together = 0
         for index, row in enumerate(near):
             has_place = index < num_free
@@ -224,6 +235,13 @@ class Admission:
                 others.append(row)
                 num_encoded += 1
             if has_place and _is_encoded(row):
+                if not self._memory.fits(row, live):
+                    if not live:
+                        self._guard(row, self._memory.check, row)
+                        continue
+                    num_free = 0  # nobody overtakes it: it is the first in line
+                    continue
+                live.append(row)
                 row.clock.started = row.clock.started or begin
                 del self._prepared[row.request_id]
                 self._prefill.add(row)
@@ -235,7 +253,8 @@ class Admission:
             return time.perf_counter() - begin >= (self._scheduler.config.encode_seconds or 0.0)
         return self._prefill.num_pending >= self._idle_budget
 
-    def _urgency(self, row: Row) -> float:
+    def urgency(self, row: Row) -> float:
+        """What rows are in line by: the smallest goes first."""
         return self._scheduler.urgency(row.priority, row.clock.submitted)
 
 

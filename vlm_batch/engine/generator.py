@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.arrays import stack_logits
+from vlm_batch.arrays import num_bytes, stack_logits
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
@@ -29,6 +29,7 @@ from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.faults import is_out_of_memory, is_users_own, let_go, raised_in, too_large
 from vlm_batch.engine.groups import DecodeGroups
+from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
@@ -37,6 +38,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.errors import OutOfMemory
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
@@ -122,6 +124,7 @@ class BatchGenerator:
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         guard = _weakly(self._guard)
+        self.memory = RowMemory(config.max_bytes, placement, config.max_rows)
         self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact)
         self.admission = Admission(
             self.scheduler,
@@ -130,6 +133,7 @@ class BatchGenerator:
             self.reuse,
             idle_budget=self._pace.idle_budget,
             guard=guard,
+            memory=self.memory,
         )
         self._rows: dict[str, Row] = {}
         self._launched = _Launched()
@@ -210,6 +214,11 @@ class BatchGenerator:
         self._events = []
 
     @property
+    def input_bytes(self) -> int:
+        """Bytes of processors' outputs that rows keep, to begin again from."""
+        return sum(num_bytes(row.given) for row in tuple(self._rows.values()))
+
+    @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything left to do or to tell."""
         return bool(self._events) or self._is_active
@@ -226,13 +235,14 @@ class BatchGenerator:
         begin = time.perf_counter()
         before, self._launched = self._launched, _Launched()
         self._set_apart()
+        self._keep_within_memory()
         rows = [row for row in self.batch.rows if not row.is_last]
         if rows:
             self._launched.decode = self._launch(rows)
         self._await(before)
         self._launched.guided = self._sample_held()
         joined = self._join_forks()
-        encoding = self.admission.admit(len(self.batch), is_decoding=bool(rows))
+        encoding = self.admission.admit(self.batch.rows, is_decoding=bool(rows))
         prefilling = self.prefill.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
         budget = self._pace.budget(is_decoding=bool(rows), pending=self.prefill.num_pending, waited=longest)
@@ -273,7 +283,8 @@ class BatchGenerator:
         prompt, row.prompt = row.prompt, None
         assert prompt is not None and prompt.cache is not None
         self.prefill.remove(row)
-        self.batch.join(row, prompt.cache)
+        self.memory.learn(prompt.cache, row.facts.length)
+        self.batch.join(row, prompt.cache, apart=row.is_suspect)
         return True
 
     def _set_apart(self) -> None:
@@ -281,6 +292,18 @@ class BatchGenerator:
         for row in [row for row in self.batch.rows if row.suspected is not None]:
             if row.is_suspect is not self.batch.is_apart(row):
                 self._guard(row, self.batch.move, row, apart=row.is_suspect)
+
+    def _keep_within_memory(self) -> None:
+        """Have the last in line wait where rows have grown beyond the bound; one that has done so alone ends."""
+        if self.memory.max_bytes is None:
+            return
+        live = sorted([*self.batch.rows, *self.prefill.rows.values()], key=self.admission.urgency)
+        while live and not self.memory.fits(live[-1], live[:-1]):
+            row = live.pop()
+            if live:
+                self._begin_again(row, OutOfMemory("keys and values have grown beyond max_bytes"))
+            else:
+                self._guard(row, self.memory.check, row)
 
     def _launch(self, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Decode one token for every live row and sample it, without waiting for the result."""
@@ -331,6 +354,11 @@ class BatchGenerator:
 
     def _sample(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[_Flight]:
         """Processors, then sampling of (R, V). A row whose processor or parameters raise ends alone; the others go on."""
+        here = [index for index, row in enumerate(rows) if row.status is Status.DECODE]
+        if len(here) < len(rows):  # the others began again meanwhile, with what was sampled before these
+            if not here:
+                return ()
+            rows, logits = [rows[index] for index in here], logits[mx.array(here)]
         known = [index for index, row in enumerate(rows) if row.answer.known_token is not None]
         if known:
             new = [index for index in range(len(rows)) if index not in known]
@@ -374,7 +402,7 @@ class BatchGenerator:
 
     def _advance(self, flight: _Flight) -> bool:
         """Launch what was chosen, as the rows' next tokens; False if that fails."""
-        if self._together(flight.rows, _launch_flight, flight) is None:
+        if len(flight.waiting) < len(flight.rows) or self._together(flight.rows, _launch_flight, flight) is None:
             return False
         for index, row in enumerate(flight.rows):
             row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
@@ -475,7 +503,7 @@ class BatchGenerator:
             if is_users_own(error):
                 raise
             error = raised_in(error)
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) and not isinstance(error, OutOfMemory):
                 self._wait_for_memory([row], error)
             else:
                 self._end(row, "error", error)
@@ -491,14 +519,15 @@ class BatchGenerator:
             if is_users_own(error):
                 raise
             error = raised_in(error)
-            alone = len(rows) == 1 and (self.batch.is_apart(rows[0]) or rows[0].is_suspect)
+            is_apart = len(rows) == 1 and (self.batch.is_apart(rows[0]) or rows[0].is_suspect)
             lost = list(dict.fromkeys([*rows, *self.batch.drop(rows)]))
             if is_out_of_memory(error):
                 self._wait_for_memory(lost, error)
-            elif alone:
-                self._end(rows[0], "error", error)
-            else:
-                for row in lost:
+                return None
+            for row in lost:
+                if is_apart and row is rows[0]:
+                    self._end(row, "error", error)
+                else:
                     row.suspect()
                     self._begin_again(row, error)
             return None

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+import mlx.core as mx
+
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import Loaders, Loading, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
@@ -180,6 +182,9 @@ class EngineLoop:
             cache_bytes=generator.reuse.nbytes,
             steps=counts["steps"],
             recomputed=generator.num_recomputed,
+            input_bytes=generator.input_bytes,
+            max_kv_bytes=generator.memory.max_bytes,
+            mlx_bytes=mx.get_active_memory(),
             stalled=self._watchdog.stalled,
             ahead_bytes=generator.admission.nbytes,
             busy_seconds=self._busy_seconds,

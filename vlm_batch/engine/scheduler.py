@@ -25,6 +25,7 @@ _OPTIONAL = (
     "prefill_together",
     "smallest_chunk",
     "max_prompt_tokens",
+    "max_bytes",
 )
 
 
@@ -42,7 +43,8 @@ class SchedulerConfig:
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
     requests whose pictures are read while they wait, beside a batch's worth, and ``look_ahead_bytes``: what is prepared of
     them is no more than that (one that is larger by itself goes alone), and no more files are read while that much is held.
-    ``max_prompt_tokens``: longer prompts are refused. None leaves a setting to the device
+    ``max_prompt_tokens``: longer prompts are refused. ``max_bytes``: of keys and values of the rows that have places. None
+    leaves a setting to the device
     (``vlm_batch.engine.defaults.for_placement``).
     """
 
@@ -61,6 +63,7 @@ class SchedulerConfig:
     look_ahead: int = 16
     look_ahead_bytes: int = DEFAULT_LOOK_AHEAD_BYTES
     max_prompt_tokens: int | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "look_ahead", "look_ahead_bytes"):

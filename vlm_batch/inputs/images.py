@@ -32,6 +32,8 @@ FORMATS = (
 )  # fmt: skip
 #: Rows of wide grey values that are scaled at a time.
 _STRIP = 256
+#: What an ICO begins with.
+ICON = b"\x00\x00\x01\x00"
 _LIMIT_LOCK = threading.Lock()
 
 
@@ -56,17 +58,34 @@ def load_image(
     width, height = image.size
     if width == 0 or height == 0:
         raise InvalidImage(f"{name} has no pixels ({width} x {height})")
+    _check_size(name, width, height, max_pixels)
+    try:
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+        raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
+
+
+def _check_size(name: str, width: int, height: int, max_pixels: int | None) -> None:
     if max_pixels is not None and width * height > max_pixels:
         raise InvalidImage(
             f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read (max_image_pixels)"
         )
     if max(width, height) > MAX_SIDE:
         raise InvalidImage(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")
-    try:
-        image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
-    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
+
+
+def _check_icon(name: str, data: bytes, max_pixels: int | None) -> None:
+    """Refuse an ICO by the sizes of the pictures within, whatever its own header says: Pillow decodes one when it is opened."""
+    for index in range(int.from_bytes(data[4:6], "little")):
+        start = int.from_bytes(data[18 + 16 * index : 22 + 16 * index], "little")
+        head = data[start : start + 24]
+        if head.startswith(b"\x89PNG"):
+            width, height = (int.from_bytes(head[at : at + 4], "big") for at in (16, 20))
+        else:  # a bitmap, with its mask below it
+            width, height = (abs(int.from_bytes(head[at : at + 4], "little", signed=True)) for at in (4, 8))
+            height //= 2
+        _check_size(name, width, height, max_pixels)
 
 
 def size_of_file(path: str) -> tuple[int, int] | None:
@@ -185,6 +204,8 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
     if isinstance(source, Fetched):
         source = source.data
     file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
+    if (data := file.getvalue()).startswith(ICON):
+        _check_icon(name, data, max_pixels)
     try:
         return _open_within(file, max_pixels)
     except Image.UnidentifiedImageError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -26,12 +27,36 @@ def give_back() -> None:
 
 
 def usual_limit() -> int:
-    """Bytes that arrays may take with room left for everything else: nine tenths of what the device bears.
+    """Bytes that arrays may take with room left for everything else: nine tenths of what the device has."""
+    return (_total_bytes() or mx.get_memory_limit()) * 9 // 10
 
-    That is Metal's recommended working set, MLX's own limit elsewhere, or a container's.
-    """
-    known = mx.device_info().get("max_recommended_working_set_size")
-    most = int(known) if known else mx.get_memory_limit()
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return most * 9 // 10
+
+#: Of all memory that there is: the rest is the system's, and for work in progress (a prompt's chunk, a picture's encoding).
+SHARE = 0.8
+#: Where Linux says how much a container may have.
+_CGROUP_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def free_bytes() -> int | None:
+    """Bytes that the device has for arrays beside those that MLX holds now; None if that is not known."""
+    total = _total_bytes()
+    return None if total is None else max(0, int(total * SHARE) - mx.get_active_memory())
+
+
+def _total_bytes() -> int | None:
+    """Of the GPU, or of the machine or the container that this process is in, where arrays lie in the same memory."""
+    info = mx.device_info()
+    for name in ("max_recommended_working_set_size", "memory_size", "total_memory"):
+        if isinstance(value := info.get(name), int) and value > 0:
+            return value
+    return min(_host_limits(), default=None)
+
+
+def _host_limits() -> list[int]:
+    found = []
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for name in _CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path(name).read_text(encoding="ascii")))
+    return [value for value in found if value > 0]
