@@ -33,7 +33,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row
+from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.handle import Handle
@@ -42,7 +42,7 @@ from vlm_batch.store.budget import ByteBudget, footprint
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import Event, Request, Result, SamplingParams, Status
+from vlm_batch.types import Event, Request, Result, SamplingParams
 
 #: Plain positions in three dimensions, features at every layer, windows, pictures' own layers, recurrent states beside keys
 #: and values, prompts that attend both ways.
@@ -195,7 +195,10 @@ class Asking:
 
 
 class ManualLoading:
-    """Is done when the history says so."""
+    """Is read at once, and done when the history says so."""
+
+    nbytes, num_pixels, known_nbytes, is_read = 0, 1000, None, True
+    read_seconds = process_seconds = 0.0
 
     def __init__(self, asking: Any) -> None:
         self.asking = asking
@@ -228,9 +231,11 @@ class ManualLoaders:
     def __init__(self) -> None:
         self.waiting: list[ManualLoading] = []
 
-    def start(self, question: Any, /) -> ManualLoading:
-        self.waiting.append(ManualLoading(question))
-        return self.waiting[-1]
+    def start(self, question: Any, /, when_read: Callable[[], None]) -> ManualLoading:
+        return ManualLoading(question)
+
+    def process(self, loading: Any, /) -> None:
+        self.waiting.append(loading)
 
     def take(self) -> list[ManualLoading]:
         taken, self.waiting = self.waiting, []

@@ -24,7 +24,8 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.types import SamplingParams, Thinking
+from vlm_batch.records import Thinking
+from vlm_batch.types import SamplingParams
 
 #: One family for each kind of state; every family with VLM_BATCH_PARAMETERS=all in the environment, which takes minutes.
 KINDS = ["qwen2_vl", "mllama", "falcon_h1", "gemma3", "gemma3n", "deepseek_v4", "unlimited_ocr", "florence2", "qwen3_5"]

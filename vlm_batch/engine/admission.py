@@ -13,6 +13,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.memory import RowMemory
@@ -198,8 +199,8 @@ class Admission:
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
         rules = row.answer.rules = replace(row.answer.rules, bad_words=prepared.bad_words)
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
-        row.prompt.inputs = prepared.inputs
-        row.keep_given(prepared.inputs)
+        row.prompt.inputs = as_mlx(prepared.inputs)
+        row.keep_given(row.prompt.inputs)
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self._unprepared.remove(row)
