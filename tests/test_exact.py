@@ -316,7 +316,8 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(promised) == 4
     assert all(one["identical"] == one["requests"] == 8 for one in promised)
     assert drawing.exists() == (find_spec("matplotlib") is not None)
-    assert cli.main(["verify", "--images", str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["verify", "--images", str(tmp_path / "empty")]) == 2
     assert "no picture there" in capsys.readouterr().err
 
 
