@@ -54,7 +54,7 @@ def test_what_is_broken_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({**config, "nav": ["index.md"]}), encoding="utf-8")
     built = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
     assert built.returncode == 1
-    for broken in ("'gone.md'", "'#gone'", "'/gone.md'", "'gone.png'", "gone_from_the_nav.md"):
+    for broken in ("'gone.md'", "'index.md#gone'", "'/gone.md'", "'gone.png'", "gone_from_the_nav.md"):
         assert broken in built.stderr, built.stderr
     assert "5 warnings" in built.stderr
 
