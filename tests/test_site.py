@@ -13,6 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import chromium
 
@@ -25,15 +26,37 @@ ROOT = Path(__file__).parent.parent
 BINARY = chromium.find()
 
 
+def build(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run what scripts/docs runs."""
+    script = (ROOT / "scripts/docs").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^build\) exec \.venv/bin/python (.*?) ;;", script, re.MULTILINE)
+    command = [sys.executable, *arguments.split(), "--site-dir", str(folder), *more]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as scripts/docs builds it: a warning is an error."""
+    """The site: a broken link, a broken anchor or a page without a place in the nav is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    built = build(folder)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
+
+
+def test_what_is_broken_is_an_error(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    links = "[page](gone.md) [anchor](index.md#gone) [absolute](/gone.md) ![picture](gone.png)"
+    (docs / "index.md").write_text(f"# Home\n\n{links}\n", encoding="utf-8")
+    (docs / "gone_from_the_nav.md").write_text("# Not in the nav\n", encoding="utf-8")
+    config = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": str(docs), "hooks": [], "plugins": [], "watch": []}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({**config, "nav": ["index.md"]}), encoding="utf-8")
+    built = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert built.returncode == 1
+    for broken in ("'gone.md'", "'index.md#gone'", "'/gone.md'", "'gone.png'", "gone_from_the_nav.md"):
+        assert broken in built.stderr, built.stderr
+    assert built.stderr.count("WARNING") == 5
 
 
 def html(site: Path) -> list[Path]:
@@ -86,6 +109,12 @@ def test_a_notebook_is_shown_with_its_pictures(site: Path) -> None:
 )
 def test_a_link_lands_on_the_page_of_its_file(source: str, target: str, landing: str) -> None:
     assert pages._lands_on(source, target) == landing
+
+
+@pytest.mark.parametrize("uri", ["quickstart.md", "notebooks/01_quickstart.ipynb", "changelog.md", "files/SECURITY.md"])
+def test_a_page_knows_where_its_source_lies(uri: str) -> None:
+    landing = str(Path(uri).with_suffix(".md"))
+    assert pages._lands_on("README.md", pages._place_in_repository(uri)) == landing
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
@@ -34,12 +34,18 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
             files.append(File.generated(config, f"notebooks/{name}", content=data))
     for source, uri in OTHER_PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / source).read_text(encoding="utf-8")))
-    for page in [file for file in files if file.is_documentation_page()]:
+    linking = [file for file in files if file.is_documentation_page()]
+    while linking:
+        page = linking.pop()
         for target in _links(page.content_string):
             copied = _lands_on(_place_in_repository(page.src_uri), target)
-            if copied.startswith("files/") and files.get_file_from_path(copied) is None:
-                content = (ROOT / copied.removeprefix("files/")).read_bytes()
-                files.append(File.generated(config, copied, content=content))
+            source_file = ROOT / copied.removeprefix("files/")
+            if copied.startswith("files/") and files.get_file_from_path(copied) is None and source_file.is_file():
+                copy = File.generated(
+                    config, copied, content=source_file.read_bytes(), inclusion=InclusionLevel.NOT_IN_NAV
+                )
+                files.append(copy)
+                linking += [copy] if copy.is_documentation_page() else []
     return files
 
 
@@ -74,6 +80,8 @@ def _place_in_repository(uri: str) -> str:
     """Where a page's source lies in the repository: links in it start from there."""
     if uri.startswith("notebooks/"):
         return uri
+    if uri.startswith("files/"):
+        return uri.removeprefix("files/")
     back = {page: name for name, page in OTHER_PAGES.items()}
     return back.get(uri, f"docs/{uri}")
 
