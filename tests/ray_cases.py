@@ -195,6 +195,7 @@ def a_dataset_whose_model_cannot_be_loaded(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.alarm(900)  # ends this process, and the cluster with it, if nobody else does
     join()
     try:
         for name in sys.argv[2:]:

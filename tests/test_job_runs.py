@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import os
 import random
@@ -254,7 +255,16 @@ def test_two_processes_on_one_output(folder: Path, capsys: pytest.CaptureFixture
         other.kill()
         other.communicate()
     assert cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Echo()) == 1  # a killed process holds nothing
-    assert not Path("out.jsonl.lock").exists()
+
+
+def test_a_process_that_comes_as_another_ends_keeps_the_output_to_itself(folder: Path) -> None:
+    """It opened the lock's file while that was held, and has it once it is free: a third one must not."""
+    with journal.locked(Path("out.jsonl")):
+        second = os.open("out.jsonl.lock", os.O_RDWR)
+    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(InvalidJob, match="being written by another process"), journal.locked(Path("out.jsonl")):
+        pass
+    os.close(second)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from vlm_batch.types import Request, Video
 
 ROOT = Path(__file__).parent.parent
 #: Seconds after which a cluster is ended, on a machine that is busy with other things.
-LIMIT = 300
+LIMIT = 600
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray here: pip install 'vlm-batch[ray]'")
 
 

@@ -36,10 +36,7 @@ def locked(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while it is held: who opens it later makes a new one. A leftover of a killed process is locked again.
-        with contextlib.suppress(OSError):
-            os.unlink(lock.lock_file)
-        lock.release()
+        lock.release()  # and the file stays: who had opened it just before would hold one that nobody else finds
 
 
 def read_header(output: Path) -> dict[str, Any] | None:
