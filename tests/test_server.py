@@ -426,6 +426,16 @@ def test_a_schema_a_bias_and_several_answers(server: Running) -> None:
     assert held["choices"][0]["message"]["content"] in ("4", "5")
 
 
+def test_an_answer_goes_on_with_the_last_turn(server: Running) -> None:
+    chat = [{"role": "user", "content": "count to 5"}, {"role": "assistant", "content": "1 2 3"}]
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": chat, "continue_final_message": True})
+    assert reply.json["choices"][0]["message"]["content"] == " 4 5"
+    with VLMBatcher(default_checkpoint()) as batcher:
+        unbegun = batcher.submit(messages=chat[:1], add_generation_prompt=False, params={"max_tokens": 9}).result()
+    reply = server.chat("count to 5", add_generation_prompt=False, max_tokens=9)
+    assert reply.json["choices"][0]["message"]["content"] == unbegun.text
+
+
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     neutral = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],

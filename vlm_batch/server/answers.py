@@ -94,7 +94,7 @@ class Dialect:
 
     def opens_thinking(self, template_args: Mapping[str, Any]) -> bool:
         """Whether a prompt of these template arguments ends inside a block of reasoning."""
-        if not self.reasons:
+        if not self.reasons or not template_args.keys().isdisjoint(("add_generation_prompt", "continue_final_message")):
             return False
         turns = [{"role": "user", "content": "?"}]
         try:

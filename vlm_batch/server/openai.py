@@ -226,6 +226,8 @@ class ChatRequest(Common):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     thinking_budget: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -242,10 +244,8 @@ class CompletionRequest(Common):
 
 #: Fields of OpenAI's and vLLM's that are refused whatever they hold, and why.
 REFUSED: Mapping[str, str] = {
-    "add_generation_prompt": "the answer always begins a new turn",
     "audio": "audio is not made here",
     "best_of": "use n, and choose among the answers",
-    "continue_final_message": "the answer always begins a new turn",
     "function_call": "use tools and tool_choice",
     "functions": "use tools",
     "guided_json": "use response_format",
@@ -291,6 +291,8 @@ TEMPLATE: Mapping[str, str] = {
     "enable_thinking": "enable_thinking",
     "reasoning_effort": "reasoning_effort",
     "chat_template_kwargs": "template_args",
+    "add_generation_prompt": "add_generation_prompt",
+    "continue_final_message": "continue_final_message",
     "min_pixels": "min_pixels",
     "max_pixels": "max_pixels",
 }
@@ -305,6 +307,8 @@ NEUTRAL: Mapping[str, Any] = {
     "tools": [],
     "documents": [],
     "chat_template_kwargs": {},
+    "add_generation_prompt": True,
+    "continue_final_message": False,
 }
 
 

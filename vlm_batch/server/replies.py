@@ -118,32 +118,35 @@ class Exchange(ABC):
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Server-sent events. Raises ApiError before the first; later errors are events, after which the stream ends."""
-        has_begun = False
+        has_begun, last = False, b""
         try:
             async with aclosing(self._deltas()) as deltas:
                 async for choice, delta in deltas:
                     has_begun = True
-                    opening = None if choice.has_begun else self._opening(choice)
-                    choice.has_begun = True
-                    if opening is not None:
-                        yield self._chunk([opening])
-                    if not delta.is_empty:
-                        yield self._chunk([self._part(choice, delta)])
-                    if choice.result is not None:
-                        yield self._chunk([self._ending(choice)])
+                    if said := self._chunks(choice, delta):
+                        yield said
             if self._include_usage:
-                yield self._chunk([], self._usage())
+                last = self._chunk([], self._usage())
         except ApiError as error:
             if not has_begun:
                 raise
             self._entry.said["error"] = str(error.detail)
-            yield _event(error.body)
+            last = _event(error.body)
         except Exception:
             if not has_begun:
                 raise
             logger.exception("request %s ended in its middle", self._entry.request_id)
-            yield _event(ApiError(500, "the server failed in the middle of this answer").body)
-        yield DONE
+            last = _event(ApiError(500, "the server failed in the middle of this answer").body)
+        yield last + DONE
+
+    def _chunks(self, choice: Choice, delta: Delta) -> bytes:
+        """What a delta adds to a stream, in one piece: each piece is a call of the system."""
+        opening = None if choice.has_begun else self._opening(choice)
+        choice.has_begun = True
+        parts = [] if opening is None else [opening]
+        parts += [] if delta.is_empty else [self._part(choice, delta)]
+        parts += [] if choice.result is None else [self._ending(choice)]
+        return b"".join(self._chunk([part]) for part in parts)
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """The log-probabilities of a choice's prompt in vLLM's form, if they were asked for: a mapping for each position."""
