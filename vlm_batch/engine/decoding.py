@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.groups import DecodeGroups
@@ -26,7 +27,7 @@ class Decoder:
         wanted = set(rows)
         groups = [(group, [row for row in group.rows if row in wanted]) for group in batch.groups]
         logits = [self._group(group, live) for group, live in groups if live]
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+        return logits[0] if len(logits) == 1 else stack_logits(logits)
 
     def _group(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """The forward over every place of a group; logits (R, V) of ``rows``, in their order."""
