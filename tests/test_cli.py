@@ -380,7 +380,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", take)
     options = ["--max-rows=3", "--cache-bytes=1.5G", "--cache-dir=kept", "--cache-dir-bytes=20M", "--look-ahead=5"]
     options += ["--max-image-pixels=none", "--max-video-pixels=4M", "--max-prompt-tokens=900"]
-    options += ["--kv-bits=4", "--kv-group-size=32"]
+    options += ["--kv-bits=4", "--kv-group-size=32", "--reproducible"]
     assert cli.main(["run", "pictures", "--model", str(default_checkpoint()), *options]) == 2
     assert given == {
         "max_rows": 3,
@@ -392,6 +392,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "max_prompt_tokens": 900,
         "kv_bits": 4.0,
         "kv_group_size": 32,
+        "reproducible": True,
         "look_ahead": 5,
         "trust_remote_code": False,
     }

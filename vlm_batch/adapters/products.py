@@ -69,7 +69,7 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
     """One product of each shape and type that the model's linear layers and tied heads have.
 
     ``most`` is how many weights each is tried with, where a kernel does not go by the number of outputs of a large product:
-    those beyond are left out.
+    those beyond are left out. Types that no BLAS multiplies, which MLX does in slow loops of one kind, get an eighth of it.
     """
     found: dict[tuple[Any, ...], Product] = {}
     for _, module in model.named_modules():
@@ -81,8 +81,9 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
         dtype = few.scales.dtype if is_quantised else few.weight.dtype
         outputs, width = few.weight.shape
         width = width * 32 // few.bits if is_quantised else width
-        if most is not None and outputs * width > most:
-            outputs = min(outputs, max(most // width // EDGE, 1) * EDGE + outputs % EDGE)
+        limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
+        if limit is not None and outputs * width > limit:
+            outputs = min(outputs, max(limit // width // EDGE, 1) * EDGE + outputs % EDGE)
         key = (type(module), outputs, width, str(dtype), layout, "bias" in module)
         found.setdefault(key, Product(width, dtype, outputs, module, layout))
     return list(found.values())
