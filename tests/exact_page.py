@@ -24,10 +24,12 @@ def table(record: Mapping[str, Any]) -> str:
             if not cells:
                 continue
             same = sum(one["same"] for one in cells.values())
+            partly = [one for one in cells.values() if one["same"] and "left out" in one]
+            some_of = f", {len(partly)} of them in some scenarios only" if partly else ""
             unserved = sorted(name for name, one in cells.items() if "not served" in one.get("said", {}))
             differ = sorted(name for name, one in cells.items() if not one["same"] and name not in unserved)
             names = [", ".join(some) or "-" for some in (unserved, differ)]
-            lines.append(f"| {device} | {precision} | {same} of {len(cells)} | {' | '.join(names)} |")
+            lines.append(f"| {device} | {precision} | {same} of {len(cells)}{some_of} | {' | '.join(names)} |")
         named = ", ".join(
             f"{name} {value}" for name, value in {**found["device"], **found["versions"]}.items() if value
         )

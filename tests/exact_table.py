@@ -110,8 +110,8 @@ class Worker:
 class Record:
     """The file of all devices' cells, written anew with each of them."""
 
-    def __init__(self, path: Path, scenarios: Sequence[str]) -> None:
-        self.path, self.scenarios = path, scenarios
+    def __init__(self, path: Path, scenarios: Sequence[str], device: str | None = None) -> None:
+        self.path, self.scenarios, self.device = path, scenarios, device
         self.found: list[Cell] = []
         self._record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         self._lock = threading.Lock()
@@ -128,8 +128,8 @@ class Record:
             if not self._is_open:
                 return
             self.found.append(cell)
-            here = self._record.setdefault(facts["device"]["device"], {"cells": {}}) | facts
-            self._record[facts["device"]["device"]] = here
+            device = self.device or facts["device"]["device"]
+            here = self._record[device] = self._record.get(device, {"cells": {}}) | facts
             here["cells"].setdefault(cell["family"], {})[cell["precision"]] = self._kept(cell)
             self._write()
             if self._differs(cell):
@@ -201,13 +201,14 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="show where what could not be run was raised")
     parser.add_argument("--work", action="store_true", help="be one of the processes: families come by standard input")
     parser.add_argument("--out", type=Path, default=DATA, help="where the record goes")
+    parser.add_argument("--device", metavar="NAME", help="what it is called in the record (default: cpu or gpu)")
     parser.add_argument("--merge", type=Path, metavar="RECORD", help="run nothing; take over another machine's record")
     args = parser.parse_args()
     if args.work:
         blas.limit_threads(1)
         work(args)
         return 0
-    record = Record(args.out, args.scenarios)
+    record = Record(args.out, args.scenarios, args.device)
     if args.merge is not None:
         record.merge(args.merge)
         return 0

@@ -23,6 +23,9 @@ from vlm_batch.registry import ModelSpec
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/models.md"
 RECORD = ROOT / "vlm_batch/data/parity.json"
+EXACT = ROOT / "vlm_batch/data/exact.json"
+#: As they are called in EXACT, and on the page.
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "8 bits": "8", "4 bits": "4"}
 
 HEAD = """# Models
 
@@ -48,6 +51,10 @@ caches and compiled decode steps among them. The largest difference was 5e-5.
 evidence stands beside each oracle in `tests/zoo/`, and [each defect of mlx-vlm](upstream.md) has a reproduction.
 
 The scenarios: {scenarios}.
+
+"Same bits" are the precisions in which a reproducible engine gave every request, to the last bit of all its logits, what it
+gives the request alone, on a CPU and on an H100: f32, bf16 and f16 are types, 8 and 4 are bits of bfloat16 models. What is
+missing cannot be run there, was not run, or differs: [exactness](exactness.md) says which.
 """
 
 UPSTREAM = """## The same scenarios in mlx-vlm
@@ -110,8 +117,11 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
         "8-bit KV",
         "verified",
         "off by",
+        "same bits: CPU",
+        "CUDA",
         "mlx-vlm",
     )
+    exact = json.loads(EXACT.read_text(encoding="utf-8"))
     rows = []
     for one in known:
         spec = one.spec
@@ -119,10 +129,19 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
         kept = (_short(one.cell(name)) for name in (facts.PREFIX_REUSE, facts.QUANTISED_KV))
         video, prefill = "yes" if spec.video else "no", "chunks" if spec.chunked_prefill else "whole"
         off = "" if one.largest is None else _number(one.largest)
-        rows.append(
-            (spec.family, ", ".join(types), one.pictures, video, prefill, *kept, len(one.verified), off, one.upstream)
-        )
+        bits = [_same_bits(one, exact[device]["cells"]) for device in ("cpu", "gpu")]
+        said = (one.pictures, video, prefill, *kept, len(one.verified), off, *bits, one.upstream)
+        rows.append((spec.family, ", ".join(types), *said))
     return _table(columns, rows)
+
+
+def _same_bits(one: FamilyFacts, cells: Mapping[str, Any]) -> str:
+    """The precisions in which all of a family's models were the same to the last bit."""
+    found = [cells.get(name, {}) for name in one.models]
+    same = [
+        short for name, short in PRECISIONS.items() if all(name in model and model[name]["same"] for model in found)
+    ]
+    return " ".join(same) or "-"
 
 
 def _beside_upstream(known: Sequence[FamilyFacts]) -> str:

@@ -387,7 +387,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "--look-ahead-bytes=2G",
     ]
     options += ["--max-image-pixels=none", "--max-video-pixels=4M", "--max-prompt-tokens=900"]
-    options += ["--kv-bits=4", "--kv-group-size=32", "--min-pixels=4k", "--max-pixels=1.5M"]
+    options += ["--kv-bits=4", "--kv-group-size=32", "--min-pixels=4k", "--max-pixels=1.5M", "--reproducible"]
     assert cli.main(["run", "pictures", "--model", str(default_checkpoint()), *options]) == 2
     assert given == {
         "max_rows": 3,
@@ -401,6 +401,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "max_pixels": 1_500_000,
         "kv_bits": 4.0,
         "kv_group_size": 32,
+        "reproducible": True,
         "look_ahead": 5,
         "look_ahead_bytes": 2_000_000_000,
         "trust_remote_code": False,

@@ -368,6 +368,22 @@ def test_a_reproducible_batcher(half: Any, tmp_path: Path) -> None:
             assert batcher.stats().cached_tokens > 0
 
 
+def test_an_answer_that_is_no_switch_is_refused() -> None:
+    with pytest.raises(ValueError, match="reproducible is 'no'; it must be True or False"):
+        VLMBatcher(default_checkpoint(), reproducible="no")  # type: ignore[arg-type]
+
+
+def test_groups_of_rows_with_logits_of_their_own_widths() -> None:
+    """A step in several groups, of which some have rows with pictures, whose logits are wider in molmo_point."""
+    name, precision = "molmo_point", "float32"
+    exact = replace(exact_of(name, precision), counts=(2,))
+    keys = ("image:1:0", "text:5:12", "text:4:9", "text:5:14")
+    answers = play(name, engine_of(adapter_of(name, precision), exact, Way(max_rows=4)), [Arrival(key) for key in keys])
+    for key, answer in zip(keys, answers, strict=True):
+        right = alone(name, precision, key, exact).bits
+        assert all(one[: len(other)] == other for one, other in zip(answer.bits, right, strict=True))
+
+
 def test_a_prompt_cache_changes_nothing(half: Any) -> None:
     params = SamplingParams(max_tokens=6, logprobs=3)
     chat: list[Any] = [{"role": "user", "content": "count to 12"}]

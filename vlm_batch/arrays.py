@@ -94,7 +94,7 @@ def round_up(value: int, step: int) -> int:
 
 
 def stack_logits(rows: Sequence[mx.array]) -> mx.array:
-    """Rows (1, V) of logits as one array; where they differ in V, the shorter ones get columns that are never chosen."""
+    """Rows (R, V) of logits as one array; where they differ in V, the shorter ones get columns that are never chosen."""
     widest = max(row.shape[-1] for row in rows)
     filled = [
         row if row.shape[-1] == widest else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)

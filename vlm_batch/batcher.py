@@ -104,7 +104,7 @@ class VLMBatcher:
         dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        _check_kinds(model, processor, fetch, trust_remote_code)
+        _check_kinds(model, processor, fetch, {"trust_remote_code": trust_remote_code, "reproducible": reproducible})
         options = EngineOptions(
             scheduler=SchedulerConfig(
                 max_rows=max_rows,
@@ -330,7 +330,7 @@ class VLMBatcher:
         self.close()
 
 
-def _check_kinds(model: Any, processor: Any, fetch: Any, trust_remote_code: Any) -> None:
+def _check_kinds(model: Any, processor: Any, fetch: Any, switches: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that are not what they should be."""
     if not isinstance(model, (str, Path, nn.Module)):
         raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
@@ -338,8 +338,9 @@ def _check_kinds(model: Any, processor: Any, fetch: Any, trust_remote_code: Any)
         raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
     if fetch is not None and not isinstance(fetch, FetchPolicy):
         raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
-    if not isinstance(trust_remote_code, bool):
-        raise ValueError(f"trust_remote_code is {shown(trust_remote_code)}; it must be True or False")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:

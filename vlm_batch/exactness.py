@@ -23,8 +23,10 @@ from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
 PROOF = 3
-#: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone.
-MAX_STEP_BYTES = 300 * 2**20
+#: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
+#: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
+MAX_STEP_BYTES = 32 * 2**20
+MAX_WEIGHTS = 2**21
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, *, max
 
 
 def _measured(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...]) -> Proof:
-    products = products_of(adapter.language)
+    products = products_of(adapter.language, MAX_WEIGHTS if layout is Placement.ROWS else None)
     said = f"{len(products)} kinds of products"
     try:
         single = product_bits(products, counts)

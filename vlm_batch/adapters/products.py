@@ -15,6 +15,8 @@ from vlm_batch.adapters.modules import clone_modules
 
 #: Columns of a block, of which the second half repeats the first: also in groups of few bits both get the same numbers.
 BLOCK = 32
+#: What is left of a number of outputs by whole tiles stays as it is.
+EDGE = 64
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,28 @@ class Product:
 
     width: int
     dtype: mx.Dtype
-    call: Callable[[mx.array], mx.array]
+    outputs: int
+    layer: Any
+    layout: tuple[Any, ...]  # of few bits: group size, bits, mode
+
+    @property
+    def call(self) -> Callable[[mx.array], mx.array]:
+        """The layer with its weights, made anew: they are held by nobody else."""
+        column = np.random.RandomState(self.width).standard_normal((1, self.width))
+        blocks = _blocks(column)
+        blocks[:, :, 1] = blocks[:, :, 0]
+        column[:, : blocks.size] = blocks.reshape(1, -1)
+        weight = mx.array(column.astype(np.float32)).astype(self.dtype)
+        twin: Any = clone_modules(self.layer)
+        layout = self.layout
+        parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
+        for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
+            # A repeated row is one row in memory: other kernels are chosen for it, and in few bits CUDA has none.
+            twin[name] = mx.contiguous(mx.repeat(part, self.outputs, axis=0))
+        if "bias" in twin:
+            twin["bias"] = twin["bias"][: self.outputs]
+        is_table = isinstance(twin, (nn.Embedding, nn.QuantizedEmbedding))
+        return twin.as_linear if is_table else twin  # type: ignore[no-any-return]
 
     def rows(self, count: int) -> mx.array:
         """Rows that tell one order of summation from another: (count, 1, width), the same ones at each call."""
@@ -42,8 +65,12 @@ class Product:
         return mx.array(rows[:, None].astype(np.float32)).astype(self.dtype)
 
 
-def products_of(model: nn.Module) -> list[Product]:
-    """One product of each shape and type that the model's linear layers and tied heads have."""
+def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
+    """One product of each shape and type that the model's linear layers and tied heads have.
+
+    ``most`` is how many weights each is tried with, where a kernel does not go by the number of outputs of a large product:
+    those beyond are left out. Types that no BLAS multiplies, which MLX does in slow loops of one kind, get an eighth of it.
+    """
     found: dict[tuple[Any, ...], Product] = {}
     for _, module in model.named_modules():
         if type(module) not in (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding):
@@ -52,31 +79,19 @@ def products_of(model: nn.Module) -> list[Product]:
         few: Any = module
         layout = (few.group_size, few.bits, few.mode) if is_quantised else ()
         dtype = few.scales.dtype if is_quantised else few.weight.dtype
-        key = (type(module), few.weight.shape, str(dtype), layout, "bias" in module)
-        if key not in found:
-            found[key] = _made_up(module, dtype, layout)
+        outputs, width = few.weight.shape
+        width = width * 32 // few.bits if is_quantised else width
+        limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
+        if limit is not None and outputs * width > limit:
+            outputs = min(outputs, max(limit // width // EDGE, 1) * EDGE + outputs % EDGE)
+        key = (type(module), outputs, width, str(dtype), layout, "bias" in module)
+        found.setdefault(key, Product(width, dtype, outputs, module, layout))
     return list(found.values())
 
 
 def _blocks(rows: np.ndarray) -> np.ndarray:
     """(R, blocks, 2, BLOCK / 2): the columns of rows (R, width) that fill whole blocks."""
     return rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(len(rows), -1, 2, BLOCK // 2)
-
-
-def _made_up(module: Any, dtype: mx.Dtype, layout: tuple[Any, ...]) -> Product:
-    width = module.weight.shape[1] * 32 // layout[1] if layout else module.weight.shape[1]
-    column = np.random.RandomState(width).standard_normal((1, width))
-    blocks = _blocks(column)
-    blocks[:, :, 1] = blocks[:, :, 0]
-    column[:, : blocks.size] = blocks.reshape(1, -1)
-    weight = mx.array(column.astype(np.float32)).astype(dtype)
-    twin: Any = clone_modules(module)
-    parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
-    for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
-        # A repeated row is one row in memory: other kernels are chosen for it, and in few bits CUDA has none.
-        twin[name] = mx.contiguous(mx.repeat(part, module.weight.shape[0], axis=0))
-    is_table = isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
-    return Product(width, dtype, twin.as_linear if is_table else twin)
 
 
 def shapes_of(model: nn.Module) -> list[list[Any]]:

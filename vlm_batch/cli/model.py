@@ -32,6 +32,7 @@ BATCHER_OPTIONS = (
     "kv_group_size",
     "kv_quant_scheme",
     "quantized_kv_start",
+    "reproducible",
 )
 _UNSAID = object()
 
@@ -121,6 +122,7 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     say("--kv-group-size", type=at_least(1), metavar="N", help="values that share a scale (default: 64)")
     say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")
     say("--quantized-kv-start", type=at_least(0), metavar="N", help="tokens that stay exact (default: 0)")
+    say("--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch")
 
 
 def _amount(text: str) -> int | None:

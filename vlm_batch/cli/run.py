@@ -276,6 +276,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "kv_group_size",
         "kv_quant_scheme",
         "quantized_kv_start",
+        "reproducible",
     )
     said = {name: value for name, value in vars(args).items() if name in names}
     return {"model": model, **said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}

@@ -87,6 +87,7 @@ def open_batcher(args: argparse.Namespace) -> Batcher:
         kv_group_size=args.kv_group_size,
         kv_quant_scheme=args.kv_quant_scheme,
         quantized_kv_start=args.quantized_kv_start,
+        reproducible=args.reproducible,
         trust_remote_code=args.trust_remote_code,
     )
 
@@ -114,6 +115,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-group-size", type=int, default=64, metavar="N", help="default: %(default)s")
     group.add_argument("--kv-quant-scheme", choices=("uniform", "turboquant"), default="uniform")
     group.add_argument("--quantized-kv-start", type=int, default=0, metavar="N", help="first token in few bits")
+    group.add_argument(
+        "--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch"
+    )
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     group.add_argument("--enable-thinking", action="store_true", help="think unless a request says otherwise")
     group.add_argument("--tool-parser", metavar="NAME", help="mlx_vlm.tools' parser (default: by chat template)")

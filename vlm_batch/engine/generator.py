@@ -321,7 +321,7 @@ class BatchGenerator:
             else:
                 shared.append((live, logits))
         if shared:
-            logits = shared[0][1] if len(shared) == 1 else mx.concatenate([logits for _, logits in shared])
+            logits = shared[0][1] if len(shared) == 1 else stack_logits([logits for _, logits in shared])
             flights += self._choose(logits, [row for live, _ in shared for row in live])
         return flights
 

@@ -98,15 +98,15 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     """
     found: dict[int, list[bytes]] = {count: [] for count in counts}
     for product in products:
-        rows = product.rows(max(counts))
-        for count in counts:
-            turned_rows = mx.concatenate([rows[count - 1 : count], rows[: count - 1]])
-            first, turned = product.call(rows[:count]), product.call(turned_rows)
-            bits = array_bytes(first[0]).tobytes()
-            if array_bytes(turned[1 % count]).tobytes() == bits and count in found:
+        call, rows = product.call, product.rows(max(counts))
+        for count in list(found):
+            others = max(1, count - 1)
+            out = call(mx.concatenate([rows[:others], rows[: count - others]]))  # the first row stands last, too
+            bits = array_bytes(out[0]).tobytes()
+            if array_bytes(out[count - 1]).tobytes() == bits:
                 found[count].append(bits)
             else:
-                found.pop(count, None)
+                del found[count]
     return {count: tuple(bits) for count, bits in found.items()}
 
 
