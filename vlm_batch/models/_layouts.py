@@ -282,15 +282,49 @@ def florence2_weights(weights: Weights, config: Config) -> Weights:
 
 
 def internvl(config: Config) -> Config:
-    """Raises UnsupportedModel for a decoder that mlx-vlm's ``internvl`` does not have: it builds Qwen 3's, whatever is said."""
-    text = config.get("text_config")
+    """With a Qwen 2 decoder it is what was published as InternVL-Chat, of which mlx-vlm has a class of its own.
+
+    Raises UnsupportedModel for other decoders than Qwen's: mlx-vlm's ``internvl`` builds Qwen 3's, whatever is said.
+    """
+    text, tower = config.get("text_config"), dict(config.get("vision_config") or {})
     kind = text.get("model_type") if isinstance(text, Mapping) else "qwen3"
-    if kind not in ("qwen3", "internvl"):
+    if kind in ("qwen3", "internvl"):
+        return config
+    if kind != "qwen2" or tower.get("use_qk_norm"):
+        tall = " and a tower that normalises queries and keys" if tower.get("use_qk_norm") else ""
         raise UnsupportedModel(
-            f"this internvl checkpoint has a {kind} decoder, and mlx-vlm's internvl a Qwen 3 one; the same model as "
+            f"this internvl checkpoint has a {kind} decoder{tall}, and mlx-vlm's internvl a Qwen 3 one; the same model as "
             "published before transformers took it over (model_type internvl_chat) can be loaded"
         )
-    return config
+    named = renamed(attention_bias="qkv_bias", use_qk_norm="qk_normalization")(tower)
+    return config | {"model_type": "internvl_chat", "vision_config": named | {"model_type": "intern_vit_6b"}}
+
+
+def internvl_chat_weights(weights: Weights, config: Config) -> Weights:
+    """Tensors by their published names, with queries, keys and values as one."""
+    found = names(
+        (r"^vision_tower\.embeddings\.cls_token$", "vision_model.embeddings.class_embedding"),
+        (r"^vision_tower\.embeddings\.position_embeddings$", "vision_model.embeddings.position_embedding"),
+        (r"^vision_tower\.embeddings\.patch_embeddings\.projection\.", "vision_model.embeddings.patch_embedding."),
+        (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+        (r"\.attention\.projection_layer\.", ".attn.proj."),
+        (r"\.layernorm_before\.", ".norm1."),
+        (r"\.layernorm_after\.", ".norm2."),
+        (r"\.lambda_([12])$", r".ls\1"),
+        (r"^multi_modal_projector\.layer_norm\.", "mlp1.0."),
+        (r"^multi_modal_projector\.linear_1\.", "mlp1.1."),
+        (r"^multi_modal_projector\.linear_2\.", "mlp1.3."),
+    )(weights, config)
+    return joined_attention(found, r"\.attention\.q_proj\.(weight|bias)$", ".attention.", ".attn.qkv.")
+
+
+def joined_attention(weights: Weights, queries: str, before: str, after: str) -> Weights:
+    """Queries, keys and values as one tensor: of each name that ``queries`` finds, ``before`` and q_proj become ``after``."""
+    found = dict(weights)
+    for name in [name for name in weights if re.search(queries, name)]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(f"{before}q_proj.", after)] = mx.concatenate(parts)
+    return found
 
 
 def kimi_tower(tower: Config) -> Config:
@@ -544,9 +578,7 @@ def deepseek_vl_weights(weights: Weights, config: Config) -> Weights:
         (r"^model\.language_model\.", "language_model.model."),
         (r"^lm_head\.", "language_model.lm_head."),
     )(weights, config)
-    for name in [name for name in found if re.search(r"vision_tower.*\.self_attn\.q_proj\.", name)]:
-        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
-        found[name.replace(".self_attn.q_proj.", ".attn.qkv.")] = mx.concatenate(parts)
+    found = joined_attention(found, r"vision_tower.*\.self_attn\.q_proj\.", ".self_attn.", ".attn.qkv.")
     positions = found.pop("model.vision_model.embeddings.position_embedding.weight")
     found[tower + "pos_embed"] = positions[None]
     width = positions.shape[-1]
@@ -572,6 +604,26 @@ def refused(reason: str) -> Callable[[Config], Config]:
     return refuse
 
 
+def deepseek_v4(config: Config) -> Config:
+    """Raises UnsupportedModel for a folder of transformers' own: it knows only the published names of tensors to read, and
+    saves others (layers by ``layer_types``, joined experts), of which mlx-vlm has none."""
+    if config.get("layer_types") and not config.get("compress_ratios"):
+        return refused(
+            "transformers saved it under names of its own, which mlx-vlm does not read; the published folder can be loaded"
+        )(config)
+    return config
+
+
+#: Types of transformers' that mlx-vlm has no class for, or none that takes their settings -> why.
+UNREADABLE = {
+    "deepseek_ocr2": "mlx-vlm's DeepSeek-OCR-2 has its encoder's sizes written in (deepseekocr_2/config.py:76), and no "
+    "settings of transformers' for it can be told to it; the published folder can be loaded",
+    "deepseek_vl_hybrid": "its second tower (SAM) is not verified here; deepseek_vl can be loaded",
+    "qwen3_omni_moe_text": "it is the decoder of a Qwen3-Omni alone; the whole model's folder (qwen3_omni_moe) can be loaded",
+    "qwen3_omni_moe_thinker": "it is the half of a Qwen3-Omni that writes text, and mlx-vlm's class is of the whole, with its "
+    "voice; the whole model's folder (qwen3_omni_moe) can be loaded",
+}
+
 #: Norms of Qwen's decoders, whose weights transformers keeps as the distance from one; not by the names that mlx-vlm's
 #: own conversions have, whose norms are whole already.
 QWEN_NORMS = r"^model\..*(_layernorm|[qk]_norm|\bnorm)\.weight$"
@@ -579,7 +631,9 @@ INTERVAL = part("text", full_attention_interval())
 GLM_MARKERS = renamed(image_start_token_id="vision_start_token_id", image_end_token_id="vision_end_token_id")
 
 LAYOUTS: dict[str, Layout] = {
+    **{model_type: Layout(refused(reason)) for model_type, reason in UNREADABLE.items()},
     "aya_vision": Layout(part("text", full_attention_interval("sliding_window_pattern"))),
+    "deepseek_v4": Layout(deepseek_v4),
     "deepseek_vl": Layout(deepseek_vl),
     "ernie4_5_moe_vl": Layout(weights=names((r"^model\.vision_model\.", "vision_model."))),
     "ernie4_5_vl_moe": Layout(ernie_moe),
@@ -613,6 +667,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "inkling": Layout(part("text", inkling_text)),
     "internvl": Layout(internvl),
+    "internvl_chat": Layout(weights=internvl_chat_weights),
     "kimi_k25": Layout(
         in_order(part("vision", kimi_tower), renamed(image_token_id="media_placeholder_token_id")),
         names(
