@@ -52,7 +52,6 @@ NO_LAYOUT = {
     "gemma3n": "its tower is left out of the reference, and so of the folder",
     "inkling": "transformers multiplies experts by their scales when it saves them: no places, but products",
     "paddleocr_vl": "mlx-vlm's projector has its width of 1,024 written in (paddleocr_vl/vision.py:334): no tiny one fits",
-    "qwen3_omni_moe": "the reference is of the half that writes text, whose folders are of another type: refused",
     "unlimited_ocr": "transformers saves it without its projector's settings: refused",
 }
 

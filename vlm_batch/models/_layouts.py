@@ -614,14 +614,28 @@ def deepseek_v4(config: Config) -> Config:
     return config
 
 
+def qwen3_omni_thinker(config: Config) -> Config:
+    """The half of a Qwen3-Omni that writes text, as a whole one without a voice."""
+    if not config.get("text_config"):
+        raise UnsupportedModel("this qwen3_omni_moe_thinker checkpoint has no text_config")
+    unused = {"text_config": dict(config["text_config"]), "code_predictor_config": dict(config["text_config"])}
+    silent = {"enable_audio_output": False, "talker_config": unused, "code2wav_config": {}}
+    passed_on = {name: config[name] for name in ("transformers_version", "eos_token_id") if name in config}
+    return {"model_type": "qwen3_omni_moe", "thinker_config": config, **silent, **passed_on}
+
+
+def thinker_names(weights: Weights, config: Config) -> Weights:
+    """Tensors of that half alone below the name that they have in the whole."""
+    is_whole = any(name.startswith("thinker.") for name in weights)
+    return weights if is_whole else {f"thinker.{name}": value for name, value in weights.items()}
+
+
 #: Types of transformers' that mlx-vlm has no class for, or none that takes their settings -> why.
 UNREADABLE = {
     "deepseek_ocr2": "mlx-vlm's DeepSeek-OCR-2 has its encoder's sizes written in (deepseekocr_2/config.py:76), and no "
     "settings of transformers' for it can be told to it; the published folder can be loaded",
     "deepseek_vl_hybrid": "its second tower (SAM) is not verified here; deepseek_vl can be loaded",
     "qwen3_omni_moe_text": "it is the decoder of a Qwen3-Omni alone; the whole model's folder (qwen3_omni_moe) can be loaded",
-    "qwen3_omni_moe_thinker": "it is the half of a Qwen3-Omni that writes text, and mlx-vlm's class is of the whole, with its "
-    "voice; the whole model's folder (qwen3_omni_moe) can be loaded",
 }
 
 #: Norms of Qwen's decoders, whose weights transformers keeps as the distance from one; not by the names that mlx-vlm's
@@ -693,6 +707,8 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3_5": Layout(INTERVAL, from_one=QWEN_NORMS),
     "qwen3_5_moe": Layout(INTERVAL, from_one=QWEN_NORMS),
     "qwen3_next": Layout(full_attention_interval(), from_one=QWEN_NORMS),
+    "qwen3_omni_moe": Layout(weights=thinker_names),
+    "qwen3_omni_moe_thinker": Layout(qwen3_omni_thinker),
     "qwen3_vl": Layout(own_vision_type),
     "qwen3_vl_moe": Layout(own_vision_type, turned_experts),
     "qwen4_exp": Layout(part("text", indexed_attention)),
