@@ -32,6 +32,7 @@ from vlm_batch import (
     InvalidParameters,
     InvalidPrompt,
     InvalidRequest,
+    InvalidVideo,
     Request,
     Result,
     SamplingParams,
@@ -313,6 +314,40 @@ class Speechless(Exception):
 
     def __str__(self) -> str:
         raise SystemExit("no text")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ZeroDivisionError])
+@pytest.mark.parametrize("what", ["images", "videos", "frames"])
+def test_whatever_a_pictures_own_code_raises_is_the_pictures_fault(
+    batcher: VLMBatcher, what: str, kind: type[BaseException]
+) -> None:
+    """It runs when the request is submitted, on the submitter's thread: refused there, and by nobody's end."""
+
+    class Bad:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise kind("of the picture")
+
+    media: dict[str, Any] = {what: Bad()} if what != "frames" else {"videos": [Video([Bad(), Bad()])]}
+    raised: list[BaseException] = []
+
+    def submit() -> None:  # not on the main thread, whose KeyboardInterrupt is the user's own
+        try:
+            batcher.submit(prompt=DESCRIBE, **media)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    thread.join(60)
+    assert isinstance(raised[0], InvalidImage if what == "images" else InvalidVideo)
+    assert kind.__name__ in str(raised[0])
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            batcher.submit(prompt=DESCRIBE, **media)
+    else:
+        bad, good = batcher.generate([{"prompt": DESCRIBE, **media}, {"prompt": "count to 3"}])
+        assert (bad.ok, good.text) == (False, "1 2 3")
+    assert answers(batcher)
 
 
 def test_an_error_without_a_text_ends_its_request_alone(batcher: VLMBatcher) -> None:
@@ -975,6 +1010,17 @@ def test_cancelling_twice_loses_nothing(closes: bool) -> None:
             assert result.finish_reason == "cancelled"
             assert result.text == head + "".join(stream)
             assert result.usage.completion_tokens == len(result.token_ids) > 0
+
+
+def test_a_handle_has_one_end() -> None:
+    handle = Handle("a", lambda _: True)
+    first = Result(request_id="a", text="x", token_ids=(1,), finish_reason="cancelled")
+    handle.push(Event("a", 1, "x"))
+    handle.push(Event("a", result=first))
+    handle.push(Event("a", result=Result(request_id="a", finish_reason="cancelled")))
+    assert handle.result() is first
+    assert len(list(handle.events())) == 2
+    assert not handle.cancel()
 
 
 def test_a_bad_item_is_a_bad_result(batcher: VLMBatcher) -> None:

@@ -177,6 +177,20 @@ def test_cancel_at_every_stage(step: int) -> None:
     assert len(generator.batch) == 0
 
 
+def test_cancelling_again_is_nothing_and_the_only_end_has_what_was_generated() -> None:
+    """Also before the first one's end was handed out, and by whoever calls: a row's end is told once."""
+    generator = engine()
+    generator.insert("a", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
+    tokens: list[int] = []
+    while len(tokens) < 3:
+        tokens += [event.token for event in generator.step() if event.token is not None]
+    assert [generator.cancel("a") for _ in range(3)] == [True, False, False]
+    ends = [event.result for event in generator.step() if event.result is not None]
+    assert [(end.finish_reason, end.token_ids) for end in ends] == [("cancelled", tuple(tokens))]
+    assert not generator.cancel("a")
+    assert not generator.has_work
+
+
 def test_stop_tokens_and_eos() -> None:
     tokens = right_tokens(TEXT)
     first = tokens.index(tokens[4])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +14,9 @@ import pytest
 from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, names, write_checkpoint
 from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, requests_of
 from vlm_batch.checkpoints import TypedNorm, read_model
-from vlm_batch.loading import adapt
+from vlm_batch.errors import UnsupportedModel
+from vlm_batch.loading import adapt, load_model
+from vlm_batch.models._layouts import UNREADABLE
 
 REFERENCES = Path(__file__).parent / "references"
 STEPS = 8
@@ -92,3 +96,32 @@ def test_norms_stay_float32_where_the_model_does_not(name: str, tmp_path: Path) 
     assert "TypedNorm" not in {type(module).__name__ for _, module in full.named_modules()}
     ids = mx.array(family(name).text(2, 14)["input_ids"])
     assert model.language_model(ids).logits.dtype == mx.bfloat16
+
+
+@pytest.mark.parametrize("model_type", [*UNREADABLE, "deepseek_v4", "internvl", "internvl_tall"])
+def test_what_cannot_be_put_is_refused_by_name_and_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    """Before any weight is read."""
+    config: dict[str, Any] = {"model_type": model_type, "transformers_version": "5.23.0"}
+    if model_type == "deepseek_v4":
+        config |= {"layer_types": ["heavily_compressed_attention"], "compress_rates": {}}
+    if model_type.startswith("internvl"):
+        kind = "llama" if model_type == "internvl" else "qwen2"
+        config |= {
+            "model_type": "internvl",
+            "text_config": {"model_type": kind},
+            "vision_config": {"use_qk_norm": kind == "qwen2"},
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = rf"{config['model_type']}.*(can be loaded)"
+    with pytest.raises(UnsupportedModel, match=said):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [["dense"] * 4, ["sparse", "dense", "sparse", "dense"]], ids=["none", "gaps"])
+def test_experts_that_are_in_no_row_of_layers_are_refused(layers: list[str], tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "ernie4_5_moe_vl")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["mlp_layer_types"] = layers
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="no experts in a row of layers"):
+        load_model(folder)

@@ -115,7 +115,7 @@ def own_image(source: ImageInput) -> ImageInput:
 
     Text and bytes are that already. Buffers, open files and arrays are copied. Of a PIL image that was opened and not
     decoded yet the file is read, so that it may be closed and thousands can wait; a decoded one is copied. Raises
-    InvalidImage.
+    InvalidImage, also for SystemExit that a picture's own code raises: a bad picture ends its request, and no process.
     """
     if isinstance(source, (str, Path, bytes, Fetched)):
         return source
@@ -128,13 +128,23 @@ def own_image(source: ImageInput) -> ImageInput:
             return _own_pillow(source)
         if isinstance(source, io.IOBase):
             return bytes(source.read())
-    except Exception as error:
+    except BaseException as error:
+        pass_on_ctrl_c(error)
         raise InvalidImage(f"{describe_source(source)} cannot be decoded: {_said(error)}") from error
     try:
         array = np.array(source)
-    except Exception as error:
-        raise InvalidImage(f"{describe_source(source)} is no path, bytes, PIL image or array") from error
+    except BaseException as error:
+        pass_on_ctrl_c(error)
+        raise InvalidImage(
+            f"{describe_source(source)} is no path, bytes, PIL image or array ({type(error).__name__}: {_said(error)})"
+        ) from error
     return source if array.dtype == object else array
+
+
+def pass_on_ctrl_c(error: BaseException) -> None:
+    """Raise a KeyboardInterrupt of the main thread on: it is the user's own, whoever's code it came in."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
 
 
 #: Two threads may submit one PIL image at once, and Pillow's files have one position.

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vlm_batch.errors import InvalidImage, InvalidVideo
+from vlm_batch.errors import InvalidImage, InvalidVideo, describe
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, shown
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, fetch_image, load_image, own_image
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, fetch_image, load_image, own_image, pass_on_ctrl_c
 from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
 
 #: The most pixels that the frames of one video may have together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
@@ -92,7 +93,7 @@ def as_video(source: VideoInput) -> Video:
         if not source:
             raise InvalidVideo("the video has no frames")
         return video
-    if isinstance(source, Image.Image) or np.ndim(source) != 4:
+    if isinstance(source, Image.Image) or _of_foreign(np.ndim, video) != 4:
         raise InvalidVideo(
             f"{describe_video(video)} is no video: a file, an array (T, H, W, 3), or frames together as "
             "Video([first, second, ...], fps=2)"
@@ -135,7 +136,16 @@ def own_video(video: Video) -> Video:
         return replace(video, source=bytes(source))
     if isinstance(source, Sequence):
         return _with_frames(video, own_image)
-    return replace(video, source=np.array(source))
+    return replace(video, source=_of_foreign(np.array, video))
+
+
+def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
+    """What comes of a source that may run code of its own. Raises InvalidVideo, whatever that raises."""
+    try:
+        return call(video.source)
+    except BaseException as error:
+        pass_on_ctrl_c(error)
+        raise InvalidVideo(f"{describe_video(video)} cannot be read: {describe(error)}") from error
 
 
 def _with_frames(video: Video, change: Callable[[ImageInput], ImageInput], wanted: Collection[int] = ()) -> Video:

@@ -282,15 +282,49 @@ def florence2_weights(weights: Weights, config: Config) -> Weights:
 
 
 def internvl(config: Config) -> Config:
-    """Raises UnsupportedModel for a decoder that mlx-vlm's ``internvl`` does not have: it builds Qwen 3's, whatever is said."""
-    text = config.get("text_config")
+    """With a Qwen 2 decoder it is what was published as InternVL-Chat, of which mlx-vlm has a class of its own.
+
+    Raises UnsupportedModel for other decoders than Qwen's: mlx-vlm's ``internvl`` builds Qwen 3's, whatever is said.
+    """
+    text, tower = config.get("text_config"), dict(config.get("vision_config") or {})
     kind = text.get("model_type") if isinstance(text, Mapping) else "qwen3"
-    if kind not in ("qwen3", "internvl"):
+    if kind in ("qwen3", "internvl"):
+        return config
+    if kind != "qwen2" or tower.get("use_qk_norm"):
+        tall = " and a tower that normalises queries and keys" if tower.get("use_qk_norm") else ""
         raise UnsupportedModel(
-            f"this internvl checkpoint has a {kind} decoder, and mlx-vlm's internvl a Qwen 3 one; the same model as "
+            f"this internvl checkpoint has a {kind} decoder{tall}, and mlx-vlm's internvl a Qwen 3 one; the same model as "
             "published before transformers took it over (model_type internvl_chat) can be loaded"
         )
-    return config
+    named = renamed(attention_bias="qkv_bias", use_qk_norm="qk_normalization")(tower)
+    return config | {"model_type": "internvl_chat", "vision_config": named | {"model_type": "intern_vit_6b"}}
+
+
+def internvl_chat_weights(weights: Weights, config: Config) -> Weights:
+    """Tensors by their published names, with queries, keys and values as one."""
+    found = names(
+        (r"^vision_tower\.embeddings\.cls_token$", "vision_model.embeddings.class_embedding"),
+        (r"^vision_tower\.embeddings\.position_embeddings$", "vision_model.embeddings.position_embedding"),
+        (r"^vision_tower\.embeddings\.patch_embeddings\.projection\.", "vision_model.embeddings.patch_embedding."),
+        (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+        (r"\.attention\.projection_layer\.", ".attn.proj."),
+        (r"\.layernorm_before\.", ".norm1."),
+        (r"\.layernorm_after\.", ".norm2."),
+        (r"\.lambda_([12])$", r".ls\1"),
+        (r"^multi_modal_projector\.layer_norm\.", "mlp1.0."),
+        (r"^multi_modal_projector\.linear_1\.", "mlp1.1."),
+        (r"^multi_modal_projector\.linear_2\.", "mlp1.3."),
+    )(weights, config)
+    return joined_attention(found, r"\.attention\.q_proj\.(weight|bias)$", ".attention.", ".attn.qkv.")
+
+
+def joined_attention(weights: Weights, queries: str, before: str, after: str) -> Weights:
+    """Queries, keys and values as one tensor: of each name that ``queries`` finds, ``before`` and q_proj become ``after``."""
+    found = dict(weights)
+    for name in [name for name in weights if re.search(queries, name)]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(f"{before}q_proj.", after)] = mx.concatenate(parts)
+    return found
 
 
 def kimi_tower(tower: Config) -> Config:
@@ -455,6 +489,155 @@ def unused_head(weights: Weights, config: Config) -> Weights:
     return weights | {prefix + name: mx.zeros(shape) for name, shape in shapes.items()}
 
 
+def ernie_moe(config: Config) -> Config:
+    """ERNIE 4.5 VL as transformers calls it: experts of both kinds, the resampler and the tower by mlx-vlm's names.
+
+    Raises UnsupportedModel for layers with experts that are not in a row, which mlx-vlm has no way to be told.
+    """
+    text, tower = dict(config.get("text_config") or {}), dict(config.get("vision_config") or {})
+    if not text or not tower:
+        raise UnsupportedModel("this ernie4_5_vl_moe checkpoint has no text_config or no vision_config")
+    sparse = [layer for layer, kind in enumerate(text.get("mlp_layer_types") or ()) if kind == "sparse"]
+    if not sparse or sparse != list(range(sparse[0], sparse[-1] + 1)):
+        raise UnsupportedModel(f"mlp_layer_types {text.get('mlp_layer_types')} have no experts in a row of layers")
+    text["moe_num_experts"] = [text["moe_num_experts"]] * 2  # for words, and for pictures
+    text["moe_layer_start_index"], text["moe_layer_end_index"] = [sparse[0]] * 2, [sparse[-1]] * 2
+    width = tower["hidden_size"]
+    tower = renamed(hidden_size="embed_dim", rms_norm_eps="layer_norm_eps")(tower)
+    tower["mlp_ratio"] = tower["intermediate_size"] / width
+    found = config | {
+        "model_type": "ernie4_5_moe_vl",
+        "text_config": text,
+        "vision_config": tower | {"model_type": "DFNRope_vision_transformer"},
+        "im_patch_id": config["image_token_id"],
+        "pixel_hidden_size": width,
+        "spatial_conv_size": tower.get("spatial_merge_size", 2),
+        "temporal_conv_size": tower.get("temporal_merge_size", 2),
+    }
+    return text_at_the_root(found)
+
+
+def got(config: Config) -> Config:
+    """GOT-OCR as transformers calls it: the decoder's settings at the root, and the tower's by mlx-vlm's names."""
+    tower = dict(config.get("vision_config") or {})
+    if not tower or not config.get("text_config"):
+        raise UnsupportedModel("this got_ocr2 checkpoint has no text_config or no vision_config")
+    named = renamed(
+        image_size="img_size",
+        num_channels="in_chans",
+        hidden_size="embed_dim",
+        num_hidden_layers="depth",
+        num_attention_heads="num_heads",
+        output_channels="out_chans",
+    )(tower)
+    named |= {"mlp_ratio": tower["mlp_dim"] / tower["hidden_size"], "out_dim": 4 * tower["output_channels"]}
+    found = config | {"model_type": "got", "vision_config": named | {"model_type": "got"}}
+    return renamed(image_token_id="im_patch_token")(text_at_the_root(found))
+
+
+#: GOT-OCR's tensors, from transformers' names to mlx-vlm's.
+GOT_NAMES = (
+    (r"^multi_modal_projector\.conv_upsampler1\.", "vision_tower.net_2."),
+    (r"^multi_modal_projector\.conv_upsampler2\.", "vision_tower.net_3."),
+    (r"^multi_modal_projector\.multimodal_projector\.", "multi_modal_projector."),
+    (r"^vision_tower\.neck\.layer_norm", "vision_tower.norm"),
+    (r"^vision_tower\.neck\.conv", "vision_tower.conv"),
+    (r"^vision_tower\.patch_embed\.projection\.", "vision_tower.patch_embed.proj."),
+    (r"^vision_tower\.layers\.(\d+)\.layer_norm", r"vision_tower.blocks.\1.norm"),
+    (r"^vision_tower\.layers\.", "vision_tower.blocks."),
+)
+
+
+def deepseek_vl(config: Config) -> Config:
+    """DeepSeek-VL as transformers calls it: Janus where that reads pictures, with a projector of two layers."""
+    tower = dict(config.get("vision_config") or {})
+    if not tower or not config.get("text_config"):
+        raise UnsupportedModel("this deepseek_vl checkpoint has no text_config or no vision_config")
+    projector = {"cls": "MlpProjector", "model_type": "aligner", "params": {"projector_type": "mlp_gelu", "depth": 2}}
+    return config | {
+        "model_type": "multi_modality",
+        "vision_config": tower | {"model_type": "vision", "cls": "CLIPVisionTower", "params": {}},
+        "projector_config": projector,
+        "num_image_tokens": (tower["image_size"] // tower["patch_size"]) ** 2,
+    }
+
+
+def deepseek_vl_weights(weights: Weights, config: Config) -> Weights:
+    """Its tensors by mlx-vlm's names; queries, keys and values as one, and zeros for a head that no answer reads."""
+    if not any(name.startswith("model.vision_model.encoder.") for name in weights):
+        return weights
+    tower = "vision_model.vision_tower."
+    found = names(
+        (r"^model\.vision_model\.embeddings\.patch_embedding\.", tower + "patch_embed.proj."),
+        (r"^model\.vision_model\.encoder\.layers\.", tower + "blocks."),
+        (r"^model\.vision_model\.post_layernorm\.", tower + "norm."),
+        (r"\.layer_norm([12])\.", r".norm\1."),
+        (r"(vision_tower.*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
+        (r"^model\.aligner\.linear1\.", "aligner.layers.0."),
+        (r"^model\.aligner\.linear2\.", "aligner.layers.2."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^lm_head\.", "language_model.lm_head."),
+    )(weights, config)
+    found = joined_attention(found, r"vision_tower.*\.self_attn\.q_proj\.", ".self_attn.", ".attn.qkv.")
+    positions = found.pop("model.vision_model.embeddings.position_embedding.weight")
+    found[tower + "pos_embed"] = positions[None]
+    width = positions.shape[-1]
+    shapes: dict[str, tuple[int, ...]] = {"latent": (1, 1, width)}
+    for layer, rows, columns in (
+        ("q", 1, 1),
+        ("kv", 2, 1),
+        ("proj", 1, 1),
+        ("mlp.fc1", 4, 1),
+        ("mlp.fc2", 1, 4),
+    ):
+        shapes |= {f"{layer}.weight": (rows * width, columns * width), f"{layer}.bias": (rows * width,)}
+    shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
+    return found | {f"{tower}attn_pool.{name}": mx.zeros(shape) for name, shape in shapes.items()}
+
+
+def refused(reason: str) -> Callable[[Config], Config]:
+    """A rule for what cannot be put. Raises UnsupportedModel, with the reason."""
+
+    def refuse(config: Config) -> Config:
+        raise UnsupportedModel(f"model type {config['model_type']!r} cannot be read: {reason}")
+
+    return refuse
+
+
+def deepseek_v4(config: Config) -> Config:
+    """Raises UnsupportedModel for a folder of transformers' own: it knows only the published names of tensors to read, and
+    saves others (layers by ``layer_types``, joined experts), of which mlx-vlm has none."""
+    if config.get("layer_types") and not config.get("compress_ratios"):
+        return refused(
+            "transformers saved it under names of its own, which mlx-vlm does not read; the published folder can be loaded"
+        )(config)
+    return config
+
+
+def qwen3_omni_thinker(config: Config) -> Config:
+    """The half of a Qwen3-Omni that writes text, as a whole one without a voice."""
+    if not config.get("text_config"):
+        raise UnsupportedModel("this qwen3_omni_moe_thinker checkpoint has no text_config")
+    unused = {"text_config": dict(config["text_config"]), "code_predictor_config": dict(config["text_config"])}
+    silent = {"enable_audio_output": False, "talker_config": unused, "code2wav_config": {}}
+    passed_on = {name: config[name] for name in ("transformers_version", "eos_token_id") if name in config}
+    return {"model_type": "qwen3_omni_moe", "thinker_config": config, **silent, **passed_on}
+
+
+def thinker_names(weights: Weights, config: Config) -> Weights:
+    """Tensors of that half alone below the name that they have in the whole."""
+    is_whole = any(name.startswith("thinker.") for name in weights)
+    return weights if is_whole else {f"thinker.{name}": value for name, value in weights.items()}
+
+
+#: Types of transformers' that mlx-vlm has no class for, or none that takes their settings -> why.
+UNREADABLE = {
+    "deepseek_ocr2": "mlx-vlm's DeepSeek-OCR-2 has its encoder's sizes written in (deepseekocr_2/config.py:76), and no "
+    "settings of transformers' for it can be told to it; the published folder can be loaded",
+    "deepseek_vl_hybrid": "its second tower (SAM) is not verified here; deepseek_vl can be loaded",
+    "qwen3_omni_moe_text": "it is the decoder of a Qwen3-Omni alone; the whole model's folder (qwen3_omni_moe) can be loaded",
+}
+
 #: Norms of Qwen's decoders, whose weights transformers keeps as the distance from one; not by the names that mlx-vlm's
 #: own conversions have, whose norms are whole already.
 QWEN_NORMS = r"^model\..*(_layernorm|[qk]_norm|\bnorm)\.weight$"
@@ -462,7 +645,12 @@ INTERVAL = part("text", full_attention_interval())
 GLM_MARKERS = renamed(image_start_token_id="vision_start_token_id", image_end_token_id="vision_end_token_id")
 
 LAYOUTS: dict[str, Layout] = {
+    **{model_type: Layout(refused(reason)) for model_type, reason in UNREADABLE.items()},
     "aya_vision": Layout(part("text", full_attention_interval("sliding_window_pattern"))),
+    "deepseek_v4": Layout(deepseek_v4),
+    "deepseek_vl": Layout(deepseek_vl),
+    "ernie4_5_moe_vl": Layout(weights=names((r"^model\.vision_model\.", "vision_model."))),
+    "ernie4_5_vl_moe": Layout(ernie_moe),
     "falcon_h1": Layout(weights=falcon_h1),
     "florence2": Layout(florence2, florence2_weights),
     "gemma3": Layout(gemma3_text, finish=gemma3_head),
@@ -479,6 +667,8 @@ LAYOUTS: dict[str, Layout] = {
             part("vision", without("rope_theta", "rope_parameters")),
         )
     ),
+    "got": Layout(weights=names(*GOT_NAMES)),
+    "got_ocr2": Layout(got),
     "granite4_vision": Layout(weights=unused_head),
     "granite_vision": Layout(weights=unused_head),
     "hunyuan_vl": Layout(
@@ -491,6 +681,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "inkling": Layout(part("text", inkling_text)),
     "internvl": Layout(internvl),
+    "internvl_chat": Layout(weights=internvl_chat_weights),
     "kimi_k25": Layout(
         in_order(part("vision", kimi_tower), renamed(image_token_id="media_placeholder_token_id")),
         names(
@@ -506,6 +697,7 @@ LAYOUTS: dict[str, Layout] = {
     "minicpmv4_7": Layout(INTERVAL, from_one=QWEN_NORMS),
     "mllama": Layout(part("vision", renamed(attention_heads="num_attention_heads"))),
     "molmo2": Layout(molmo2_tower, molmo2_tables),
+    "multi_modality": Layout(weights=deepseek_vl_weights),
     "muse_spark": Layout(finish=muse_spark_norms),
     "nemotron_h": Layout(nemotron_layers),
     "nemotron_h_nano_omni": Layout(nemotron_omni, after(without_layer_scales, radio_conditioner)),
@@ -515,6 +707,8 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3_5": Layout(INTERVAL, from_one=QWEN_NORMS),
     "qwen3_5_moe": Layout(INTERVAL, from_one=QWEN_NORMS),
     "qwen3_next": Layout(full_attention_interval(), from_one=QWEN_NORMS),
+    "qwen3_omni_moe": Layout(weights=thinker_names),
+    "qwen3_omni_moe_thinker": Layout(qwen3_omni_thinker),
     "qwen3_vl": Layout(own_vision_type),
     "qwen3_vl_moe": Layout(own_vision_type, turned_experts),
     "qwen4_exp": Layout(part("text", indexed_attention)),
