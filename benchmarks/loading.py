@@ -155,7 +155,8 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="for --engine (default: the embedded checkpoint)")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer, for --engine (default: 48)")
     args = parser.parse_args()
-    console, found = Console(width=110), {}
+    console = Console(width=110)
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         sizes = {size: write_photos(Path(folder), size, args.pictures) for size in args.megapixels}
         preparer = make_preparer(PUBLISHED)
