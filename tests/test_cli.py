@@ -339,7 +339,7 @@ def test_linked_folders_and_what_is_skipped(
     said = capsys.readouterr().err
     assert "skipped: 2 .heic (pip install 'vlm-batch[heic]' reads them)" in said
     assert "1 .mp4 (--videos takes them)" in said
-    assert "1 folders that links lead to again" in said
+    assert "1 folder that links lead to again" in said
 
 
 def test_pictures_of_phones(folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch) -> None:

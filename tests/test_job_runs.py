@@ -240,6 +240,18 @@ def test_a_file_that_is_no_output_is_not_gone_on_with(folder: Path, capsys: pyte
     assert "out.jsonl, line 2 is not JSON" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="needs a folder in which not even root makes files: Linux's /proc"
+)
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_folder_that_takes_no_files(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said for what it is: the lock's library takes it for another process."""
+    echo = Echo()
+    assert cli.main([*RUN, "--out", f"/proc/{name}"], open_batcher=echo) == 2
+    assert f"cannot write /proc/{name}: " in capsys.readouterr().err
+    assert not echo.opened
+
+
 def test_two_processes_on_one_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys\nfrom pathlib import Path\nfrom vlm_batch.jobs import journal\n"
     code += "with journal.locked(Path('out.jsonl')):\n    print('held', flush=True)\n    sys.stdin.read()\n"
@@ -270,7 +282,7 @@ def test_a_process_that_comes_as_another_ends_keeps_the_output_to_itself(folder:
 @pytest.mark.parametrize(
     ("lines", "options", "said"),
     [
-        (['{"id": "a", "image": "x.png"}'] * 2, [], "1 rows have an id that another row has: 'a'"),
+        (['{"id": "a", "image": "x.png"}'] * 2, [], "1 row has an id that another row has: 'a'"),
         (
             ['{"id": "a", "image": "x.png"}'],
             ["--prompt", "{size}?"],

@@ -188,7 +188,7 @@ def test_threads_make_what_one_makes(family: str) -> None:
     """Each thread has a copy of the processor; sizes asked for by one request are no other's."""
     preparer = preparer_of(family)
     random = np.random.default_rng(0)
-    bounds = [{}, {}] if preparer.processing.pixels is None else [{}, {"max_pixels": 3136 * 2}]
+    bounds: list[dict[str, Any]] = [{}, {}] if preparer.processing.pixels is None else [{}, {"max_pixels": 3136 * 2}]
     requests = [
         Request(
             prompt="describe " + "the picture " * number, images=random.integers(0, 256, (60, 90, 3), np.uint8), **more

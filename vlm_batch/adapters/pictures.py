@@ -19,7 +19,7 @@ def with_quick_patches(part: Any) -> Any:
     mlx-vlm's carries a picture from Pillow to numpy and back before it resizes it, and normalises and reorders it as a whole,
     in float32, with every time step (qwen3_vl/processing_qwen3_vl.py:351).
     """
-    kind = type(part)
+    kind: Any = type(part)
     if not hasattr(kind, "_resolved_size") or not hasattr(kind, "_process_one") or isinstance(part, PatchesOfRows):
         return part
     part = copy.copy(part)
@@ -28,7 +28,7 @@ def with_quick_patches(part: Any) -> Any:
 
 
 @cache
-def _quick(kind: type) -> type:
+def _quick(kind: Any) -> Any:
     return type(kind.__name__, (PatchesOfRows, kind), {"__module__": kind.__module__})
 
 

@@ -78,7 +78,7 @@ class Mould:
     def _guarded(self) -> Any:
         theirs = type(self._tokenizer)
         calls = {name: self._one_at_a_time(getattr(theirs, name)) for name in _TOKENIZES if hasattr(theirs, name)}
-        guarded = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
+        guarded: Any = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
         vars(guarded).update(vars(self._tokenizer))
         return guarded
 

@@ -44,7 +44,8 @@ class Found:
         if len(self.skipped) > 6:
             kinds.append(f"{sum(self.skipped.values()) - sum(n for _, n in self.skipped.most_common(6))} others")
         if self.num_folders_again:
-            kinds.append(f"{self.num_folders_again} folders that links lead to again")
+            folders = "1 folder" if self.num_folders_again == 1 else f"{self.num_folders_again} folders"
+            kinds.append(f"{folders} that links lead to again")
         kinds += [f"{folder} (cannot be read)" for folder in self.unreadable]
         return f"skipped: {', '.join(kinds)}" if kinds else ""
 

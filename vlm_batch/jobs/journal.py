@@ -30,6 +30,10 @@ def locked(output: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except filelock.Timeout:
+        try:  # it says so, too, of a folder in which files cannot be made
+            os.close(os.open(lock.lock_file, os.O_CREAT))
+        except OSError as error:
+            raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
         raise InvalidJob(f"{output} is being written by another process") from None
     except OSError as error:
         raise InvalidJob(f"cannot write {output}: {error.strerror}") from error

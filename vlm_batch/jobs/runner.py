@@ -130,7 +130,9 @@ class Job:
                 wrong[item.error.replace(item.id, "...")[:120]] += 1
         if twice:
             named = ", ".join(repr(one) for one in list(twice)[:3])
-            raise InvalidJob(f"{sum(twice.values())} rows have an id that another row has: {named}")
+            number = sum(twice.values())
+            said = "1 row has" if number == 1 else f"{number} rows have"
+            raise InvalidJob(f"{said} an id that another row has: {named}")
         if is_empty:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row")

@@ -43,7 +43,7 @@ def _feed(state: Any, value: Any, in_full: bool) -> None:
     if isinstance(value, (mx.array, np.ndarray)):
         state.update(f"array {str(value.dtype).split('.')[-1]} {tuple(value.shape)};".encode())
         data = array_bytes(value)
-        state.update(data.data if in_full or data.nbytes < LARGE else blake3(data).digest())
+        state.update(data.data if in_full or data.nbytes < LARGE else blake3(data.data).digest())
     elif isinstance(value, Mapping):
         state.update(f"mapping {len(value)};".encode())
         for name in sorted(value):
