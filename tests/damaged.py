@@ -1,6 +1,6 @@
-"""Pictures and videos damaged at random, by seeds: each is decoded or refused, within its time and memory.
+"""Pictures, videos and saved caches damaged at random, by seeds: each is read or refused, within its time and memory.
 
-    python -m tests.damaged --pictures 10000 --videos 1000
+    python -m tests.damaged --pictures 10000 --videos 1000 --caches 3000
 
 They are read in a process of its own, so that a crash of a decoder would be seen, and go on with the next one.
 """
@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, features
 
-from vlm_batch.errors import InvalidImage, InvalidVideo
+from vlm_batch.errors import InvalidCache, InvalidImage, InvalidVideo
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.videos import Sampling, load_video
+from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Video
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO", "AVIF")
@@ -149,6 +150,48 @@ def read_video(seed: int) -> str:
     return _refused("MP4", said, is_whole)
 
 
+@cache
+def whole_cache() -> bytes:
+    """The file of a conversation's keys and values."""
+    from tests.histories import adapter_of, inputs_of
+    from vlm_batch.arrays import as_mlx
+    from vlm_batch.engine.generator import BatchGenerator
+    from vlm_batch.types import SamplingParams
+
+    generator = BatchGenerator(adapter_of("qwen3_5"))
+    inputs = as_mlx(inputs_of("qwen3_5", "text:5:26"))
+    generator.insert("a", inputs, SamplingParams(max_tokens=3), return_cache=True)
+    results = []
+    while generator.has_work:
+        results += [event.result for event in generator.step() if event.result is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "row.safetensors"
+        assert results[0].cache is not None
+        results[0].cache.save(path)
+        return path.read_bytes()
+
+
+def read_cache(seed: int) -> str:
+    """What came of a damaged prompt cache: only a whole one may be read."""
+    draw = random.Random(seed)
+    is_whole = draw.random() < 0.03
+    data = whole_cache() if is_whole else damaged(whole_cache(), draw)
+    is_whole = data == whole_cache()
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(data)
+        file.flush()
+        try:
+            PromptCache.load(file.name)
+        except InvalidCache as error:
+            return _refused("cache", str(error), is_whole)
+    assert is_whole, "a damaged cache is read"
+    return "cache: whole"
+
+
+#: By the names of the command's options.
+READERS = {"pictures": read_picture, "videos": read_video, "caches": read_cache}
+
+
 def _refused(form: str, said: str, is_whole: bool) -> str:
     assert not is_whole, f"what is whole is refused: {said}"
     assert 10 < len(said) < 600 and "\n" not in said, f"no clear error: {said!r}"
@@ -159,7 +202,7 @@ def work(kind: str, first: int, count: int) -> None:
     """Read some, and say of each what came of it, as a line of JSON."""
     warnings.simplefilter("ignore")
     logging.disable()
-    read = read_picture if kind == "pictures" else read_video
+    read = READERS[kind]
     for seed in range(first, first + count):
         print(json.dumps({"begins": seed}), flush=True)
         before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
@@ -232,13 +275,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--videos", type=int, default=1_000)
+    parser.add_argument("--caches", type=int, default=3_000, help="saved prompt caches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", nargs=3, metavar=("KIND", "FIRST", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.work[0], int(options.work[1]), int(options.work[2]))
         return
-    for kind, count in (("pictures", options.pictures), ("videos", options.videos)):
+    for kind in READERS:
+        count = vars(options)[kind]
         found, wrong, slowest, largest = summary(kind, options.seed, count)
         print(f"{count:,} {kind}: at most {slowest:.2f} s and {largest / 1e6:.0f} MB for one; {len(wrong)} wrong")
         for name, number in sorted(found.items()):

@@ -19,7 +19,7 @@ from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 
 #: Drawn histories of 120 operations each: both placements of every kind.
-HISTORIES = 12 * 4
+HISTORIES = 12 * 2
 
 
 @pytest.fixture(autouse=True)

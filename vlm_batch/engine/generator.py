@@ -29,7 +29,7 @@ from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.faults import is_out_of_memory, is_users_own, let_go, raised_in, too_large
 from vlm_batch.engine.groups import DecodeGroups
-from vlm_batch.engine.memory import RowMemory
+from vlm_batch.engine.memory import GROWTH, RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
@@ -140,6 +140,7 @@ class BatchGenerator:
         self._held: tuple[tuple[Row, mx.array], ...] = ()  # guided rows, with their logits (1, V) of this step
         self._forks: list[tuple[Row, mx.array]] = []  # further answers to prefilled prompts, with those prompts' logits
         self._events: list[Event] = []
+        self._until_look = 0  # steps, until it is asked whether rows have outgrown the memory
         self.num_recomputed = 0  # rows that began again, after a failed step or for want of memory
 
     # Rows in and out
@@ -295,8 +296,10 @@ class BatchGenerator:
 
     def _keep_within_memory(self) -> None:
         """Have the last in line wait where rows have grown beyond the bound; one that has done so alone ends."""
-        if self.memory.max_bytes is None:
+        self._until_look -= 1
+        if self._until_look > 0 or self.memory.max_bytes is None:
             return
+        self._until_look = GROWTH
         live = sorted([*self.batch.rows, *self.prefill.rows.values()], key=self.admission.urgency)
         while live and not self.memory.fits(live[-1], live[:-1]):
             row = live.pop()

@@ -12,6 +12,8 @@ from vlm_batch.errors import OutOfMemory
 
 #: Lengths at which a row's bytes are noted, to be read off between them.
 LENGTHS = tuple(1 << power for power in range(4, 21))
+#: Steps between two looks at whether rows have grown beyond the bound.
+GROWTH = 16
 
 
 class RowMemory:
@@ -36,16 +38,16 @@ class RowMemory:
         """Bytes of a row of so many tokens; 0 while that is not known."""
         if not self._at or tokens <= 0:
             return 0
-        below = max(index for index, length in enumerate(LENGTHS) if length <= max(tokens, LENGTHS[0]))
-        if below + 1 == len(LENGTHS):
+        below = max(0, tokens.bit_length() - LENGTHS[0].bit_length())
+        if below + 1 >= len(LENGTHS):
             return self._at[-1] * tokens // LENGTHS[-1]
         least, most = self._at[below : below + 2]
         share = (tokens - LENGTHS[below]) / (LENGTHS[below + 1] - LENGTHS[below])
         return least + int(max(0.0, share) * (most - least))
 
     def together(self, rows: Sequence[Row]) -> int:
-        """Bytes of rows that live at once, each with its next token."""
-        each = [self.of(tokens(row) + 1) for row in rows]
+        """Bytes of rows that live at once, each with its next ``GROWTH`` tokens."""
+        each = [self.of(tokens(row) + GROWTH) for row in rows]
         return self._places * max(each, default=0) if self._places else sum(each)
 
     def fits(self, row: Row, others: Sequence[Row]) -> bool:
