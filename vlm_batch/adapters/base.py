@@ -367,7 +367,7 @@ class Adapter:
         return frozenset(token for name in names if isinstance(token := getattr(self.config, name, None), int))
 
     def text_positions(self, inputs: Mapping[str, Any]) -> np.ndarray:
-        """Which positions (L,) of a prompt are text and not a picture's or a video's."""
+        """A mask (L,) of the positions of a prompt that are text and not a picture's or a video's."""
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         tokens, marks = np.array(ids[0]), list(self.image_token_ids())

@@ -46,7 +46,7 @@ class Sizes:
         self._seen[power] = max(nbytes, self._seen.get(power, 0))
 
     def expected(self, num_pixels: int) -> int | None:
-        """What the next larger ones came to, or in proportion to the largest; None if none was seen."""
+        """The bytes that the next larger ones came to, or in proportion to the largest; None if none was seen."""
         power = num_pixels.bit_length()
         not_smaller = [seen for seen in self._seen if seen >= power]
         if not_smaller:
@@ -255,7 +255,7 @@ class Admission:
         return self._prefill.num_pending >= self._idle_budget
 
     def urgency(self, row: Row) -> float:
-        """What rows are in line by: the smallest goes first."""
+        """A row's place in line: the smallest goes first."""
         return self._scheduler.urgency(row.priority, row.clock.submitted)
 
 

@@ -1,4 +1,4 @@
-"""What an exception says of whose fault it is."""
+"""Exceptions, sorted by whose fault they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes the rows' keys and values take, and which rows fit beside each other."""
+"""Bytes of the rows' keys and values, and the rows that fit beside each other."""
 
 from __future__ import annotations
 

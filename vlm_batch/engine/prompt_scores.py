@@ -16,7 +16,7 @@ POSITIONS_TOGETHER = 128
 
 
 class PromptScores:
-    """What a model says of a prompt's tokens, given those before them.
+    """A model's log-probabilities of a prompt's tokens, given those before them.
 
     ``ids`` (L,) are the prompt's, ``is_text`` (L,) says which of its positions are text and no picture's, ``atomic`` spans
     [start, end) are seen as wholes, and ``count`` most likely tokens are kept beside each. Nothing is said of the first
@@ -67,7 +67,7 @@ class PromptScores:
         return [chosen, ids, top]
 
     def read(self) -> tuple[TokenLogprobs | None, ...]:
-        """What is said of each position, None where nothing is; waits for it."""
+        """Each position's log-probabilities, None where there are none; waits for them."""
         if self._read is None:
             found: list[TokenLogprobs | None] = [None] * len(self._ids)
             for told, chosen, ids, top in self._parts:

@@ -287,7 +287,7 @@ class Row:
         )
 
     def _prompt_logprobs(self, reason: FinishReason) -> tuple[TokenLogprobs | None, ...] | None:
-        """What was asked for of the prompt's tokens, once all of them are prefilled."""
+        """The log-probabilities that were asked for of the prompt's tokens, once all of them are prefilled."""
         scores = self.answer.prompt_scores
         return None if scores is None or reason == "error" or not self.answer.token_ids else scores.read()
 

@@ -140,7 +140,7 @@ def own_video(video: Video) -> Video:
 
 
 def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
-    """What comes of a source that may run code of its own. Raises InvalidVideo, whatever that raises."""
+    """The outcome of a source that may run code of its own. Raises InvalidVideo, whatever that raises."""
     try:
         return call(video.source)
     except BaseException as error:

@@ -246,7 +246,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None) -> tuple[int, dict[str, float]]:
-    """How many workers a cluster is asked for, and what is set aside for each."""
+    """The number of workers that a cluster is asked for, and what is set aside for each."""
     all_gpus = float(ray.cluster_resources().get("GPU", 0))
     gpus = gpus if gpus is not None else min(1.0, all_gpus)
     machines = sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
@@ -322,7 +322,7 @@ class _RayFleet:
             self._end(worker)
 
     def _told(self, ref: Any) -> Event | None:
-        """What an ended call says."""
+        """The news that an ended call brings."""
         worker, ticket = self._asked.pop(ref)
         try:
             value = self._ray.get(ref)

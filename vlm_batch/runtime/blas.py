@@ -74,7 +74,7 @@ def has_wide_vectors(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def narrow_kernels() -> str | None:
-    """What the environment asks of the loaded library that halves its speed on this processor, in a sentence; else None."""
+    """A sentence on the environment's choice of kernels, if they take twice as long as they could on this processor; else None."""
     asked = os.environ.get(CORE_TYPE, "").upper()
     if _loaded is None or asked in ("", *WIDE_CORES) or not has_wide_vectors():
         return None

@@ -81,7 +81,7 @@ class Dialect:
 
     @cached_property
     def writer(self) -> CallWriter | None:
-        """What makes grammars of its tool calls; None if it has no form for them."""
+        """The maker of grammars of its tool calls; None if it has no form for them."""
         if self.tool_parser is None:
             return None
         marks = {str(word): int(token) for token, word in self._tokenizer.added_tokens_decoder.items()}

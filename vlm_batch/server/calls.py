@@ -129,7 +129,7 @@ class _Grammar:
 
 @dataclass(frozen=True)
 class _Form:
-    """How calls are written: one, and what stands before, between and behind them."""
+    """The form of calls: one, and what stands before, between and behind them."""
 
     call: Callable[[_Grammar, str, Schema], str]
     begin: str = ""

@@ -314,7 +314,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a body asks of the engine: one request for each of its prompts, each answered ``n`` times."""
+    """A body as requests for the engine: one for each of its prompts, each answered ``n`` times."""
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams
@@ -412,7 +412,7 @@ def _shape(body: Common) -> dict[str, Any]:
 
 
 def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
-    """What an answer is held to that must call a tool, may call one only, or must keep to a tool's schema; None for others."""
+    """The grammar of an answer that must call a tool, may call one only, or must keep to a tool's schema; None for others."""
     choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
     is_forced = choice == "required" or named is not None

@@ -113,7 +113,7 @@ class Exchange(ABC):
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._of_prompt()}
 
     def _of_prompt(self) -> dict[str, Any]:
-        """What a whole answer says of its prompt, where that stands beside the choices."""
+        """The fields of a whole answer on its prompt, where they stand beside the choices."""
         return {}
 
     async def stream(self) -> AsyncGenerator[bytes]:
@@ -140,7 +140,7 @@ class Exchange(ABC):
         yield last + DONE
 
     def _chunks(self, choice: Choice, delta: Delta) -> bytes:
-        """What a delta adds to a stream, in one piece: each piece is a call of the system."""
+        """A delta as the bytes of a stream, in one piece: each piece is a call of the system."""
         opening = None if choice.has_begun else self._opening(choice)
         choice.has_begun = True
         parts = [] if opening is None else [opening]

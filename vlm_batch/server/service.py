@@ -326,7 +326,7 @@ class Service:
 
 
 def _dialect(batcher: Batcher, config: ServerConfig) -> Dialect:
-    """How the model's answers are read. Raises ValueError for settings that this checkpoint cannot follow."""
+    """The reader of the model's answers. Raises ValueError for settings that this checkpoint cannot follow."""
     if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
         raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
     return Dialect(batcher.processing, config.tool_parser)
