@@ -276,7 +276,8 @@ def test_a_class_is_chosen_by_what_it_costs() -> None:
 def test_made_up_weights_lie_as_the_models_do(precision: str) -> None:
     """A product is tried by the kernels that the model's own meets: these go by how weights lie, and by the rows' shape."""
     for product in products_of(adapter_of("qwen2_vl", precision).language):
-        weight = getattr(product.call, "__self__", product.call).weight
+        call: Any = product.call
+        weight = getattr(call, "__self__", call).weight
         array = np.array(weight.view(mx.uint16) if weight.dtype == mx.bfloat16 else weight, copy=False)
         assert array.strides == (array.shape[1] * array.itemsize, array.itemsize)
         assert product.rows(3).shape == (3, 1, product.width)
