@@ -298,3 +298,15 @@ def test_a_key_that_is_added_again_counts_once() -> None:
     assert (budget.nbytes, len(budget), dropped) == (50, 1, ["second"])
     budget.clear()
     assert budget.nbytes == 0
+
+
+def test_what_is_kept_is_given_back_at_close() -> None:
+    """To the system: neither the arrays nor MLX's store of free ones stays."""
+    with VLMBatcher(default_checkpoint()) as batcher:
+        handles = [batcher.submit(None, f"count to {index % 9 + 1} {index}") for index in range(12)]
+        assert all(handle.result(timeout=60).ok for handle in handles)
+        kept, held = batcher.stats().cache_bytes, mx.get_active_memory()
+        assert kept > 0
+    assert batcher.stats().cache_bytes == 0
+    assert mx.get_active_memory() <= held - 0.9 * kept
+    assert mx.get_cache_memory() == 0

@@ -620,7 +620,7 @@ def qwen3_omni_thinker(config: Config) -> Config:
         raise UnsupportedModel("this qwen3_omni_moe_thinker checkpoint has no text_config")
     unused = {"text_config": dict(config["text_config"]), "code_predictor_config": dict(config["text_config"])}
     silent = {"enable_audio_output": False, "talker_config": unused, "code2wav_config": {}}
-    passed_on = {name: config[name] for name in ("transformers_version", "eos_token_id") if name in config}
+    passed_on: Config = {name: config[name] for name in ("transformers_version", "eos_token_id") if name in config}
     return {"model_type": "qwen3_omni_moe", "thinker_config": config, **silent, **passed_on}
 
 
