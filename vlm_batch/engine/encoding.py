@@ -78,7 +78,7 @@ class Encoder:
         return max((index for index in range(len(given)) if found[index] is not given[index]), default=0) + 1
 
     def _scores(self, count: int, inputs: Mapping[str, Any], encoded: Encoded) -> PromptScores:
-        """The record of the log-probabilities of a prompt's tokens, to be filled. Raises InvalidParameters where the family has none."""
+        """A record for the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
         if self.reuse.exact is not None and not self.adapter.scores_chunks:

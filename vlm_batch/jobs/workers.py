@@ -59,7 +59,7 @@ class Fleet(Protocol):
 
     def send(self, worker: int, ticket: int, request: Request) -> None: ...
     def wait(self) -> list[Event]:
-        """The news since the last call, waited for; nothing after a while without anything. After ``Died``, no more of that worker."""
+        """The news since the last call, waited for; nothing after a while without any. A worker that ``Died`` has no more."""
         ...
 
     def cancel(self, ticket: int) -> None:

@@ -74,7 +74,7 @@ def has_wide_vectors(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def narrow_kernels() -> str | None:
-    """A sentence on the environment's choice of kernels, if they take twice as long as they could on this processor; else None."""
+    """A sentence on kernels that the environment chose and that take twice as long as they need here; else None."""
     asked = os.environ.get(CORE_TYPE, "").upper()
     if _loaded is None or asked in ("", *WIDE_CORES) or not has_wide_vectors():
         return None
