@@ -51,6 +51,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
+from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
 from vlm_batch.runtime import threads, watchdog
 from vlm_batch.store.budget import ByteBudget
@@ -416,14 +417,14 @@ def test_nobody_waits_on_the_engines_own_thread(batcher: VLMBatcher, waits: str)
 def test_whatever_loading_raises_ends_its_request_alone(
     batcher: VLMBatcher, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    render = batcher._preparer.processing.inputs
+    render = Processing.inputs
 
-    def inputs(prompt: str, *media: Any) -> Any:
+    def inputs(self: Processing, prompt: str, *media: Any) -> Any:
         if "repeat" in prompt:
             raise kind("of the test")
-        return render(prompt, *media)
+        return render(self, prompt, *media)
 
-    monkeypatch.setattr(batcher._preparer.processing, "inputs", inputs)
+    monkeypatch.setattr(Processing, "inputs", inputs)
     bad = batcher.submit(None, "repeat: a")
     beside = batcher.submit(None, "count to 5")
     assert kind.__name__ in str(bad.result(timeout=60).error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -25,7 +25,7 @@ from PIL import Image
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
-from vlm_batch.inputs.processors import Mould, copy_for_thread, without_text_options
+from vlm_batch.inputs.processors import Mould, copy_for_thread, settings_of, without_text_options
 from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
@@ -223,19 +223,21 @@ class Processing:
 class Copies:
     """A model's processor for several threads: each has one to itself while it makes inputs.
 
-    As many are made as there are threads at once. Where a processor cannot be copied, all take turns with the one there is.
+    As many are made as there are threads at once, and made anew when the processor's settings have been changed. Where a
+    processor cannot be copied, all take turns with the one there is.
     """
 
     def __init__(self, processing: Processing) -> None:
         self._processing = processing
         self._mould: Mould | None = Mould(processing.processor)
-        self._free: deque[Processing] = deque()
+        self._free: deque[tuple[str, Processing]] = deque()  # with the settings that each was made with
         self._turn = Lock()
 
     @contextmanager
     def one(self) -> Iterator[Processing]:
         """A processor that nobody else has."""
-        taken = self._taken()
+        settings = settings_of(self._processing.processor)
+        taken = self._taken(settings)
         if taken is None:
             with self._turn:
                 yield self._processing
@@ -243,14 +245,15 @@ class Copies:
         try:
             yield taken
         finally:
-            self._free.append(taken)
+            self._free.append((settings, taken))
 
-    def _taken(self) -> Processing | None:
-        """A copy, or None if there can be none."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            pass
+    def _taken(self, settings: str) -> Processing | None:
+        """A copy with these settings, or None if there can be none."""
+        with suppress(IndexError):
+            while True:
+                known, copy = self._free.pop()
+                if known == settings:
+                    return copy
         if self._mould is not None:
             try:
                 return self._processing.with_processor(self._mould.copy())

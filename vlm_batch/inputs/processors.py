@@ -6,8 +6,11 @@ import copy
 import functools
 import threading
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 #: Options for the tokenizer that mlx-vlm's processors hand to the pictures' part, too.
@@ -43,6 +46,25 @@ def copy_for_thread(part: Any) -> Any:
     owners = (part, getattr(part, "tokenizer", None))
     hanging = [vars(owner).get("detokenizer") for owner in owners if owner is not None]
     return copy.deepcopy(part, {id(one): None for one in hanging if one is not None})
+
+
+def settings_of(processor: Any) -> str:
+    """The plain values that a processor and its parts but the tokenizer hold, in one text, which changes when one does."""
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return ""
+    held = [
+        vars(processor),
+        *(getattr(part, "__dict__", {}) for name, part in vars(processor).items() if name != "tokenizer"),
+    ]
+    return repr([{name: value for name, value in values.items() if _is_plain(value)} for values in held])
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, np.ndarray):
+        return value.size <= 64  # means and deviations
+    return value is None or isinstance(value, (bool, int, float, str, Enum))
 
 
 #: A tokenizer's calls that let go of Python's lock, or that change the settings of the library under it.
