@@ -39,6 +39,7 @@ from vlm_batch.inputs.images import (
     own_image,
 )
 from vlm_batch.inputs.processing import Copies, PixelBounds, Processing
+from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.inputs.videos import (
@@ -198,7 +199,7 @@ class Preparer:
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
         self._long_lock = Lock()
-        self._long_processing: Processing | None = None
+        self._long: tuple[str, Processing] | None = None  # a copy for very long prompts, and the settings that it was made with
 
     # In the submitter's thread
     # -----------------------------------------------------------------------------------------------------------------
@@ -351,11 +352,12 @@ class Preparer:
         """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
         if question.is_long:
             with self._long_lock:
-                if self._long_processing is None:
-                    self._long_processing = self.processing.copy()
+                settings = settings_of(self.processing.processor)
+                if self._long is None or self._long[0] != settings:
+                    self._long = settings, self.processing.copy()
                 assert question.prompt is not None
-                with self._long_processing.seeing(question.pixels):
-                    return settled(self._long_processing.inputs(question.prompt, images, clips))
+                with self._long[1].seeing(question.pixels):
+                    return settled(self._long[1].inputs(question.prompt, images, clips))
         with self._copies.one() as processing, processing.seeing(question.pixels):
             if question.prompt is not None:
                 return settled(processing.inputs(question.prompt, images, clips))

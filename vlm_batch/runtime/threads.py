@@ -58,7 +58,7 @@ class Running:
 
     def __init__(self, *, is_awaited: bool = False) -> None:
         self.is_awaited = is_awaited
-        self._may_interrupt = True
+        self._may_interrupt, self._is_interrupted = True, False
         self._ended = threading.Event()
         self._thread: int | None = None
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class Running:
         """Raise Interrupted in the work, once, as soon as it is in Python: a call within MLX ends first."""
         with self._lock:
             if self._may_interrupt and self._thread is not None:
-                self._may_interrupt = False
+                self._may_interrupt, self._is_interrupted = False, True
                 _raise_in(self._thread, Interrupted)
 
     def run(self, work: Work) -> None:
@@ -103,7 +103,8 @@ class Running:
             finally:
                 with self._lock:
                     self._may_interrupt = False
-                _raise_in(self._thread, None)  # what was to be raised and is late
+                if self._is_interrupted:
+                    _take_late()
         except BaseException:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
@@ -142,11 +143,20 @@ def _run(tasks: _Tasks, work: Work, running: Running) -> None:
     running.end()
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Have an exception raised in a thread when it next runs an instruction of Python's; None takes that back."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
-    )
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Have an exception raised in a thread when it next runs an instruction of Python's.
+
+    It cannot be taken back: CPython 3.11 then looks for it at each call and loop of the whole process, for good, and a thread
+    that is profiled or traced never gets beyond the first of them.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _take_late() -> None:
+    """Have Interrupted raised here if it has not been raised in this thread yet."""
+    with contextlib.suppress(Interrupted):
+        for _ in range(100):  # it is looked for at each round
+            pass
 
 
 def _stop_all() -> None:
