@@ -182,13 +182,13 @@ def test_generate_keeps_the_order_and_reads_generators_lazily(batcher: VLMBatche
 
 
 def test_generate_fills_a_batch_of_more_rows_than_are_read_ahead() -> None:
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
     most = 0
 
     def source(stats: Callable[[], Stats]) -> Iterator[Request]:
         nonlocal most
-        for _ in range(30):
+        for number in range(30):
             most = max(most, stats().decoding)
+            params = SamplingParams(max_tokens=100 + 4 * number, ignore_eos=True)  # they end one by one
             yield Request(prompt="count to 9", params=params)
 
     with VLMBatcher(CHECKPOINT, max_rows=24, look_ahead=2) as wide:

@@ -130,7 +130,7 @@ def test_more_pictures_than_placeholders_is_an_error_not_a_wrong_answer() -> Non
     generator.insert("bad", as_mlx({**two, "input_ids": one["input_ids"]}), SamplingParams(max_tokens=2))
     result = finish(generator)["bad"]
     assert isinstance(result.exception, InvalidPrompt), result.error
-    assert "2 pictures" in str(result.error)
+    assert "the pictures need 10 placeholder tokens; the prompt has 6" in str(result.error)
 
 
 def test_a_failing_forward_ends_its_rows_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_threads_make_what_one_makes(family: str) -> None:
     for one, other in zip(alone * 3, together, strict=True):
         assert one.keys() == other.keys()
         assert all(np.array_equal(one[name], other[name]) for name in one)
-    kept = preparer._copies._free
+    kept = [one for _, one in preparer._copies._free]
     assert len(kept) <= 4 and len({id(one.processor) for one in kept}) == len(kept)
     assert all(one.processor is not preparer.processing.processor for one in kept)
     tokenizers = {id(one.tokenizer._tokenizer) for one in [*kept, preparer.processing]}

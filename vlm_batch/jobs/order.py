@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from vlm_batch.inputs.images import size_of_file
 from vlm_batch.jobs.questions import Item
 
-#: Items that are put in order together: nothing waits for more than so many others.
-WINDOW = 64
+#: Items that are put in order together: nothing waits for more than so many others. So few as fill one batch are not.
+WINDOW, LEAST = 64, 8
 #: Seconds that looking at the files of one window may take. On a slow drive windows are shorter.
 LOOK_SECONDS = 0.1
 
@@ -21,7 +21,8 @@ LOOK_SECONDS = 0.1
 def by_size(items: Iterator[Item]) -> Iterator[Item]:
     """The same items; those of a window by the sizes of their pictures and the length of their prompts, else as they come."""
     while window := list(_window(items)):
-        window.sort(key=lambda pair: pair[0])
+        if len(window) > LEAST:
+            window.sort(key=lambda pair: pair[0])
         yield from (item for _, item in window)
 
 

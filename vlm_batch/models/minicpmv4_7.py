@@ -35,5 +35,9 @@ class MiniCPMV47(MiniCPMV46):
         prompt, delta = features["position_ids"], features["rope_deltas"]
         return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
 
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """The merge tells: each slice has a run of placeholders of its own, and other lengths are refused there."""
+        return None
+
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         return Adapter.count_image_tokens(self, ids, extra)
