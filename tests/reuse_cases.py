@@ -59,7 +59,7 @@ def followed_by(inputs: Inputs, ids: list[int], at: int) -> Inputs:
         changed["cross_attention_mask"] = np.concatenate(
             [seen[:, :at], np.repeat(seen[:, -1:], len(ids), axis=1)], axis=1
         )
-    for name in {"mm_token_type_ids", "token_type_ids"} & set(inputs):
+    for name in {"images_seq_mask", "mm_token_type_ids", "token_type_ids"} & set(inputs):
         changed[name] = np.concatenate([inputs[name][:, :at], np.zeros((1, len(ids)), inputs[name].dtype)], axis=1)
     return changed
 
