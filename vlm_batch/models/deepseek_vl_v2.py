@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import check_mask, count_masked
+from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -51,6 +52,10 @@ class DeepseekVL2(Adapter):
         from vlm_batch.models._deepseek_vl_v2 import PATCHES
 
         return PATCHES
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
+        return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         return count_masked(extra)

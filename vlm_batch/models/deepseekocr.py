@@ -12,6 +12,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import check_mask, count_masked
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 
 _SAM_POSITIONS = (
@@ -39,6 +40,10 @@ class SamOCR(Adapter):
         from vlm_batch.models._deepseekocr import PATCHES
 
         return PATCHES
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
+        return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         return count_masked(extra)
