@@ -111,6 +111,11 @@ def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: map_arrays(value, _to_numpy) for name, value in inputs.items()}
 
 
+def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of arrays as numpy, where numpy has their type, so that no device holds them; ``as_mlx`` gives them back."""
+    return {name: map_arrays(value, _to_host) for name, value in inputs.items()}
+
+
 def num_bytes(tree: Any) -> int:
     """Bytes of every mlx and numpy array in a tree."""
     if isinstance(tree, (mx.array, np.ndarray)):
@@ -143,6 +148,11 @@ def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
     return np.array(array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array)
+
+
+def _to_host(array: Any) -> Any:
+    is_numpys = isinstance(array, np.ndarray) or array.dtype in (mx.bfloat16, mx.complex64)
+    return array if is_numpys else np.array(array)
 
 
 def _to_mlx(array: Any) -> mx.array:

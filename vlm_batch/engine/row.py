@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import num_bytes
+from vlm_batch.arrays import as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
@@ -225,8 +225,8 @@ class Row:
         )
 
     def keep_given(self, inputs: Mapping[str, Any] | None) -> None:
-        """Keep a processor's output to begin again from, if it is not too large."""
-        self.given = inputs if num_bytes(inputs) <= MOST_GIVEN else None
+        """Keep a copy of a processor's output, on the host, to begin again from, if it is not too large."""
+        self.given = None if inputs is None or num_bytes(inputs) > MOST_GIVEN else on_host(inputs)
 
     def suspect(self) -> None:
         """Note that the forward that failed gave one of the tokens that are not read yet, or the next one; after several
@@ -240,7 +240,7 @@ class Row:
         answer, book = self.answer, self.reuse
         self.losses += 1
         self.status = Status.WAITING
-        self.prompt = Prompt(inputs=self.given)
+        self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
         self.reuse = None
         if book is not None and (book.continues is not None or book.is_returned):
             self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
