@@ -41,21 +41,12 @@ def join() -> None:
 
 def worker_processes() -> list[int]:
     """The processes of this cluster's workers: children of its raylet, which is a child of this process."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [
         (int(pid), int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listed.splitlines())
     ]
     raylets = {pid for pid, parent, args in rows if parent == os.getpid() and "raylet" in args}
     return [pid for pid, parent, args in rows if parent in raylets and args.startswith("ray::Worker")]
-
-
-def a_worker_process() -> int:
-    """One of them. A process that is just being given its title has none for a moment."""
-    until = time.monotonic() + 60
-    while not (found := worker_processes()):
-        assert time.monotonic() < until, "no process of a worker is found"
-        time.sleep(0.05)
-    return found[0]
 
 
 def write_rows(folder: Path, count: int) -> Path:
@@ -93,7 +84,7 @@ class KillsOne:
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
         for count, result in enumerate(self._cluster.as_completed(requests), 1):
             if count == self._after:
-                self.killed = a_worker_process()
+                self.killed = worker_processes()[0]
                 os.kill(self.killed, signal.SIGKILL)
             yield result
 
