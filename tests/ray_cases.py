@@ -41,7 +41,9 @@ def join() -> None:
 
 def worker_processes() -> list[int]:
     """The processes of this cluster's workers: children of its raylet, which is a child of this process."""
-    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [
         (int(pid), int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listed.splitlines())
     ]
