@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
@@ -18,15 +19,18 @@ from tests.histories import ACCIDENTS, KINDS, PICTURES, PLACES, QUANTISED, TEXTS
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 
-#: Drawn histories of 120 operations each: both placements of every kind.
-HISTORIES = 12 * 2
+#: Drawn histories of 120 operations each, 10,080 in all: seven of both placements of every kind.
+HISTORIES = 12 * 7
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Without the warnings of disks that are full."""
+    """Without the warnings of disks that are full; and collections of garbage look at what comes from here on only."""
     logging.disable()
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     logging.disable(logging.NOTSET)
 
 

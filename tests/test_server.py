@@ -631,6 +631,14 @@ def test_the_memory_limit_is_the_devices_unless_it_is_said() -> None:
     assert 2**28 < usual_limit() < 2**44
 
 
+@pytest.mark.parametrize(("said", "most"), [("", None), ("--max-bytes 30MB", 30_000_000)])
+def test_memory_for_keys_and_values_is_bounded_by_a_flag(said: str, most: int | None) -> None:
+    args = cli.parser().parse_args(["serve", *said.split()])
+    with serve.open_batcher(args) as batcher:  # type: ignore[attr-defined]
+        found = batcher.stats().max_kv_bytes
+    assert found == most if most is not None else found > 10**8
+
+
 def test_sizes_of_pictures_are_bounded_by_flags() -> None:
     """--max-pixels is the batcher's own bound: pictures are seen no larger, and nobody may ask for more."""
     args = cli.parser().parse_args(["serve", "--max-pixels", "1568", "--min-pixels", "784"])

@@ -122,6 +122,10 @@ class EngineLoop:
         if self._gone is not None:
             raise self._gone
 
+    def check_fits(self, question: Question) -> None:
+        """Raise DoesNotFit for a prompt of which it is known already that its keys and values never fit."""
+        self.generator.memory.check_length(question.least_tokens)
+
     def is_alive(self, request_id: str) -> bool:
         """Whether a request of that id has not ended."""
         return request_id in self._alive
