@@ -194,9 +194,9 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until ``stop``."""
-        while self._serve():
-            pass
         try:
+            while self._serve():
+                pass
             self._finish()
         finally:
             self._loaders.close()
