@@ -292,7 +292,11 @@ FAILING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "not a picture",
     ),
     "truncated": ({"images": IMAGES / "awkward/truncated.jpg", "prompt": DESCRIBE}, InvalidImage, "truncated"),
-    "bomb": ({"images": IMAGES / "awkward/decompression_bomb.png", "prompt": DESCRIBE}, InvalidImage, "too large"),
+    "bomb": (
+        {"images": IMAGES / "awkward/decompression_bomb.png", "prompt": DESCRIBE},
+        InvalidImage,
+        "256,000,000 pix",
+    ),
     "second_is_missing": (
         {"images": [CIRCLE, "gone.png"], "prompt": DESCRIBE},
         InvalidImage,
@@ -664,6 +668,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "role_type": (chat("a", ["user"]), InvalidPrompt, r"the role \['user'\]"),
     "content": (chat(5), InvalidPrompt, "the content 5; text or a list of parts"),
     "no_content": (chat(None), InvalidPrompt, "the content None"),
+    "misspelt_content": (
+        {"messages": [{"role": "user", "contents": "a"}]},
+        InvalidPrompt,
+        r"it has \['contents', 'role'\]",
+    ),
+    "sized_part": (
+        chat([{"type": "image", "image": CIRCLE, "max_pixels": 784}]),
+        InvalidPrompt,
+        "a picture part has max_pixels; .* the request's to say",
+    ),
     "part": (chat([5]), InvalidPrompt, 'mapping with "type"'),
     "part_text": (chat([{"type": "text", "text": 5}]), InvalidPrompt, "the text 5; a string"),
     "messages_text": ({"messages": "what?"}, InvalidPrompt, "type str; a list of messages"),
@@ -694,6 +708,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         InvalidRequest,
         r"request_id is \[\]; it must be text",
     ),
+    "id_of_an_answer": ({"prompt": "x", "request_id": "a\0" + "1"}, InvalidRequest, "without null characters"),
     "inputs_list": ({"inputs": [1]}, InvalidPrompt, r"inputs is \[1\]; it must be a mapping"),
     "fractional_inputs": ({"inputs": {"input_ids": np.ones((1, 3))}}, InvalidPrompt, "of integers; given: float64"),
     "long_prompt": ({"prompt": "a " * 5_000_000}, PromptTooLong, "the prompt has 10,000,000 characters; 2,048 tokens"),

@@ -156,6 +156,22 @@ def test_as_many_placeholders_as_the_pictures_have_features(name: str, change: s
         adapter.prompt_key(given)
 
 
+@pytest.mark.parametrize("name", every_family())
+def test_the_prompt_of_one_picture_with_the_pictures_of_two(name: str) -> None:
+    """And the other way round: no merge may leave a picture out, or take one twice."""
+    adapter = shared_adapter(name)
+    one, two = inputs_of(name, "image:1:1"), inputs_of(name, "two:1")
+    counts = [int(np.isin(given["input_ids"], list(adapter.image_token_ids())).sum()) for given in (one, two)]
+    if counts[0] == counts[1]:
+        pytest.skip("its processor says by position where pictures stand, or gives both prompts as many placeholders")
+    for asked, shown in ((one, two), (two, one)):
+        shape = shown["input_ids"].shape
+        by_position = {key for key, value in shown.items() if getattr(value, "shape", ())[:2] == shape}
+        given = as_mlx({key: asked.get(key, value) if key in by_position else value for key, value in shown.items()})
+        with pytest.raises(InvalidPrompt):
+            mx.eval(adapter.encode(given).inputs_embeds)
+
+
 @pytest.mark.parametrize("name", ["kimi_vl", "mllama", "qwen2_vl", "deepseek_vl_v2", "phi3_v"])
 def test_what_shapes_tell_is_refused_at_submit(name: str) -> None:
     """Numpy, and no MLX: on the submitter's thread."""

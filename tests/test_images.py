@@ -120,6 +120,16 @@ def test_what_cannot_be_read_says_why(source: Any, said: str) -> None:
         load_image(source)
 
 
+def test_no_limit_means_none_whoever_else_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's own limit is a global, which one thread lifts while another reads."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    data = png(red(64, 64))
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda most: load_image(data, most).size, [None, 4096] * 400))
+    assert set(read) == {(64, 64)}
+    assert Image.MAX_IMAGE_PIXELS == 4
+
+
 def test_a_bomb_is_refused_on_its_header() -> None:
     bomb = next(AWKWARD.glob("*bomb*"))
     assert bomb.stat().st_size < 100_000

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +27,7 @@ from tests.test_fetch import Site
 from tests.test_fetch import site as site  # a fixture
 from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, Request, VLMBatcher, assets
 from vlm_batch.arrays import as_numpy
+from vlm_batch.engine.faults import let_go
 from vlm_batch.inputs import loaders as module
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.loaders import Loaders, Pool
@@ -163,6 +166,42 @@ def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site
     assert wait(loading.done)
     assert loading.result().image_sizes == ((10_000, 1), (PICTURE.stat().st_size, 1), (10_000, 1))
     loaders.close()
+
+
+@pytest.mark.parametrize("ending", ["done", "failed", "cancelled"])
+def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which counts objects and knows nothing of a picture's megabytes."""
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def prepare(question: Question, cancelled: Cancelled) -> Prepared:
+        begun.set()
+        may_end.wait()
+        if ending == "failed":
+            raise InvalidImage("no picture")
+        return prepared(question, cancelled)
+
+    loaders, told = Loaders(prepare), threading.Event()
+    gc.collect()
+    gc.disable()
+    try:
+        loading = loaders.start(Question("?", images=(str(PICTURE),)))
+        loading.when_done(told.set)
+        assert begun.wait(60)
+        if ending == "cancelled":
+            loading.cancel()
+        may_end.set()
+        assert told.wait(60)
+        held = [weakref.ref(loading), weakref.ref(loading.question)]
+        if ending == "done":
+            held.append(weakref.ref(loading.result()))
+        elif error := loading._future.exception():
+            let_go(error)  # as the engine does with an error that it keeps with a result
+        del loading
+        assert wait(lambda: not any(one() for one in held), 60)
+    finally:
+        gc.enable()
+        loaders.close()
 
 
 def test_prepared_requests_know_their_bytes() -> None:

@@ -24,6 +24,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.several import Several
 from vlm_batch.records import Thinking
 from vlm_batch.types import SamplingParams
 
@@ -123,7 +124,7 @@ def test_parameters_are_a_rows_own(family: str) -> None:
     for name in ASKED:
         alone |= run(family, [name], Placement.ROWS)
     assert len(alone) == len(ASKED) + 2
-    assert len({alone["several"], alone["several[1]"], alone["several[2]"]}) > 1
+    assert len({alone[name] for name in Several("several", 3).row_ids}) > 1
     assert not {(token,) for token in alone["bad_words"]} & set(BAD)
     assert set(alone["biases"]) <= {*range(2, 90, 2), 3, END_OF_TEXT}
     assert [token % 3 for token in alone["form"]] == [0, 1, 2, 0, 1, 2, 0, 1]

@@ -86,6 +86,14 @@ def test_nothing_to_prefill_is_an_empty_plan() -> None:
     assert SCHEDULER.plan([], 10) == ()
 
 
+@pytest.mark.parametrize("budget", [0, 7])
+def test_a_prompt_that_was_found_whole_waits_for_no_budget(budget: int) -> None:
+    """Where decoding alone takes longer than the gap between tokens may, a step has no room for prefill."""
+    found, rest = PrefillRow("found", 40, 40), PrefillRow("rest", 7, 0)
+    chunks = (Chunk("rest", 0, 7),) if budget else ()
+    assert set(SCHEDULER.plan([rest, found], budget)) == {Chunk("found", 40, 40), *chunks}
+
+
 def test_rows_wait_by_priority_then_age() -> None:
     old, new, urgent = (0, 10.0), (0, 12.0), (2, 13.0)  # priority, and when they came
     assert sorted([old, new, urgent], key=lambda row: SCHEDULER.urgency(*row)) == [urgent, old, new]

@@ -15,6 +15,7 @@ from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.several import Several
 from vlm_batch.types import Result
 
 CIRCLE = str(sample_images()[3])
@@ -74,6 +75,15 @@ def test_events_say_whose_they_are(batcher: VLMBatcher) -> None:
     assert texts == [one.text for one in answers_of(result)]
     assert [ends[index].text for index in range(3)] == texts
     assert "".join(handle) == result.text
+
+
+def test_no_request_has_the_name_of_anothers_answer(batcher: VLMBatcher) -> None:
+    """Answers have names inside the engine; whatever a request is called, it gets its own tokens and its own end."""
+    alone = batcher.submit(prompt="count to 5").result(timeout=60)
+    several = batcher.submit(CIRCLE, "describe the image", request_id="a", params=replace(SAMPLED, n=3))
+    others = [batcher.submit(prompt="count to 5", request_id=name) for name in ("a[1]", "a 2", "a1")]
+    assert [handle.result(timeout=60).text for handle in others] == [alone.text] * 3
+    assert len(answers_of(several.result(timeout=60))) == 3
 
 
 @pytest.mark.parametrize("after", [0, 6])
@@ -153,4 +163,5 @@ def test_every_kind_of_state_forks(name: str, placement: Placement) -> None:
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
     single = run({str(index): replace(params, seed=4 + index) for index in range(3)})
     forked = run({"a": replace(params, n=3)})
-    assert [forked["a"], forked["a[1]"], forked["a[2]"]] == [single["0"], single["1"], single["2"]]
+    names = Several("a", 3).row_ids
+    assert [forked[name] for name in names] == [single["0"], single["1"], single["2"]]

@@ -166,6 +166,14 @@ def test_forms_are_checked_where_they_are_made(wrong: dict[str, Any], said: str)
         SamplingParams(**wrong)
 
 
+def test_submitting_waits_for_no_form_that_is_being_compiled(batcher: VLMBatcher) -> None:
+    """Which can take seconds, and is the loaders' to wait for."""
+    forms = batcher._preparer._forms
+    with forms._compiling:
+        handles = [batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(choice=[word])) for word in ("a", "the")]
+    assert [handle.result(timeout=60).text for handle in handles] == ["a", "the"]
+
+
 def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:
     schema = {
         "type": "object",

@@ -54,6 +54,18 @@ def test_nothing_is_held_afterwards() -> None:
     assert gone() is None
 
 
+def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("the log is closed")
+
+    monkeypatch.setattr(threading, "excepthook", fails)
+    ended = threading.Event()
+    running = threads.start(lambda: {}["nothing"], NAME)
+    running.watch(stop=lambda: None, after=ended.set)
+    assert running.join(60) and ended.wait(60)
+    on_thread(lambda: None)  # its thread serves the next
+
+
 def test_join_on_the_thread_itself_returns() -> None:
     held: list[threads.Running] = []
     began = threading.Event()

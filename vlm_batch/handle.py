@@ -35,7 +35,8 @@ class Handle:
         self._changed = threading.Condition()
         self._events: list[Event] = []
         self._result: Result | None = None
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], None]] = []  # told of the next change
+        self._at_end: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         state = "running" if self._result is None else self._result.finish_reason
@@ -119,22 +120,11 @@ class Handle:
     def when_done(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once when the request has ended, on the engine's thread, or now if it has. An exception in
         ``call`` on the engine's thread is logged."""
-
-        def check() -> None:
-            if self.done():
-                call()
-            else:
-                self._add_listener(check)
-
-        self._add_listener(check)
-
-    def _add_listener(self, tell: Callable[[], None]) -> None:
-        """Have ``tell`` called once, at the next change; at once if the request has ended."""
         with self._changed:
             if self._result is None:
-                self._listeners.append(tell)
+                self._at_end.append(call)
                 return
-        tell()
+        call()
 
     def push(self, event: Event) -> None:
         """Add an event of the engine's. Nothing is added after the event with the result."""
@@ -143,9 +133,10 @@ class Handle:
                 return
             self._events.append(event)
             self._result = event.result
+            listeners, self._listeners = self._listeners, []
             if event.result is not None:
                 self._cancel, self._is_on_engine = None, lambda: False
-            listeners, self._listeners = self._listeners, []
+                listeners, self._at_end = listeners + self._at_end, []
             self._changed.notify_all()
         for tell in listeners:
             try:
@@ -156,7 +147,7 @@ class Handle:
     def renew_lock(self) -> None:
         """Make a new lock in a child process, where the thread that holds the old one may not exist."""
         self._changed = threading.Condition()
-        self._listeners = []
+        self._listeners, self._at_end = [], []
 
 
 class EventStream:

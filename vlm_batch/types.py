@@ -338,8 +338,11 @@ class Request:
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
-        if self.request_id is not None and not (isinstance(self.request_id, str) and self.request_id):
-            raise InvalidRequest(f"request_id is {shown(self.request_id)}; it must be text, not empty, or None")
+        name = self.request_id
+        if name is not None and not (isinstance(name, str) and name and "\0" not in name):
+            raise InvalidRequest(
+                f"request_id is {shown(name)}; it must be text, not empty and without null characters, or None"
+            )
         put_pixels(self, self.min_pixels, self.max_pixels)
         if self.params.prompt_logprobs is not None and (self.cache is not None or self.return_cache):
             raise InvalidRequest("prompt_logprobs need every token prefilled; leave cache and return_cache out")

@@ -198,9 +198,9 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until ``stop``."""
-        while self._serve():
-            pass
         try:
+            while self._serve():
+                pass
             self._finish()
         finally:
             self._loaders.close()

@@ -328,8 +328,8 @@ def new_row(
 
 
 def sibling_id(request_id: str, index: int) -> str:
-    """The name inside the engine of a request's further answer."""
-    return f"{request_id}[{index}]"
+    """The name inside the engine of a request's further answer. No request has it: ``Request`` takes no null character."""
+    return f"{request_id}\0{index}"
 
 
 def fork(row: Row) -> list[Row]:

@@ -137,15 +137,15 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         for row in sorted(prefill, key=self._prefill_urgency):
-            while budget > 0:
+            if row.done == row.length:  # found whole: it needs no budget, and waits for none
+                chunks.append(Chunk(row.request_id, row.done, row.done))
+            while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
                 room = rest if rest <= budget + self.config.slack else budget
                 end = chunk_end(row, min(room, self.config.max_chunk or room))
-                chunks.append(Chunk(row.request_id, row.done, end))  # an empty one for a prompt that was found whole
+                chunks.append(Chunk(row.request_id, row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
-                if end == row.length:
-                    break
         return tuple(chunks)
 
     def urgency(self, priority: int, submitted: float) -> float:

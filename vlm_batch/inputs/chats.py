@@ -13,6 +13,8 @@ from vlm_batch.types import ImageInput, Message, Video, VideoInput
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _VIDEO_PARTS = ("video", "video_url", "input_video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+#: What qwen-vl-utils reads of a picture's part, and no chat template does.
+_PICTURE_SIZES = frozenset({"min_pixels", "max_pixels", "resized_height", "resized_width"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 #: What a video part may say beside its video, and the field of ``Video`` that it is.
 _VIDEO_OPTIONS = {
@@ -64,11 +66,13 @@ def _turn(message: Any, pictures: Media, clips: Media) -> Message:
     """A message whose content is text or a list of text parts and markers. Raises InvalidPrompt for anything else."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidPrompt('every message must be a mapping with "role" and "content"')
-    role, content = message["role"], message.get("content", "")
+    role, content = message["role"], message.get("content")
     if not (isinstance(role, str) and role in ROLES):
         raise InvalidPrompt(f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}")
     if content is None and role == "assistant":  # it called tools and said nothing
         content = ""
+    if "content" not in message and role != "assistant":
+        raise InvalidPrompt(f'a message of the role {role} has no "content"; it has {sorted(map(str, message))}')
     if isinstance(content, (list, tuple)):
         content = [_strip(part, pictures, clips) for part in content]
     elif not isinstance(content, str):
@@ -109,6 +113,11 @@ def _strip(part: Any, pictures: Media, clips: Media) -> Any:
         raise InvalidPrompt('every content part must be a mapping with "type"')
     kind = part["type"] if isinstance(part["type"], str) else None
     if kind in _IMAGE_PARTS:
+        if sized := sorted(_PICTURE_SIZES & {key for key, value in part.items() if value is not None}):
+            raise InvalidPrompt(
+                f"a picture part has {', '.join(sized)}; how large pictures are seen is the request's to say: min_pixels= "
+                "and max_pixels="
+            )
         pictures.take(_payload(part, ("image", "image_url", "url", "path")))
         return {"type": "image"}
     if kind in _VIDEO_PARTS:

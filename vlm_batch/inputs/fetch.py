@@ -87,6 +87,11 @@ class Cancelled:
                 return
         call()
 
+    def forget(self, call: Callable[[], None]) -> None:
+        """Hold on to a call no longer."""
+        with self._lock, suppress(ValueError):
+            self._calls.remove(call)
+
     @contextmanager
     def interrupting(self, call: Callable[[], None]) -> Iterator[None]:
         """``when_set`` for the length of a block."""
@@ -94,8 +99,7 @@ class Cancelled:
         try:
             yield
         finally:
-            with self._lock, suppress(ValueError):
-                self._calls.remove(call)
+            self.forget(call)
 
 
 @dataclass(frozen=True)

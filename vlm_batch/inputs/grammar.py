@@ -78,10 +78,11 @@ class Forms:
     def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self._tokenizer = copy_for_thread(tokenizer)  # written out while other threads encode
         self._end_ids = list(end_ids)
-        self._lock = Lock()
+        self._checking = Lock()  # guards ``_checked``, and is never held while anything is made
+        self._checked: OrderedDict[str, str] = OrderedDict()
+        self._compiling = Lock()  # guards the rest; held for as long as a form is made, which can be seconds
         self._compiled: OrderedDict[tuple[str, str], Form] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
-        self._checked: OrderedDict[str, str] = OrderedDict()
 
     def check(self, params: SamplingParams) -> None:
         """Refuse a form that is none. Raises InvalidParameters with what is wrong with it."""
@@ -90,11 +91,11 @@ class Forms:
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
         text = _grammar(params)
-        with self._lock:
+        with self._checking:
             said = self._checked.get(text)
         if said is None:
             said = LLMatcher.validate_grammar(text)
-            with self._lock:
+            with self._checking:
                 _keep(self._checked, text, said)
         if said and not said.startswith("WARNING"):
             raise InvalidParameters(f"{params.form}: {_one_line(said)}")
@@ -104,20 +105,23 @@ class Forms:
         name = params.form
         if name is None:
             return None
-        text = _grammar(params)
-        with self._lock:
-            found = self._compiled.get((name, text))
-            if found is None:
-                if self._vocabulary is None:
-                    self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
-                matcher = LLMatcher(self._vocabulary, text, log_level=0)
-                if matcher.is_error():
-                    raise InvalidParameters(f"{name}: {_one_line(matcher.get_error())}")
-                num_words = -(-self._vocabulary.vocab_size // 32)
-                found = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
-                found.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
-            _keep(self._compiled, (name, text), found)
+        key = name, _grammar(params)
+        with self._compiling:
+            found = self._compiled.get(key) or self._made(*key)
+            _keep(self._compiled, key, found)
             return found.copy()
+
+    def _made(self, name: str, text: str) -> Form:
+        """A form, at its beginning. Raises InvalidParameters."""
+        if self._vocabulary is None:
+            self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
+        matcher = LLMatcher(self._vocabulary, text, log_level=0)
+        if matcher.is_error():
+            raise InvalidParameters(f"{name}: {_one_line(matcher.get_error())}")
+        num_words = -(-self._vocabulary.vocab_size // 32)
+        form = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
+        form.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
+        return form
 
 
 def _grammar(params: SamplingParams) -> str:

@@ -93,7 +93,7 @@ def size_of_file(path: str) -> tuple[int, int] | None:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for somebody to write
             return None
-        with _open_within(path, None) as image:
+        with _opened(path) as image:
             return image.size
     except Exception:  # as reading it will say
         return None
@@ -177,7 +177,7 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         data = image.fp.read()
     finally:
         image.fp.seek(position)
-    with _open_within(BytesIO(data), None) as again:
+    with _opened(BytesIO(data)) as again:
         return data if (again.size, again.mode) == (image.size, image.mode) else None
 
 
@@ -189,7 +189,7 @@ def count_pixels(source: ImageInput) -> int:
         elif isinstance(source, np.ndarray):
             height, width = source.shape[:2]
         elif isinstance(source, (bytes, Fetched)):
-            with _open_within(BytesIO(source if isinstance(source, bytes) else source.data), None) as image:
+            with _opened(BytesIO(source if isinstance(source, bytes) else source.data)) as image:
                 width, height = image.size
         else:
             return 0
@@ -217,7 +217,7 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
     if (data := file.getvalue()).startswith(ICON):
         _check_icon(name, data, max_pixels)
     try:
-        return _open_within(file, max_pixels)
+        return _opened(file)
     except Image.UnidentifiedImageError as error:
         if file.getvalue()[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
             raise InvalidImage(
@@ -225,16 +225,12 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
                 "`pillow_heif.register_heif_opener()`"
             ) from error
         raise InvalidImage(f"{name} is not a picture that Pillow can read") from error
-    except Image.DecompressionBombError as error:
-        raise InvalidImage(f"{name} is too large to be read (max_image_pixels): {error}") from error
     except Exception as error:
         raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
 
 
-def _open_within(source: Any, max_pixels: int | None) -> Image.Image:
-    """Pillow reads the header only. Its own limit is a global: it is lifted for this call where the caller's is another."""
-    if max_pixels == Image.MAX_IMAGE_PIXELS:
-        return Image.open(source, formats=_formats())
+def _opened(source: Any) -> Image.Image:
+    """A picture of which Pillow has read the header only. Pillow's own limit, a global, is lifted: ours is checked next."""
     with _LIMIT_LOCK:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:

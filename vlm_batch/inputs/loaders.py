@@ -40,8 +40,9 @@ IDLE_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Job:
-    """A call that waits for a thread of a pool, or is on one."""
+    """A call that waits for a thread of a pool, or is on one. Once it has ended, ``cancelled`` holds nothing of it."""
 
+    pool: Pool
     call: Callable[[], Any]
     cancelled: Cancelled
     seconds: float | None
@@ -49,6 +50,10 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
     deadline: float | None = None
     has_ended: bool = False
+
+    def cancel(self) -> None:
+        """End it without waiting for it, if that may be."""
+        self.pool.give_up(self, OperationCancelled)
 
 
 class Pool:
@@ -78,7 +83,7 @@ class Pool:
         late: Callable[[], Exception] = TimeoutError,
     ) -> Future[Any]:
         """Run ``call`` as soon as a thread is free; ``late`` makes the exception of a call that took too long."""
-        job = _Job(call, cancelled, seconds, late)
+        job = _Job(self, call, cancelled, seconds, late)
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
@@ -94,7 +99,9 @@ class Pool:
                 else InvalidRequest(f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer")
             )
         else:
-            cancelled.when_set(partial(self._give_up, job, OperationCancelled))
+            cancelled.when_set(job.cancel)
+            if job.has_ended:
+                cancelled.forget(job.cancel)
         return job.future
 
     def close(self) -> None:
@@ -104,7 +111,7 @@ class Pool:
             waiting = list(self._waiting)
             self._changed.notify_all()
         for job in waiting:
-            self._give_up(job, OperationCancelled)
+            job.cancel()
 
     def join(self, seconds: float) -> bool:
         """Wait until nothing runs any more, ``seconds`` at most; whether that is so."""
@@ -166,13 +173,14 @@ class Pool:
             self._running.discard(job)
             job.has_ended = True
             self._changed.notify_all()
+        job.cancelled.forget(job.cancel)
         if error is None:
             job.future.set_result(result)
         else:
             job.future.set_exception(error)
         return True
 
-    def _give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
+    def give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
         """End a call without waiting for it. Nothing happens if it has ended."""
         stranded: list[_Job] = []
         with self._changed:
@@ -191,9 +199,10 @@ class Pool:
             else:
                 self._waiting.remove(job)
             self._changed.notify_all()
+        job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
         for other in stranded:
-            self._give_up(other, _no_thread)
+            self.give_up(other, _no_thread)
 
     def _watch(self) -> None:
         """Give up what is past its deadline, as long as anything with one runs."""
@@ -208,11 +217,14 @@ class Pool:
                 if not late:
                     self._changed.wait(min(deadlines) - now)
             for job in late:
-                self._give_up(job, job.late)
+                self.give_up(job, job.late)
 
 
 class Loading:
-    """One question on its way to being ``Prepared``; every method is safe from any thread."""
+    """One question on its way to being ``Prepared``; every method is safe from any thread.
+
+    Once it is done it refers to nothing that refers to it, so that pictures and arrays go with the last reference to it.
+    """
 
     def __init__(self, question: Question, when_read: Callable[[], None] | None = None) -> None:
         self.question = question
@@ -224,6 +236,7 @@ class Loading:
         self._unread = {at for at, medium in enumerate(self._media) if lane_of(medium) is not None}
         self.is_read = not self._unread  # its pictures and videos are in memory, or at hand
         self._future: Future[Prepared] = Future()
+        self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
         self._lock = threading.Lock()
         self._has_ended = False
 
@@ -253,7 +266,11 @@ class Loading:
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once when it is done, by the thread that ended it, or now if that is past."""
-        self._future.add_done_callback(lambda _: call())
+        with self._lock:
+            if self._calls is not None:
+                self._calls.append(call)
+                return
+        call()
 
     def cancel(self) -> None:
         """End it now: downloads are interrupted, what waits does not begin, and processing stops where it next looks.
@@ -286,19 +303,24 @@ class Loading:
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, and stop what still works for it."""
-        if self._end():
-            self._future.set_exception(error)
+        self._end(lambda: self._future.set_exception(error))
         self.cancelled.set()
 
     def finish(self, prepared: Prepared) -> None:
-        if self._end():
-            self._future.set_result(prepared)
+        self._end(lambda: self._future.set_result(prepared))
 
-    def _end(self) -> bool:
+    def _end(self, put: Callable[[], None]) -> None:
+        """Put the outcome, unless there is one, and tell those who wait for it."""
         with self._lock:
-            first, self._has_ended = not self._has_ended, True
+            if self._has_ended:
+                return
+            self._has_ended = True
             self._media.clear()
-        return first
+        put()
+        with self._lock:
+            calls, self._calls = self._calls or [], None
+        for call in calls:
+            call()
 
 
 class Loaders:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.base import has_pictures
 from vlm_batch.caches.retained import RetainedPromptCache
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.deepseekocr import DeepseekOCR
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
@@ -23,6 +29,18 @@ from vlm_batch.registry import ModelSpec, register
 )
 class UnlimitedOCR(DeepseekOCR):
     """An answer's tokens see the prompt and a window of the answer."""
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own. It leaves placeholders empty that are more than the features (unlimitedocr.py:176): these are
+        refused here."""
+        found = super().features(ids, extra)
+        if has_pictures(extra):
+            places = mx.array(np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids()))))
+            empty = self.token_table(ids[0, places])
+            needed = int((found["inputs_embeds"][0, places] != empty).any(axis=-1).sum())
+            if needed != places.size:
+                raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {places.size}")
+        return found
 
     def make_cache(self) -> list[Any]:
         text = self.config.text_config

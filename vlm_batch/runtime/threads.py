@@ -106,7 +106,8 @@ class Running:
                 if self._is_interrupted:
                     _take_late()
         except BaseException:
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            with contextlib.suppress(BaseException):  # a hook of the user's, or a stream that is closed
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def end(self) -> None:
         """Mark the work as ended: no thread does it any more."""
