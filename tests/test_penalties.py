@@ -11,6 +11,7 @@ import pytest
 
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.engine import penalties
 from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.sampling import SamplingRow, process
 from vlm_batch.errors import InvalidParameters
@@ -45,7 +46,7 @@ def test_penalties_count_the_answer_and_not_the_prompt() -> None:
 
 
 def test_biases_are_added() -> None:
-    found = processed(SamplingParams(logit_bias={3: 5, 0: -100.0, 999: 1}), [1], RowRules())
+    found = processed(SamplingParams(logit_bias={3: 5, 0: -100.0}), [1], RowRules())
     right = np.array(logits_of())[0]
     right[3] += 5
     right[0] -= 100
@@ -53,10 +54,15 @@ def test_biases_are_added() -> None:
 
 
 def test_only_what_is_allowed_comes() -> None:
-    found = processed(SamplingParams(allowed_token_ids=[2, 5, 999]), [1], RowRules())
+    found = processed(SamplingParams(allowed_token_ids=[2, 5]), [1], RowRules())
     assert set(np.flatnonzero(np.isfinite(found))) == {2, 5}
-    with pytest.raises(ValueError, match="none of allowed_token_ids is a token of this model"):
-        processed(SamplingParams(allowed_token_ids=[999]), [1], RowRules())
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias"])
+def test_tokens_that_the_model_does_not_have_are_refused(name: str) -> None:
+    ids: Any = {2: 1.0, 20: 1.0} if name == "logit_bias" else [2, 20]
+    with pytest.raises(InvalidParameters, match=f"{name} holds 20; this model has 20 tokens"):
+        processed(SamplingParams(**{name: ids}), [1], RowRules())
 
 
 def test_ends_wait_for_the_fewest_tokens() -> None:
@@ -74,6 +80,33 @@ def test_bad_words_end_nowhere() -> None:
     )
 
 
+def test_bad_words_of_all_lengths_at_once() -> None:
+    """As one word after the other would be looked for."""
+    chance = np.random.default_rng(1)
+    words = [tuple(map(int, chance.integers(0, 4, chance.integers(1, 6)))) for _ in range(40)]
+    for size in range(1, 9):
+        history = [int(token) for token in chance.integers(0, 4, size)]
+        right = {
+            word[-1] for word in words if tuple(history[size - len(word) + 1 :]) == word[:-1] and len(word) <= size
+        }
+        right |= {word[0] for word in words if len(word) == 1}
+        found = processed(SamplingParams(bad_words=["x"]), history, RowRules(bad_words=tuple(words)), step=size)
+        assert set(np.flatnonzero(np.isinf(found))) == right
+
+
+def test_a_step_looks_at_no_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of ids become arrays once for a row: with 100,000 of them every step of every row would wait."""
+    params, rules = (
+        SamplingParams(logit_bias={3: 5}, allowed_token_ids=[3, 4], bad_words=["x"]),
+        RowRules(((6,),), ((3, 4),)),
+    )
+    processed(params, [1, 3], rules)
+    monkeypatch.setattr(penalties, "_check_within", None)
+    processed(params, [1, 3], rules)
+    with pytest.raises(TypeError):
+        processed(params, [1, 3], RowRules())
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -85,6 +118,10 @@ def test_bad_words_end_nowhere() -> None:
         {"allowed_token_ids": []},
         {"allowed_token_ids": [-1]},
         {"bad_words": [""]},
+        {"bad_words": ["x"] * 1025},
+        {"bad_words": ["x" * 2**20, "y"]},
+        {"allowed_token_ids": [1] * (2**20 + 1)},
+        {"logit_bias": dict.fromkeys(range(2**16 + 1), 1)},
         {"bad_words": [3]},
         {"min_tokens": -1},
         {"min_tokens": 300},

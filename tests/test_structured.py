@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.inputs import grammar
 
 CIRCLE = str(sample_images()[3])
 DESCRIBE = "describe the image"
@@ -169,9 +171,67 @@ def test_forms_are_checked_where_they_are_made(wrong: dict[str, Any], said: str)
 def test_submitting_waits_for_no_form_that_is_being_compiled(batcher: VLMBatcher) -> None:
     """Which can take seconds, and is the loaders' to wait for."""
     forms = batcher._preparer._forms
-    with forms._compiling:
+    with forms._vocabulary_lock:
         handles = [batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(choice=[word])) for word in ("a", "the")]
     assert [handle.result(timeout=60).text for handle in handles] == ["a", "the"]
+
+
+MANY = [f"colour {number}" for number in range(3000)]
+
+
+def test_a_choice_of_thousands_and_one_that_begins_another(batcher: VLMBatcher) -> None:
+    """One lexeme: llguidance follows at most 2,000 alternatives of a rule."""
+    result = batcher.submit(CIRCLE, DESCRIBE, params=SamplingParams(choice=MANY)).result(timeout=60)
+    assert result.error is None
+    assert result.parsed in MANY
+    for last in (2, 3, 4):
+        params = SamplingParams(choice=["1 2", "1 2 3", "1 2 3 4"])
+        said = batcher.submit(prompt=f"count to {last}", params=params).result(timeout=60)
+        assert said.parsed == " ".join(map(str, range(1, last + 1)))
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"choice": [f"{number:0100}" for number in range(2000)]}, "at most 131,072 are compiled"),
+        ({"json_schema": {"description": "x" * 2**17}}, "at most 131,072 are compiled"),
+        ({"grammar": "start: " + " | ".join(f'"a{number}"' for number in range(3000))}, "Current row has 3001 items"),
+        ({"regex": "(a?){500}a{500}"}, "too many expressions"),
+    ],
+    ids=["many-choices", "a-large-schema", "many-alternatives", "a-wide-regex"],
+)
+def test_a_form_that_costs_too_much_is_the_requests_fault(batcher: VLMBatcher, form: dict[str, Any], said: str) -> None:
+    """Refused when it is submitted, prepared, or met on the way, and always as what was asked."""
+    try:
+        error = batcher.submit(prompt="count to 3", params=SamplingParams(**form)).result(timeout=60).exception
+    except InvalidParameters as raised:
+        error = raised
+    assert isinstance(error, InvalidParameters)
+    assert said in str(error)
+    assert "<state>" not in str(error)
+
+
+def test_a_large_form_is_compiled_beside_the_others(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compiling may take seconds: plain requests and small forms are loaded and answered meanwhile."""
+    compiles, is_done = grammar.Forms._compile, threading.Event()
+
+    def slowly(self: grammar.Forms, name: str, text: str) -> grammar.Form:
+        if len(text) >= grammar.LARGE:
+            assert is_done.wait(60)
+        return compiles(self, name, text)
+
+    monkeypatch.setattr(grammar.Forms, "_compile", slowly)
+    words = [f"word {number}" for number in range(2500)]
+    large = [batcher.submit(prompt="count to 3", params={"choice": [*words, str(index)]}) for index in range(9)]
+    try:
+        assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
+        assert (
+            batcher.submit(prompt="count to 3", params={"choice": ["small", "form"]}).result(timeout=60).error is None
+        )
+        assert not any(handle.done() for handle in large)
+    finally:
+        is_done.set()
+    assert {handle.result(timeout=60).error for handle in large} == {None}
 
 
 def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:

@@ -37,6 +37,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 FORMS = ("json_schema", "regex", "grammar", "choice")
 #: Every token is looked for among a request's stop tokens, and every text for its stop strings, while others wait.
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
+#: Bad words and choices; tokens that may come (more than any vocabulary); tokens with a bias.
+_MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
 _WHOLE_PARAMETERS = (
     ("max_tokens", 1, 2**63 - 1),
     ("top_k", 0, MOST),
@@ -168,13 +170,22 @@ class SamplingParams:
             raise InvalidParameters(
                 f"logit_bias is {shown(bias)}; it must be a mapping of token ids to numbers in -100..100"
             )
+        if len(bias) > _MOST_BIASED:
+            raise InvalidParameters(f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one")
         put("logit_bias", {int(token): float(value) for token, value in bias.items()})
         if self.allowed_token_ids is not None:
             allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
+            if len(allowed) > _MOST_ALLOWED:
+                raise InvalidParameters(f"allowed_token_ids has {len(allowed):,} ids; {_MOST_ALLOWED:,} are the most")
             if not allowed or not all(is_whole(token) and 0 <= token <= MOST for token in allowed):
                 raise InvalidParameters(f"allowed_token_ids is {shown(allowed)}; it must be token ids, or None for all")
             put("allowed_token_ids", tuple(map(int, allowed)))
         put("bad_words", non_empty_texts("bad_words", self.bad_words))
+        if len(self.bad_words) > _MOST_WORDS or sum(map(len, self.bad_words)) > _MOST_STOP_CHARACTERS:
+            raise InvalidParameters(
+                f"bad_words has {len(self.bad_words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
+                "together are looked for"
+            )
 
     def _take_form(self, put: Callable[[str, Any], None]) -> None:
         """Check and copy the form that the answer is held to."""

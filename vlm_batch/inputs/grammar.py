@@ -24,6 +24,9 @@ from vlm_batch.types import SamplingParams
 
 #: Compiled forms that are kept.
 MOST_KEPT = 64
+#: Characters of a form at most, as llguidance reads it, and those from which on it counts as large: some kinds (an object
+#: with thousands of properties that may lack) take seconds to compile.
+MOST_CHARACTERS, LARGE = 2**17, 2**13
 #: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -42,14 +45,14 @@ class Form:
         return Form(self._matcher.deep_copy(), len(self._bits), self._name, self._read)
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next: bit i of (W,) uint32 for token i. Raises ValueError if the form is lost."""
+        """Write which tokens may come next: bit i of (W,) uint32 for token i. Raises InvalidParameters if the form is lost."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
         known = min(len(bits), len(self._bits))  # a model may have more columns than tokens, or fewer
         bits[:known], bits[known:] = self._bits[:known], 0
 
     def consume(self, token: int) -> None:
-        """Take the next token. Raises ValueError for one that does not fit."""
+        """Take the next token. Raises InvalidParameters for one that does not fit, and where the form is too complex."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -69,7 +72,7 @@ class Form:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"{self._name} cannot be followed further: {_one_line(self._matcher.get_error())}")
+            raise InvalidParameters(f"{self._name} cannot be followed further: {_said(self._matcher.get_error())}")
 
 
 class Forms:
@@ -78,50 +81,66 @@ class Forms:
     def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self._tokenizer = copy_for_thread(tokenizer)  # written out while other threads encode
         self._end_ids = list(end_ids)
-        self._checking = Lock()  # guards ``_checked``, and is never held while anything is made
-        self._checked: OrderedDict[str, str] = OrderedDict()
-        self._compiling = Lock()  # guards the rest; held for as long as a form is made, which can be seconds
+        self._lock = Lock()  # of what is kept; nothing is compiled within it
         self._compiled: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self._checked: OrderedDict[str, str] = OrderedDict()
+        self._vocabulary_lock = Lock()
         self._vocabulary: LLTokenizer | None = None
 
-    def check(self, params: SamplingParams) -> None:
-        """Refuse a form that is none. Raises InvalidParameters with what is wrong with it."""
+    def check(self, params: SamplingParams) -> bool:
+        """Refuse a form that is none, or too large. Raises InvalidParameters with what is wrong with it.
+
+        Returns whether it is so large that compiling it may take long.
+        """
         if params.form is None:
-            return
+            return False
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
         text = _grammar(params)
-        with self._checking:
+        if len(text) > MOST_CHARACTERS:
+            raise InvalidParameters(
+                f"{params.form} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are compiled"
+            )
+        with self._lock:
             said = self._checked.get(text)
         if said is None:
             said = LLMatcher.validate_grammar(text)
-            with self._checking:
+            with self._lock:
                 _keep(self._checked, text, said)
         if said and not said.startswith("WARNING"):
-            raise InvalidParameters(f"{params.form}: {_one_line(said)}")
+            raise InvalidParameters(f"{params.form}: {_said(said)}")
+        return len(text) >= LARGE
 
     def compiled(self, params: SamplingParams) -> Form | None:
         """A request's form, at its beginning; None if its parameters name none. Raises InvalidParameters."""
         name = params.form
         if name is None:
             return None
-        key = name, _grammar(params)
-        with self._compiling:
-            found = self._compiled.get(key) or self._made(*key)
-            _keep(self._compiled, key, found)
+        text = _grammar(params)
+        with self._lock:
+            found = self._compiled.get((name, text))
+        if found is None:
+            found = self._compile(name, text)
+        with self._lock:
+            _keep(self._compiled, (name, text), found)
             return found.copy()
 
-    def _made(self, name: str, text: str) -> Form:
-        """A form, at its beginning. Raises InvalidParameters."""
-        if self._vocabulary is None:
-            self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
-        matcher = LLMatcher(self._vocabulary, text, log_level=0)
+    def _compile(self, name: str, text: str) -> Form:
+        vocabulary = self._words()
+        matcher = LLMatcher(vocabulary, text, log_level=0)
         if matcher.is_error():
-            raise InvalidParameters(f"{name}: {_one_line(matcher.get_error())}")
-        num_words = -(-self._vocabulary.vocab_size // 32)
-        form = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
-        form.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
-        return form
+            raise InvalidParameters(f"{name}: {_said(matcher.get_error())}")
+        num_words = -(-vocabulary.vocab_size // 32)
+        made = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
+        made.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
+        return made
+
+    def _words(self) -> LLTokenizer:
+        """The tokenizer as llguidance reads it, made once."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
+            return self._vocabulary
 
 
 def _grammar(params: SamplingParams) -> str:
@@ -130,7 +149,7 @@ def _grammar(params: SamplingParams) -> str:
         "json_schema": partial(_of_schema, params.json_schema),
         "regex": lambda: LLMatcher.grammar_from_regex(params.regex or ""),
         "grammar": lambda: LLMatcher.grammar_from_lark(params.grammar or ""),
-        "choice": lambda: LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, params.choice or ()))),
+        "choice": lambda: LLMatcher.grammar_from_lark(_of_choice(params.choice or ())),
     }
     assert params.form is not None
     return makers[params.form]()
@@ -140,12 +159,12 @@ def _of_schema(schema: Any) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
     except ValueError as error:
-        raise InvalidParameters(f"json_schema: {_one_line(str(error))}") from error
+        raise InvalidParameters(f"json_schema: {_said(str(error))}") from error
 
 
-def _quoted(text: str) -> str:
-    """A text as Lark writes one."""
-    return json.dumps(text, ensure_ascii=False)
+def _of_choice(texts: Sequence[str]) -> str:
+    """A grammar of one lexeme: alternatives of a rule are followed one by one, and 2,000 at most."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
@@ -155,6 +174,7 @@ def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
         kept.popitem(last=False)
 
 
-def _one_line(text: str) -> str:
-    said = " ".join(text.split())
+def _said(text: str) -> str:
+    """llguidance's complaint in one line, without the state of its parser, which holds the answer so far."""
+    said = " ".join(text.partition("<state>")[0].split())
     return said if len(said) <= 300 else f"{said[:300]}..."

@@ -398,7 +398,7 @@ class Loaders:
             loading.fail(error)
 
     def _process(self, loading: Loading) -> None:
-        pool = self._long_work if loading.question.is_long else self._work
+        pool = self._long_work if loading.question.takes_long else self._work
         working = pool.submit(partial(self._prepared, loading), loading.cancelled)
         working.add_done_callback(partial(_was_processed, loading))
 

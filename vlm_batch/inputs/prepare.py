@@ -93,7 +93,7 @@ class Lane(Enum):
     MEMORY = "memory"  # everything is here
     DISK = "disk"
     NETWORK = "network"
-    LONG = "long prompt"
+    LONG = "long prompt or large form"
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Question:
     thinking: Thinking | None = None
     pixels: PixelBounds | None = None
     num_pixels: int = 0
+    has_large_form: bool = False
 
     @property
     def known_nbytes(self) -> int | None:
@@ -145,12 +146,17 @@ class Question:
         """Whether its prompt takes long to become tokens."""
         return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether preparing it takes long, whatever it waits for."""
+        return self.is_long or self.has_large_form
+
     @cached_property
     def lane(self) -> Lane:
         """The slowest of what it waits for."""
         lanes = {lane_of(medium) for medium in self.media}
         for lane in (Lane.NETWORK, Lane.LONG, Lane.DISK):
-            if lane in lanes or (lane is Lane.LONG and self.is_long):
+            if lane in lanes or (lane is Lane.LONG and self.takes_long):
                 return lane
         return Lane.MEMORY
 
@@ -218,8 +224,9 @@ class Preparer:
 
         Raises InvalidRequest.
         """
-        self._forms.check(request.params)
+        is_large = self._forms.check(request.params)
         question = replace(self._checked(request), params=request.params, pixels=self._pixels(request))
+        question = replace(question, has_large_form=is_large)
         num_pixels = sum(map(count_pixels, question.images))
         return replace(question, thinking=self._thinking(question, request), num_pixels=num_pixels)
 
