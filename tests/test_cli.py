@@ -149,6 +149,22 @@ def test_a_missing_picture_fails_alone(
     assert cli.main([*command, "--max-errors", "1"], open_batcher=batcher) == 0
 
 
+def test_named_files_that_are_no_pictures_are_skipped(
+    folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell's pattern names the text files of an earlier run, and an archive is no picture."""
+    for name in ("b.txt", "all.zip", "rows.json"):
+        (folder / "pictures" / name).write_bytes(b"?")
+    command = ["run", *map(str, sorted(Path("pictures").glob("[a-z]*.*")))]
+    assert cli.main([*command, "--sidecar", ".txt", "--resume", "--force"], open_batcher=batcher) == 0
+    assert [request.request_id for request in batcher.requests] == ["pictures/a.JPG"]
+    said = capsys.readouterr().err
+    for kind in ("2 .txt", "1 .zip (to be unpacked first)", "1 .json (tables are read as JSON lines: .jsonl)"):
+        assert kind in said
+    assert cli.main(["run", "pictures/all.zip"], open_batcher=batcher) == 2
+    assert "no picture in pictures/all.zip" in capsys.readouterr().err
+
+
 def test_json_lines_go_to_standard_output_alone(
     folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,8 +210,12 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
     ("command", "said"),
     [
         (["run", "."], "no picture in ."),
+        (["run", "phtos"], "phtos does not exist"),
+        (["run", "phtos/"], "phtos/ does not exist"),
+        (["run", ".", "scans/*.pdf"], "nothing matches scans/*.pdf"),
+        (["run", "x.png", "y.png"], "x.png does not exist"),
         (["run", "x.png", "--temperature", "-1"], "temperature is -1.0; it must be"),
-        (["run", "x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "http://x/x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
         (["run", "x.png", "--prompt", ""], "--prompt is empty"),
         (["run", "x.png", "--prompt", " \n"], "--prompt is empty"),
         (["run", "x.mp4", "--fps", "0"], "fps is 0.0; it must be"),
