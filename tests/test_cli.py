@@ -198,10 +198,15 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
         "--top-k=20",
         "--min-p=0.1",
         "--seed=3",
+        "--repetition-penalty=1.1",
+        "--stop=a",
+        "--stop=b",
         "--batch=2",
     ]
     cli.main(["run", "pictures", *options], open_batcher=batcher)
-    wanted = SamplingParams(max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, seed=3)
+    wanted = SamplingParams(
+        max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, seed=3, repetition_penalty=1.1, stop=("a", "b")
+    )
     assert {request.params for request in batcher.requests} == {wanted}
     assert batcher.args.batch == 2
 
@@ -216,6 +221,8 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
         (["run", "x.png", "y.png"], "x.png does not exist"),
         (["run", "x.png", "--temperature", "-1"], "temperature is -1.0; it must be"),
         (["run", "http://x/x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "x.png", "--json-schema", "no.json"], "cannot read no.json"),
+        (["run", "x.png", "--regex", "a", "--choice", "b"], "exclude each other: an answer has one form"),
         (["run", "x.png", "--prompt", ""], "--prompt is empty"),
         (["run", "x.png", "--prompt", " \n"], "--prompt is empty"),
         (["run", "x.mp4", "--fps", "0"], "fps is 0.0; it must be"),

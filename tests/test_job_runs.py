@@ -435,6 +435,82 @@ def test_log_probabilities_of_a_row_are_written(folder: Path) -> None:
     assert answers("out.jsonl")[0]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5], [6, -1.0]]}]
 
 
+def test_all_that_a_row_asked_for_is_written(folder: Path) -> None:
+    """Further answers and the prompt's log-probabilities."""
+
+    class Several(Echo):
+        def answer(self, request: Request) -> Result:
+            result = super().answer(request)
+            likely = (None, TokenLogprobs(5, -0.5, ((5, -0.5),)))
+            return replace(result, others=(replace(result, text="again"),), prompt_logprobs=likely)
+
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Several())
+    row = next(row for row in answers("out.jsonl") if row["id"] == "r0")
+    assert row["prompt_logprobs"] == [None, {"token_id": 5, "logprob": -0.5, "top": [[5, -0.5]]}]
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "image_tokens": 0, "cached_tokens": 1}
+    assert row["others"] == [{"text": "again", "finish_reason": "stop", "error": None, "usage": usage}]
+
+
+def test_answers_by_a_schema_become_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command's schema and by a row's own; a name of no field is refused before the model is loaded."""
+    shape = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "sides": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["colour", "sides"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    pictures = [str(path) for path in sample_images()[:2]]
+    lines = [{"image": path, "params": {"json_schema": shape}} for path in pictures]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    schema = ["--json-schema", str(tmp_path / "shape.json")]
+    options = ["--max-tokens", "40", "--quiet"]
+    with VLMBatcher(default_checkpoint()) as batcher:
+        for name, sources, form in (("a", pictures, schema), ("b", [str(tmp_path / "rows.jsonl")], [])):
+            command = ["run", *sources, *options, *form]
+            table, whole = str(tmp_path / f"{name}.parquet"), str(tmp_path / f"{name}.jsonl")
+            for out in (["--out", table, "--columns", "colour,sides"], ["--out", whole]):
+                assert cli.main([*command, *out], open_batcher=lambda args: nullcontext(batcher)) == 0
+            parsed = {row["id"]: row["parsed"] for row in answers(whole)}
+            assert {row["id"]: {"colour": row["colour"], "sides": row["sides"]} for row in answers(table)} == parsed
+            assert all(set(one) == {"colour", "sides"} for one in parsed.values())
+            assert cli.main([*command, "--columns", "corners"], open_batcher=Echo()) == 2
+            assert "'corners' is neither a column of" in capsys.readouterr().err
+    (tmp_path / "shape.json").write_text(json.dumps({**shape, "required": []}))
+    again = ["run", *pictures, *options, *schema, "--out", str(tmp_path / "a.jsonl"), "--resume"]
+    assert cli.main(again, open_batcher=Echo()) == 2
+    assert "json_schema was" in capsys.readouterr().err
+    (tmp_path / "shape.json").write_text("{broken")
+    assert cli.main(again, open_batcher=Echo()) == 2
+    assert "json_schema is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "options", "said"),
+    [
+        (5, ["--out", "out.jsonl"], ["the same command with --resume goes on from here"]),
+        (
+            None,
+            ["--out", "out.csv"],
+            ["2 rows failed; --retry-errors asks them again", "18 answers of the longest length"],
+        ),
+        (None, [], ["18 answers of the longest length"]),
+    ],
+)
+def test_the_totals_say_what_may_be_done(
+    folder: Path, stop_after: int | None, options: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Long(Echo):
+        def answer(self, request: Request) -> Result:
+            result = super().answer(request)
+            return result if result.error else replace(result, finish_reason="length")
+
+    cli.main([*RUN, *options], open_batcher=Long(stop_after))
+    out = capsys.readouterr().out
+    assert all(one in out for one in said)
+    assert ("--resume" in out or "--retry-errors" in out) == bool(options)
+
+
 def test_text_files_of_another_job_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(name)

@@ -125,6 +125,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
+        goes_on=target not in (None, "-") or args.sidecar is not None,
     )
     try:
         with view, _ended_by_signals():
@@ -144,7 +145,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
                 watch=view,
             )
     except (CannotWrite, NoWorkers) as error:
-        hint = "; --resume goes on from there" if target not in (None, "-") else ""
+        hint = "; --resume goes on from there" if target not in (None, "-") or args.sidecar is not None else ""
         raise type(error)(f"{error}{hint}") from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:  # nothing was left to ask: an earlier run's page stays
@@ -208,11 +209,7 @@ def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
 
 def _questions(args: argparse.Namespace) -> Questions:
     texts = list(args.prompt or ())
-    for file in args.prompt_file or ():
-        try:
-            texts.append(Path(file).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {file}: {error}") from error
+    texts += [_text_of(file).strip() for file in args.prompt_file or ()]
     if not all(text.strip() for text in texts):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
     return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args))
@@ -289,8 +286,20 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
         seed=args.seed,
+        stop=args.stop or (),
+        json_schema=None if args.json_schema is None else _text_of(args.json_schema),
+        regex=args.regex,
+        choice=args.choice,
     )
+
+
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
 
 
 # ---- the command line ----
@@ -372,9 +381,21 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         ("--top-p", float, defaults.top_p, "P", "1 is off (default: %(default)s)"),
         ("--top-k", int, defaults.top_k, "K", "0 is off (default: %(default)s)"),
         ("--min-p", float, defaults.min_p, "P", "0 is off (default: %(default)s)"),
+        ("--repetition-penalty", float, defaults.repetition_penalty, "P", "of words that come again; 1 is off"),
         ("--seed", int, defaults.seed, "N", "makes sampled answers reproducible, whatever the batch"),
     ):
         sampling.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends an answer; several may be given"
+    )
+    form = parser.add_argument_group("the form of answers (one at most)")
+    form.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="answers are JSON that follows this schema; --columns may name the fields of its object",
+    )
+    form.add_argument("--regex", metavar="PATTERN", help="answers match a regular expression")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="answers are one of these texts")
     add_batcher(parser.add_argument_group("the batch and its memory"))
     writing = parser.add_argument_group("what is written")
     writing.add_argument(

@@ -132,6 +132,13 @@ class Questions:
         return {"prompts": list(self.prompts), "system": self.system, **params}
 
 
+def schema_fields(params: SamplingParams) -> frozenset[str]:
+    """The fields that a JSON schema has answers' objects have; none without one."""
+    schema = params.json_schema
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return frozenset(properties) if isinstance(properties, Mapping) else frozenset()
+
+
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:
     """``params`` with a row's own. Raises InvalidJob for a name that is none, InvalidParameters for a value out of range."""
     if unknown := sorted(set(own) - _PARAMS):

@@ -338,13 +338,21 @@ class Sidecars:
 
 
 def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
-    """An answer's fields that are asked for: its own by their names, counts of tokens and seconds, columns of its row.
+    """An answer's fields that are asked for: its own by their names, counts of tokens and seconds, those of the object that a
+    schema made it, columns of its row. What comes first here is meant by a name that several have.
 
     Without ``columns``, the answer as it is.
     """
     if columns is None:
         return {name: value for name, value in record.items() if name != "columns"}
-    flat = {**record.get("columns", {}), **record, **record["usage"], "seconds": record["timings"]["total"]}
+    parsed = record.get("parsed")
+    flat = {
+        **record.get("columns", {}),
+        **(parsed if isinstance(parsed, Mapping) else {}),
+        **record,
+        **record["usage"],
+        "seconds": record["timings"]["total"],
+    }
     return {name: plain(flat.get(name)) for name in columns}
 
 
