@@ -19,7 +19,7 @@ from rich.console import Console
 
 from vlm_batch import families
 from vlm_batch.assets import default_checkpoint, sample_images
-from vlm_batch.cli import console
+from vlm_batch.cli import console, serve
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.images import load_image
 from vlm_batch.jobs.files import common_folder
@@ -433,6 +433,16 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "look_ahead_bytes": 2_000_000_000,
         "trust_remote_code": False,
     }
+
+
+def test_the_server_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of keys and values are declared once; what is not said is the library's own."""
+    args = cli.parser().parse_args(["serve", "--kv-bits=4", "--kv-group-size=32", "--reproducible", "--max-pixels=9"])
+    given: dict[str, object] = {}
+    monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", lambda model, **options: given.update(options))
+    serve.open_batcher(args)
+    assert given["kv_bits"] == 4.0 and given["kv_group_size"] == 32 and given["reproducible"] is True
+    assert given["max_pixels"] == 9 and not {"kv_quant_scheme", "quantized_kv_start"} & given.keys()
 
 
 def test_control_characters_cannot_steer_the_terminal(

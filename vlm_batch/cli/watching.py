@@ -155,7 +155,7 @@ class JobView(Watch):
             self._out.print(Text(plain_text(f"answers: {self._answers_in}")), soft_wrap=True)
 
     def _advice(self, summary: Summary) -> Iterator[str]:
-        """What may be done about rows that have no answer, or not a whole one."""
+        """Lines about rows that have no answer, or not a whole one, and what helps."""
         if summary.interrupted and self._goes_on:
             yield "the same command with --resume goes on from here"
         elif summary.failed and self._goes_on:

@@ -18,6 +18,8 @@ from typing import Any
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
+from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
+from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import (
     Found,
     check_there,
@@ -29,15 +31,7 @@ from vlm_batch.jobs.files import (
     prepare_for,
 )
 from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
-from vlm_batch.jobs.tables import (
-    Columns,
-    Delimited,
-    HuggingFace,
-    JsonLines,
-    Parquet,
-    datasets_in,
-    is_dataset,
-)
+from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import ImageInput, Video
 
 LINES, DELIMITED, PARQUET, PDF, TAR = (
