@@ -165,6 +165,23 @@ def test_output_that_is_there_is_refused_resumed_or_replaced(
     assert len(again.asked) == 20 == len(told(out))
 
 
+def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids of files are their paths: the same folder in other words goes on, and a whole path is said not to."""
+    (folder / "pics").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(folder / "pics" / name)
+    command = ["--quiet", "--out", "out.jsonl", "--resume"]
+    assert cli.main(["run", "pics/", *command], open_batcher=Echo()) == 0
+    for spelled in ("pics", "./pics", ".//pics/", "./pics/*.png"):
+        echo = Echo()
+        assert cli.main(["run", spelled, *command], open_batcher=echo) == 0
+        assert not echo.opened
+    assert "in the output is to one of these rows" not in capsys.readouterr().err
+    assert cli.main(["run", str(folder / "pics"), *command], open_batcher=Echo()) == 0
+    said = "none of the 2 answers in the output is to one of these rows: are paths spelled as in its first run?"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_errors_are_asked_again_when_told(folder: Path, out: str) -> None:
     cli.main([*RUN, "--out", out], open_batcher=Echo())
@@ -856,7 +873,7 @@ def test_progress_in_plain_lines_and_figures(
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("[")]
     assert len(lines) == 20
-    assert lines[-1].startswith("[20 of 20] 2 failed, 0 in flight") and "25% of prompts cached" in lines[-1]
+    assert lines[-1].startswith("[20 of 20] 2 failed, 0 s left, 0 in flight") and "25% of prompts cached" in lines[-1]
     assert "seconds a row" in out and "where a row's time goes" in out
     assert "InvalidImage" in out
 

@@ -84,6 +84,9 @@ class JobView(Watch):
         if plan.done or plan.failed_before:
             left = f", {plan.left} left" if plan.left is not None else ""
             self._err.print(f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}")
+        elif plan.others:
+            said = f"none of the {_count(plan.others, 'answer')} in the output is to one of these rows"
+            self._err.print(f"{said}: are paths spelled as in its first run?", soft_wrap=True)
         for reason, count in list(plan.wrong.items())[:8]:
             self._err.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
         if plan.own and self._says_prompt:
@@ -120,6 +123,9 @@ class JobView(Watch):
         summary = self._summary
         seconds = summary.seconds
         parts = [f"{summary.failed} failed"] if summary.failed else []
+        if summary.total is not None and summary.ended_rows:  # first: a narrow terminal cuts the end off
+            left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
+            parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
         parts.append(f"{self._in_flight} in flight")
         if summary.pictures:
             parts.append(f"{summary.pictures / seconds:.1f} pictures/s")
@@ -129,9 +135,6 @@ class JobView(Watch):
         if summary.busy_share is not None:
             parts.append(f"engine busy {summary.busy_share:.0%}")
         parts.append(spell_memory())
-        if summary.total is not None and summary.ended_rows:
-            left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
-            parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
         return ", ".join(parts)
 
     # ---- at the end ----

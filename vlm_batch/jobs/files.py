@@ -107,8 +107,13 @@ def find_files(
 
 
 def expanded(argument: str) -> list[str]:
-    """The names that match a pattern, in order; the argument itself if it is no pattern, or nothing matches."""
-    argument = argument if is_url(argument) else os.path.expanduser(argument)
+    """The names that match a pattern, in order; the argument itself if it is no pattern, or nothing matches.
+
+    ``./photos/`` is ``photos``: names are ids, and a job is resumed by them.
+    """
+    if argument and not is_url(argument):
+        argument = os.path.expanduser(argument)
+        argument = argument if os.pardir in argument.split(os.sep) else os.path.normpath(argument)
     if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     return sorted(glob.glob(argument, recursive=True)) or [argument]

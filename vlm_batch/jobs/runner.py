@@ -56,6 +56,7 @@ class Plan:
     """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
 
     ``wrong`` counts rows that can be seen to fail, by reason; ``own`` those that have a prompt or messages of their own.
+    ``others`` are answers of the output that are to none of the rows.
     """
 
     total: int | None
@@ -63,6 +64,7 @@ class Plan:
     failed_before: int = 0
     wrong: Mapping[str, int] = field(default_factory=dict)
     own: int = 0
+    others: int = 0
 
     @property
     def left(self) -> int | None:
@@ -138,7 +140,8 @@ class Job:
         if is_empty:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row", fields)
-        return Plan(total, num_done, num_failed, dict(wrong), own)
+        others = len(done) + len(failed) - num_done - num_failed
+        return Plan(total, num_done, num_failed, dict(wrong), own, others)
 
     def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
         """Raise InvalidJob for a column that prompts or the output name, and that is not there. ``fields`` are answers'."""
