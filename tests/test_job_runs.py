@@ -328,6 +328,7 @@ def test_a_process_that_comes_as_another_ends_keeps_the_output_to_itself(folder:
             "names {size}, which is no column",
         ),
         (['{"id": "a", "image": "x.png"}'], ["--resume"], "--resume needs a file to go on with"),
+        (['{"id": "a", "image": "x.png"}'], ["--regex", "(a"], "regex: "),
     ],
 )
 def test_what_is_wrong_with_a_job_is_said_before_it_begins(
@@ -564,6 +565,30 @@ def test_sidecars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").write_text('{"id": "a", "image": "https://x/y.png"}\n')
     assert cli.main(["run", "rows.jsonl", "--sidecar", "txt"], open_batcher=Echo()) == 2
     assert "--sidecar needs one picture on disk for each row" in capsys.readouterr().err
+
+
+def test_pictures_that_change_before_they_are_read(tmp_path: Path) -> None:
+    """Gone, cut off, a folder now, or another picture: their rows fail or say what is there, and the others are answered."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name in ("a", "b", "c", "d", "e"):
+        shutil.copy(sample_images()[0], folder / f"{name}.png")
+
+    def change(args: object) -> AbstractContextManager[VLMBatcher]:
+        (folder / "a.png").unlink()
+        (folder / "b.png").write_bytes((folder / "b.png").read_bytes()[:200])
+        (folder / "c.png").unlink()
+        (folder / "c.png").mkdir()
+        Image.new("RGB", (90, 40), "red").save(folder / "d.png")
+        return VLMBatcher(default_checkpoint())
+
+    out = tmp_path / "out.jsonl"
+    command = ["run", str(folder), "--max-tokens", "4", "--quiet", "--out", str(out)]
+    assert cli.main(command, open_batcher=change) == 1
+    rows = {Path(row["id"]).stem: row for row in answers(out)}
+    assert [name for name, row in sorted(rows.items()) if row["error"] is None] == ["d", "e"]
+    assert rows["d"]["image_sizes"] == [[90, 40]]
+    assert "does not exist" in rows["a"]["error"] and all("InvalidImage" in rows[name]["error"] for name in "abc")
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -928,6 +953,26 @@ def test_params_of_rows_reach_their_requests(folder: Path) -> None:
 
     cli.main(["run", "rows.jsonl", "--max-tokens", "9", "--quiet"], open_batcher=Keeps())
     assert {name: params.max_tokens for name, params in seen.items()} == {"a": 5, "b": 9}
+
+
+@pytest.mark.parametrize(("options", "thinks"), [([], None), (["--thinking"], True), (["--no-thinking"], False)])
+def test_models_are_told_to_think(
+    folder: Path, options: list[str], thinks: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[bool | None, int | None]] = []
+
+    class Keeps(Echo):
+        def answer(self, request: Request) -> Result:
+            seen.append((request.enable_thinking, request.params.thinking_budget))
+            return super().answer(request)
+
+    cli.main([*RUN, "--out", "out.jsonl", *options, "--thinking-budget", "50"], open_batcher=Keeps())
+    assert set(seen) == {(thinks, 50)}
+    other = "--no-thinking" if thinks else "--thinking"
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl", "--thinking-budget", "50", other, "--resume"], open_batcher=Echo()) == 2
+    )
+    assert "thinking was" in capsys.readouterr().err
 
 
 def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:

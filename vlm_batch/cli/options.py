@@ -28,6 +28,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt-file", action="append", metavar="FILE", help="a question from a file")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt, with {column} likewise")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="have a model that can think do so, or not (default: as its chat template has it)",
+    )
     add_model(parser)
     reading = parser.add_argument_group("what is read")
     reading.add_argument(
@@ -94,6 +100,7 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends an answer; several may be given"
     )
+    sampling.add_argument("--thinking-budget", type=at_least(0), metavar="N", help="most tokens of thinking")
     form = parser.add_argument_group("the form of answers (one at most)")
     form.add_argument(
         "--json-schema",

@@ -214,7 +214,7 @@ def _questions(args: argparse.Namespace) -> Questions:
     texts += [_text_of(file).strip() for file in args.prompt_file or ()]
     if not all(text.strip() for text in texts):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
-    return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args))
+    return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args), args.thinking)
 
 
 def _shard(args: argparse.Namespace) -> Shard:
@@ -291,6 +291,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
         stop=args.stop or (),
+        thinking_budget=args.thinking_budget,
         json_schema=None if args.json_schema is None else _text_of(args.json_schema),
         regex=args.regex,
         choice=args.choice,

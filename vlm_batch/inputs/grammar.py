@@ -72,6 +72,17 @@ class Form:
             raise ValueError(f"{self._name} cannot be followed further: {_one_line(self._matcher.get_error())}")
 
 
+def check_form(params: SamplingParams) -> None:
+    """Refuse a form that is none, whatever the model. Raises InvalidParameters with what is wrong with it."""
+    if params.form is not None:
+        _raise_for(params, LLMatcher.validate_grammar(_grammar(params)))
+
+
+def _raise_for(params: SamplingParams, said: str) -> None:
+    if said and not said.startswith("WARNING"):
+        raise InvalidParameters(f"{params.form}: {_one_line(said)}")
+
+
 class Forms:
     """The forms of one model's answers. ``check`` is for any thread, ``compiled`` for loaders' threads."""
 
@@ -96,8 +107,7 @@ class Forms:
             said = LLMatcher.validate_grammar(text)
             with self._lock:
                 _keep(self._checked, text, said)
-        if said and not said.startswith("WARNING"):
-            raise InvalidParameters(f"{params.form}: {_one_line(said)}")
+        _raise_for(params, said)
 
     def compiled(self, params: SamplingParams) -> Form | None:
         """A request's form, at its beginning; None if its parameters name none. Raises InvalidParameters."""

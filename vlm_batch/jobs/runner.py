@@ -106,7 +106,12 @@ class Job:
         return {**self.questions.settings(), "shard": str(self.shard), "tables": tables, **more}
 
     def plan(self, done: Ids, failed: Ids) -> Plan:
-        """Count the rows. Raises InvalidJob for columns that are not there, and for ids that come twice."""
+        """Count the rows. Raises InvalidJob for columns that are not there, and for ids that come twice, and
+        InvalidParameters for a form of answers that is none."""
+        if self.questions.params.form is not None:
+            from vlm_batch.inputs.grammar import check_form  # with transformers, which no other job needs here
+
+            check_form(self.questions.params)
         for source in self.sources:
             if source.columns is not None:
                 self._check_columns(source.columns, source.name)
