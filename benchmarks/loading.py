@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=40, help="of each size and number of threads (default: 40)")
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many is shown (default: 3)")
     parser.add_argument("--engine", action="store_true", help="also answer a folder")
+    parser.add_argument("--answered", type=int, default=160, help="pictures of that folder (default: 160)")
     parser.add_argument("--model", default=None, help="for --engine (default: the embedded checkpoint)")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer, for --engine (default: 48)")
     args = parser.parse_args()
@@ -182,7 +183,10 @@ def main() -> None:
         console.print(table)
         if args.engine:
             with VLMBatcher(args.model or default_checkpoint()) as batcher:
-                found["engine"] = {size: answer_folder(batcher, paths, args.tokens) for size, paths in sizes.items()}
+                found["engine"] = {
+                    size: answer_folder(batcher, write_photos(Path(folder), size, args.answered), args.tokens)
+                    for size in sizes
+                }
             for size, facts in found["engine"].items():
                 console.print(f"{size:g} MP:", ", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
     print(json.dumps(found))

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from vlm_batch import families
 from vlm_batch.assets import default_checkpoint, sample_images
-from vlm_batch.cli import console
+from vlm_batch.cli import console, serve
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.images import load_image
 from vlm_batch.jobs.files import common_folder
@@ -149,6 +149,22 @@ def test_a_missing_picture_fails_alone(
     assert cli.main([*command, "--max-errors", "1"], open_batcher=batcher) == 0
 
 
+def test_named_files_that_are_no_pictures_are_skipped(
+    folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell's pattern names the text files of an earlier run, and an archive is no picture."""
+    for name in ("b.txt", "all.zip", "rows.json"):
+        (folder / "pictures" / name).write_bytes(b"?")
+    command = ["run", *map(str, sorted(Path("pictures").glob("[a-z]*.*")))]
+    assert cli.main([*command, "--sidecar", ".txt", "--resume", "--force"], open_batcher=batcher) == 0
+    assert [request.request_id for request in batcher.requests] == ["pictures/a.JPG"]
+    said = capsys.readouterr().err
+    for kind in ("2 .txt", "1 .zip (to be unpacked first)", "1 .json (tables are read as JSON lines: .jsonl)"):
+        assert kind in said
+    assert cli.main(["run", "pictures/all.zip"], open_batcher=batcher) == 2
+    assert "no picture in pictures/all.zip" in capsys.readouterr().err
+
+
 def test_json_lines_go_to_standard_output_alone(
     folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,10 +198,15 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
         "--top-k=20",
         "--min-p=0.1",
         "--seed=3",
+        "--repetition-penalty=1.1",
+        "--stop=a",
+        "--stop=b",
         "--batch=2",
     ]
     cli.main(["run", "pictures", *options], open_batcher=batcher)
-    wanted = SamplingParams(max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, seed=3)
+    wanted = SamplingParams(
+        max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, seed=3, repetition_penalty=1.1, stop=("a", "b")
+    )
     assert {request.params for request in batcher.requests} == {wanted}
     assert batcher.args.batch == 2
 
@@ -194,8 +215,14 @@ def test_sampling_options_reach_every_request(folder: Path, batcher: ScriptedBat
     ("command", "said"),
     [
         (["run", "."], "no picture in ."),
+        (["run", "phtos"], "phtos does not exist"),
+        (["run", "phtos/"], "phtos/ does not exist"),
+        (["run", ".", "scans/*.pdf"], "nothing matches scans/*.pdf"),
+        (["run", "x.png", "y.png"], "x.png does not exist"),
         (["run", "x.png", "--temperature", "-1"], "temperature is -1.0; it must be"),
-        (["run", "x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "http://x/x.png", "--json", "no/such/folder/out.jsonl"], "cannot write no/such/folder/out.jsonl"),
+        (["run", "x.png", "--json-schema", "no.json"], "cannot read no.json"),
+        (["run", "x.png", "--regex", "a", "--choice", "b"], "exclude each other: an answer has one form"),
         (["run", "x.png", "--prompt", ""], "--prompt is empty"),
         (["run", "x.png", "--prompt", " \n"], "--prompt is empty"),
         (["run", "x.mp4", "--fps", "0"], "fps is 0.0; it must be"),
@@ -407,6 +434,16 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "max_bytes": 4_000_000_000,
         "trust_remote_code": False,
     }
+
+
+def test_the_server_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of keys and values are declared once; what is not said is the library's own."""
+    args = cli.parser().parse_args(["serve", "--kv-bits=4", "--kv-group-size=32", "--reproducible", "--max-pixels=9"])
+    given: dict[str, object] = {}
+    monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", lambda model, **options: given.update(options))
+    serve.open_batcher(args)
+    assert given["kv_bits"] == 4.0 and given["kv_group_size"] == 32 and given["reproducible"] is True
+    assert given["max_pixels"] == 9 and not {"kv_quant_scheme", "quantized_kv_start"} & given.keys()
 
 
 def test_control_characters_cannot_steer_the_terminal(

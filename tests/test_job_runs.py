@@ -165,6 +165,23 @@ def test_output_that_is_there_is_refused_resumed_or_replaced(
     assert len(again.asked) == 20 == len(told(out))
 
 
+def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids of files are their paths: the same folder in other words goes on, and a whole path is said not to."""
+    (folder / "pics").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(folder / "pics" / name)
+    command = ["--quiet", "--out", "out.jsonl", "--resume"]
+    assert cli.main(["run", "pics/", *command], open_batcher=Echo()) == 0
+    for spelled in ("pics", "./pics", ".//pics/", "./pics/*.png"):
+        echo = Echo()
+        assert cli.main(["run", spelled, *command], open_batcher=echo) == 0
+        assert not echo.opened
+    assert "in the output is to one of these rows" not in capsys.readouterr().err
+    assert cli.main(["run", str(folder / "pics"), *command], open_batcher=Echo()) == 0
+    said = "none of the 2 answers in the output is to one of these rows: are paths spelled as in its first run?"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_errors_are_asked_again_when_told(folder: Path, out: str) -> None:
     cli.main([*RUN, "--out", out], open_batcher=Echo())
@@ -311,6 +328,7 @@ def test_a_process_that_comes_as_another_ends_keeps_the_output_to_itself(folder:
             "names {size}, which is no column",
         ),
         (['{"id": "a", "image": "x.png"}'], ["--resume"], "--resume needs a file to go on with"),
+        (['{"id": "a", "image": "x.png"}'], ["--regex", "(a"], "regex: "),
     ],
 )
 def test_what_is_wrong_with_a_job_is_said_before_it_begins(
@@ -435,6 +453,82 @@ def test_log_probabilities_of_a_row_are_written(folder: Path) -> None:
     assert answers("out.jsonl")[0]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5], [6, -1.0]]}]
 
 
+def test_all_that_a_row_asked_for_is_written(folder: Path) -> None:
+    """Further answers and the prompt's log-probabilities."""
+
+    class Several(Echo):
+        def answer(self, request: Request) -> Result:
+            result = super().answer(request)
+            likely = (None, TokenLogprobs(5, -0.5, ((5, -0.5),)))
+            return replace(result, others=(replace(result, text="again"),), prompt_logprobs=likely)
+
+    cli.main([*RUN, "--out", "out.jsonl"], open_batcher=Several())
+    row = next(row for row in answers("out.jsonl") if row["id"] == "r0")
+    assert row["prompt_logprobs"] == [None, {"token_id": 5, "logprob": -0.5, "top": [[5, -0.5]]}]
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "image_tokens": 0, "cached_tokens": 1}
+    assert row["others"] == [{"text": "again", "finish_reason": "stop", "error": None, "usage": usage}]
+
+
+def test_answers_by_a_schema_become_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command's schema and by a row's own; a name of no field is refused before the model is loaded."""
+    shape = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "sides": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["colour", "sides"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    pictures = [str(path) for path in sample_images()[:2]]
+    lines = [{"image": path, "params": {"json_schema": shape}} for path in pictures]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    schema = ["--json-schema", str(tmp_path / "shape.json")]
+    options = ["--max-tokens", "40", "--quiet"]
+    with VLMBatcher(default_checkpoint()) as batcher:
+        for name, sources, form in (("a", pictures, schema), ("b", [str(tmp_path / "rows.jsonl")], [])):
+            command = ["run", *sources, *options, *form]
+            table, whole = str(tmp_path / f"{name}.parquet"), str(tmp_path / f"{name}.jsonl")
+            for out in (["--out", table, "--columns", "colour,sides"], ["--out", whole]):
+                assert cli.main([*command, *out], open_batcher=lambda args: nullcontext(batcher)) == 0
+            parsed = {row["id"]: row["parsed"] for row in answers(whole)}
+            assert {row["id"]: {"colour": row["colour"], "sides": row["sides"]} for row in answers(table)} == parsed
+            assert all(set(one) == {"colour", "sides"} for one in parsed.values())
+            assert cli.main([*command, "--columns", "corners"], open_batcher=Echo()) == 2
+            assert "'corners' is neither a column of" in capsys.readouterr().err
+    (tmp_path / "shape.json").write_text(json.dumps({**shape, "required": []}))
+    again = ["run", *pictures, *options, *schema, "--out", str(tmp_path / "a.jsonl"), "--resume"]
+    assert cli.main(again, open_batcher=Echo()) == 2
+    assert "json_schema was" in capsys.readouterr().err
+    (tmp_path / "shape.json").write_text("{broken")
+    assert cli.main(again, open_batcher=Echo()) == 2
+    assert "json_schema is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "options", "said"),
+    [
+        (5, ["--out", "out.jsonl"], ["the same command with --resume goes on from here"]),
+        (
+            None,
+            ["--out", "out.csv"],
+            ["2 rows failed; --retry-errors asks them again", "18 answers of the longest length"],
+        ),
+        (None, [], ["18 answers of the longest length"]),
+    ],
+)
+def test_the_totals_say_what_may_be_done(
+    folder: Path, stop_after: int | None, options: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Long(Echo):
+        def answer(self, request: Request) -> Result:
+            result = super().answer(request)
+            return result if result.error else replace(result, finish_reason="length")
+
+    cli.main([*RUN, *options], open_batcher=Long(stop_after))
+    out = capsys.readouterr().out
+    assert all(one in out for one in said)
+    assert ("--resume" in out or "--retry-errors" in out) == bool(options)
+
+
 def test_text_files_of_another_job_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(name)
@@ -471,6 +565,30 @@ def test_sidecars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").write_text('{"id": "a", "image": "https://x/y.png"}\n')
     assert cli.main(["run", "rows.jsonl", "--sidecar", "txt"], open_batcher=Echo()) == 2
     assert "--sidecar needs one picture on disk for each row" in capsys.readouterr().err
+
+
+def test_pictures_that_change_before_they_are_read(tmp_path: Path) -> None:
+    """Gone, cut off, a folder now, or another picture: their rows fail or say what is there, and the others are answered."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name in ("a", "b", "c", "d", "e"):
+        shutil.copy(sample_images()[0], folder / f"{name}.png")
+
+    def change(args: object) -> AbstractContextManager[VLMBatcher]:
+        (folder / "a.png").unlink()
+        (folder / "b.png").write_bytes((folder / "b.png").read_bytes()[:200])
+        (folder / "c.png").unlink()
+        (folder / "c.png").mkdir()
+        Image.new("RGB", (90, 40), "red").save(folder / "d.png")
+        return VLMBatcher(default_checkpoint())
+
+    out = tmp_path / "out.jsonl"
+    command = ["run", str(folder), "--max-tokens", "4", "--quiet", "--out", str(out)]
+    assert cli.main(command, open_batcher=change) == 1
+    rows = {Path(row["id"]).stem: row for row in answers(out)}
+    assert [name for name, row in sorted(rows.items()) if row["error"] is None] == ["d", "e"]
+    assert rows["d"]["image_sizes"] == [[90, 40]]
+    assert "does not exist" in rows["a"]["error"] and all("InvalidImage" in rows[name]["error"] for name in "abc")
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -780,7 +898,7 @@ def test_progress_in_plain_lines_and_figures(
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("[")]
     assert len(lines) == 20
-    assert lines[-1].startswith("[20 of 20] 2 failed, 0 in flight") and "25% of prompts cached" in lines[-1]
+    assert lines[-1].startswith("[20 of 20] 2 failed, 0 s left, 0 in flight") and "25% of prompts cached" in lines[-1]
     assert "seconds a row" in out and "where a row's time goes" in out
     assert "InvalidImage" in out
 
@@ -835,6 +953,26 @@ def test_params_of_rows_reach_their_requests(folder: Path) -> None:
 
     cli.main(["run", "rows.jsonl", "--max-tokens", "9", "--quiet"], open_batcher=Keeps())
     assert {name: params.max_tokens for name, params in seen.items()} == {"a": 5, "b": 9}
+
+
+@pytest.mark.parametrize(("options", "thinks"), [([], None), (["--thinking"], True), (["--no-thinking"], False)])
+def test_models_are_told_to_think(
+    folder: Path, options: list[str], thinks: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[bool | None, int | None]] = []
+
+    class Keeps(Echo):
+        def answer(self, request: Request) -> Result:
+            seen.append((request.enable_thinking, request.params.thinking_budget))
+            return super().answer(request)
+
+    cli.main([*RUN, "--out", "out.jsonl", *options, "--thinking-budget", "50"], open_batcher=Keeps())
+    assert set(seen) == {(thinks, 50)}
+    other = "--no-thinking" if thinks else "--thinking"
+    assert (
+        cli.main([*RUN, "--out", "out.jsonl", "--thinking-budget", "50", other, "--resume"], open_batcher=Echo()) == 2
+    )
+    assert "thinking was" in capsys.readouterr().err
 
 
 def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_plain_json_lines(folder: Path) -> None:
         ('{"prompt": " "}', "the prompt is empty"),
         ('{"custom_id": "x", "body": {}}', "body has no list of messages"),
         ('{"custom_id": "x", "body": {"messages": [], "voice": 1}}', "body has 'voice'"),
-        ('{"custom_id": "x", "body": {"messages": [], "n": 2}}', "n is 2"),
+        ('{"custom_id": "x", "body": {"messages": [], "stream": true}}', "stream is True"),
         ('{"custom_id": "x", "url": "/v1/embeddings", "body": {"messages": []}}', "/v1/embeddings is not answered"),
     ],
 )
@@ -110,6 +110,41 @@ def test_openai_batch_lines(folder: Path) -> None:
     assert item.id == "r-1" and item.messages == tuple(chat)
     assert item.params == SamplingParams(max_tokens=9, temperature=0.5, stop=("x",), top_k=4)
     assert item.request().messages == tuple(chat)
+
+
+@pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+            SamplingParams(json_schema={"type": "object"}),
+        ),
+        ({"response_format": {"type": "json_object"}}, SamplingParams(json_schema={"type": "object"})),
+        ({"response_format": {"type": "text"}, "stream": False}, SamplingParams()),
+        ({"logit_bias": {"17": -5}, "n": 2}, SamplingParams(logit_bias={17: -5.0}, n=2)),
+        ({"logprobs": True, "top_logprobs": 3}, SamplingParams(logprobs=3)),
+        ({"logprobs": True}, SamplingParams(logprobs=0)),
+        ({"presence_penalty": 0.5, "frequency_penalty": 1}, SamplingParams(presence_penalty=0.5, frequency_penalty=1)),
+        ({"response_format": {"type": "json_schema"}}, "response_format is text, json_object, or json_schema"),
+        ({"response_format": "json"}, "response_format is text, json_object, or json_schema"),
+        ({"logit_bias": [1]}, "logit_bias maps token ids to numbers"),
+        ({"logit_bias": {"a": 1}}, "invalid literal"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs: true"),
+        ({"tools": [{"type": "function"}]}, "which is not done here"),
+        ({"audio": {}}, "which is not known here"),
+    ],
+    ids=str,
+)
+def test_fields_of_openai_batch_lines(folder: Path, given: dict[str, Any], params: SamplingParams | str) -> None:
+    """Each is honoured or refused by its name."""
+    line = {"custom_id": "r", "body": {"messages": [{"role": "user", "content": "?"}], **given}}
+    (folder / "batch.jsonl").write_text(json.dumps(line))
+    (row,) = rows_of("batch.jsonl")
+    (item,) = Questions().ask(row)
+    if isinstance(params, str):
+        assert item.error is not None and params in item.error
+    else:
+        assert item.error is None and item.params == params
 
 
 # ---- CSV ----

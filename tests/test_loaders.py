@@ -249,6 +249,24 @@ def test_threads_make_what_one_makes(family: str) -> None:
     assert len(tokenizers) == 1  # tens of megabytes, and shared
 
 
+def test_what_a_processor_holds_is_any_threads() -> None:
+    """An array that is not evaluated belongs to the stream of the thread that made it, and MLX refuses it to any other."""
+    model, processor = load_model(FIXTURES / "checkpoints" / "qwen2_vl")
+    processor.scale = mx.arange(4) * 2
+    processor.image_processor.means = [mx.arange(2) + 1]
+    late = mx.arange(3) + 1
+
+    def used(number: int) -> tuple[Any, Any]:
+        with pytest.raises(RuntimeError, match="no Stream"):
+            late.tolist()
+        with preparer._copies.one() as copy:
+            return copy.processor.scale.tolist(), (copy.processor.image_processor.means[0] * number).tolist()
+
+    preparer = make_engine(model, processor, EngineOptions()).preparer
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(used, (2, 3))) == [([0, 2, 4, 6], [2, 4]), ([0, 2, 4, 6], [3, 6])]
+
+
 def test_calls_of_a_shared_tokenizer_go_one_at_a_time() -> None:
     inside, most = 0, 0
 

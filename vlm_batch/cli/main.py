@@ -26,11 +26,12 @@ from vlm_batch.cli import verify as verifying  # noqa: E402
 from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
 from vlm_batch.cli.load import add_flags as add_load_flags  # noqa: E402
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, at_least, load_model  # noqa: E402
+from vlm_batch.cli.options import add_demo, add_run  # noqa: E402
 from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
+from vlm_batch.jobs.outputs import check_writable  # noqa: E402
 from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
-from vlm_batch.jobs.sinks import check_writable  # noqa: E402
 from vlm_batch.jobs.workers import NoWorkers  # noqa: E402
 
 ANSWERED, FAILED, USAGE, INTERRUPTED = answering.ANSWERED, answering.FAILED, 2, answering.INTERRUPTED
@@ -193,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
         help="ask about every picture, video, page or row of a table",
         description="Ask about every picture, video, page or row of a table; go on where an earlier run ended.",
     )
-    answering.add_run(asking)
+    add_run(asking)
     asking.set_defaults(command=answering.run)
 
     showing = commands.add_parser(
@@ -201,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
         help="ask the embedded model about the sample pictures",
         description="Ask the embedded model about the sample pictures: one, two and none to a question.",
     )
-    answering.add_demo(showing)
+    add_demo(showing)
     showing.set_defaults(command=answering.demo)
 
     _add_bench(

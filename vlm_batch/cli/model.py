@@ -135,6 +135,12 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     )
     say("--cache-dir", metavar="FOLDER", help="where what memory cannot keep goes (default: nowhere)")
     say("--cache-dir-bytes", type=amount_of_bytes, metavar="N", help="most bytes of that folder")
+    add_precision(group)
+
+
+def add_precision(group: argparse._ArgumentGroup) -> None:
+    """Options of keys and values in few bits, and of answers that are the same bit for bit; ``said_options`` reads them."""
+    say = partial(group.add_argument, default=argparse.SUPPRESS)
     say("--kv-bits", type=float, metavar="BITS", help="keys and values in so many bits (default: exact)")
     say("--kv-group-size", type=at_least(1), metavar="N", help="values that share a scale (default: 64)")
     say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")

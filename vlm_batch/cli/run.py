@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch.assets import is_sample, sample_images
-from vlm_batch.cli.cluster import add_cluster, open_cluster
-from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, add_batcher, add_model, at_least, load_model
+from vlm_batch.cli.cluster import open_cluster
+from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, load_model
 from vlm_batch.cli.watching import JobView, show_dry_run
 from vlm_batch.jobs import journal
+from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite
+from vlm_batch.jobs.outputs import check_writable
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
-from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sidecars, Sink, check_writable, open_sink
-from vlm_batch.jobs.sources import DEFAULT_DPI, Files, Reading, open_sources
+from vlm_batch.jobs.sidecars import Sidecars
+from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sink, open_sink
+from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
-from vlm_batch.jobs.tables import Columns
 from vlm_batch.jobs.workers import NoWorkers
 from vlm_batch.types import SamplingParams, Video
 
@@ -125,6 +127,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
+        goes_on=target not in (None, "-") or args.sidecar is not None,
     )
     try:
         with view, _ended_by_signals():
@@ -144,7 +147,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
                 watch=view,
             )
     except (CannotWrite, NoWorkers) as error:
-        hint = "; --resume goes on from there" if target not in (None, "-") else ""
+        hint = "; --resume goes on from there" if target not in (None, "-") or args.sidecar is not None else ""
         raise type(error)(f"{error}{hint}") from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:  # nothing was left to ask: an earlier run's page stays
@@ -208,14 +211,10 @@ def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
 
 def _questions(args: argparse.Namespace) -> Questions:
     texts = list(args.prompt or ())
-    for file in args.prompt_file or ():
-        try:
-            texts.append(Path(file).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {file}: {error}") from error
+    texts += [_text_of(file).strip() for file in args.prompt_file or ()]
     if not all(text.strip() for text in texts):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
-    return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args))
+    return Questions(tuple(texts) or (DEFAULT_PROMPT,), args.system, _sampling_params(args), args.thinking)
 
 
 def _shard(args: argparse.Namespace) -> Shard:
@@ -289,123 +288,18 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
         seed=args.seed,
+        stop=args.stop or (),
+        thinking_budget=args.thinking_budget,
+        json_schema=None if args.json_schema is None else _text_of(args.json_schema),
+        regex=args.regex,
+        choice=args.choice,
     )
 
 
-# ---- the command line ----
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """The options of ``run``."""
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a picture, video, PDF, folder, pattern or URL; a table (.jsonl, .csv, .tsv, .parquet), an archive (.tar) or a "
-        "folder of the datasets library; - reads JSON lines or paths from standard input",
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help=f"the question, with {{column}} for a row's own; several ask each row each (default: {DEFAULT_PROMPT})",
-    )
-    parser.add_argument("--prompt-file", action="append", metavar="FILE", help="a question from a file")
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt, with {column} likewise")
-    add_model(parser)
-    reading = parser.add_argument_group("what is read")
-    reading.add_argument(
-        "--recursive",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="look into folders in folders (default: yes)",
-    )
-    reading.add_argument("--videos", action="store_true", help="look for videos in folders, too")
-    reading.add_argument("--pdf", action="store_true", help="look for PDF files in folders, too")
-    reading.add_argument(
-        "--dpi", type=at_least(1), default=DEFAULT_DPI, metavar="N", help="of PDF pages (default: %(default)s)"
-    )
-    reading.add_argument(
-        "--fps", type=float, default=None, metavar="R", help="frames a second of a video (default: the family's habit)"
-    )
-    reading.add_argument(
-        "--max-frames", type=at_least(1), default=None, metavar="N", help="most frames of a video (default: likewise)"
-    )
-    for what in ("image", "video", "id", "prompt"):
-        reading.add_argument(f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}")
-    reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
-    reading.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="only part I of N (from 1), by the rows' ids; auto: under mlx.launch, a part for each process",
-    )
-    reading.add_argument(
-        "--dry-run", action="store_true", help="show the first prompts, sizes and an estimate, and stop"
-    )
-    add_cluster(parser.add_argument_group("several machines"))
-    _add_answering(parser)
-
-
-def add_demo(parser: argparse.ArgumentParser) -> None:
-    """The options of ``demo``."""
-    _add_answering(parser)
-    parser.set_defaults(
-        prompt=None,
-        prompt_file=None,
-        model=None,
-        trust_remote_code=False,
-        shard=None,
-        dpi=None,
-        fps=None,
-        max_frames=None,
-    )
-
-
-def _add_answering(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that asks a model."""
-    defaults = SamplingParams()
-    sampling = parser.add_argument_group("sampling")
-    for option, kind, default, metavar, said in (
-        ("--max-tokens", int, defaults.max_tokens, "N", "longest answer (default: %(default)s)"),
-        ("--temperature", float, defaults.temperature, "T", "0 is greedy (default: %(default)s)"),
-        ("--top-p", float, defaults.top_p, "P", "1 is off (default: %(default)s)"),
-        ("--top-k", int, defaults.top_k, "K", "0 is off (default: %(default)s)"),
-        ("--min-p", float, defaults.min_p, "P", "0 is off (default: %(default)s)"),
-        ("--seed", int, defaults.seed, "N", "makes sampled answers reproducible, whatever the batch"),
-    ):
-        sampling.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
-    add_batcher(parser.add_argument_group("the batch and its memory"))
-    writing = parser.add_argument_group("what is written")
-    writing.add_argument(
-        "-o",
-        "--out",
-        metavar="FILE",
-        help="the answers as they come: JSON lines, or .csv, .tsv, .parquet by the suffix; - is standard output; {shard} is "
-        "the shard's number",
-    )
-    writing.add_argument("--json", metavar="FILE", help="the same, as JSON lines whatever the suffix")
-    writing.add_argument("--sidecar", metavar="SUFFIX", help="a text file beside each picture, such as .txt")
-    writing.add_argument(
-        "--columns",
-        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
-        metavar="A,B",
-        help="fields of the answers and columns of the rows, in this order (id and error are always there)",
-    )
-    writing.add_argument("--resume", action="store_true", help="go on where the run that wrote the output ended")
-    writing.add_argument("--overwrite", action="store_true", help="replace what the output has already")
-    writing.add_argument("--retry-errors", action="store_true", help="go on, and ask rows again that failed")
-    writing.add_argument(
-        "--force", action="store_true", help="with --resume: also with other settings than the first run's"
-    )
-    writing.add_argument(
-        "--report", metavar="FILE", help="a page (HTML, offline) with plots, failures and a sample of answers"
-    )
-    parser.add_argument(
-        "--max-errors",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="exit with 0 if no more than N fail (default: 0)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="only the progress, the table and the totals")
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error

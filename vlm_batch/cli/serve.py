@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.model import amount_of_bytes
+from vlm_batch.cli.model import add_precision, amount_of_bytes, said_options
 
 if TYPE_CHECKING:
     from vlm_batch.server.config import ServerConfig
@@ -78,19 +78,8 @@ def open_batcher(args: argparse.Namespace) -> Batcher:
     return VLMBatcher(
         str(args.model or default_checkpoint()),
         max_rows=args.max_num_seqs,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_bytes=args.max_bytes,
-        max_image_pixels=args.max_image_pixels,
-        min_pixels=args.min_pixels,
-        max_pixels=args.max_pixels,
         fetch=FetchPolicy(allow_http=False, allow_files=False),
-        cache_dir=args.cache_dir,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
-        kv_quant_scheme=args.kv_quant_scheme,
-        quantized_kv_start=args.quantized_kv_start,
-        reproducible=args.reproducible,
-        trust_remote_code=args.trust_remote_code,
+        **said_options(args),
     )
 
 
@@ -113,13 +102,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="most rows in the batch (default: %(default)s)",
     )
-    group.add_argument("--kv-bits", type=float, metavar="BITS", help="store keys and values in so many bits")
-    group.add_argument("--kv-group-size", type=int, default=64, metavar="N", help="default: %(default)s")
-    group.add_argument("--kv-quant-scheme", choices=("uniform", "turboquant"), default="uniform")
-    group.add_argument("--quantized-kv-start", type=int, default=0, metavar="N", help="first token in few bits")
-    group.add_argument(
-        "--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch"
-    )
+    add_precision(group)
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     group.add_argument("--enable-thinking", action="store_true", help="think unless a request says otherwise")
     group.add_argument("--tool-parser", metavar="NAME", help="mlx_vlm.tools' parser (default: by chat template)")

@@ -6,7 +6,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import TracebackType
 from typing import Protocol, TextIO, runtime_checkable
@@ -47,11 +47,13 @@ class JobView(Watch):
         says_prompt: bool = False,
         label: Callable[[Row], str] = lambda row: row.id,
         answers_in: str | None = None,
+        goes_on: bool = False,
     ) -> None:
         self._quiet = quiet
         self._says_prompt = says_prompt
         self._label = label
         self._answers_in = answers_in
+        self._goes_on = goes_on
         self._out = open_console(table_to)
         self._err = open_console(sys.stderr)
         self._rows: list[tuple[Item, Result]] = []
@@ -82,6 +84,9 @@ class JobView(Watch):
         if plan.done or plan.failed_before:
             left = f", {plan.left} left" if plan.left is not None else ""
             self._err.print(f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}")
+        elif plan.others:
+            said = f"none of the {_count(plan.others, 'answer')} in the output is to one of these rows"
+            self._err.print(f"{said}: are paths spelled as in its first run?", soft_wrap=True)
         for reason, count in list(plan.wrong.items())[:8]:
             self._err.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
         if plan.own and self._says_prompt:
@@ -118,6 +123,9 @@ class JobView(Watch):
         summary = self._summary
         seconds = summary.seconds
         parts = [f"{summary.failed} failed"] if summary.failed else []
+        if summary.total is not None and summary.ended_rows:  # first: a narrow terminal cuts the end off
+            left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
+            parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
         parts.append(f"{self._in_flight} in flight")
         if summary.pictures:
             parts.append(f"{summary.pictures / seconds:.1f} pictures/s")
@@ -127,9 +135,6 @@ class JobView(Watch):
         if summary.busy_share is not None:
             parts.append(f"engine busy {summary.busy_share:.0%}")
         parts.append(spell_memory())
-        if summary.total is not None and summary.ended_rows:
-            left = summary.total - summary.done_before - summary.failed_before - summary.ended_rows
-            parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
         return ", ".join(parts)
 
     # ---- at the end ----
@@ -141,11 +146,8 @@ class JobView(Watch):
         elif self._answers_in is None or len(self._rows) <= TABLE_ROWS:
             self._out.print(self._table())
         self._out.print(self._totals(summary), soft_wrap=True)
-        if summary.failed_before:
-            said = f"{_count(summary.failed_before, 'row')} failed before; --resume --retry-errors asks them again"
+        for said in self._advice(summary):
             self._out.print(said, soft_wrap=True)
-        if summary.again:
-            self._out.print(f"{_count(summary.again, 'row')} skipped whose id had come before", soft_wrap=True)
         if summary.ended_rows >= FIGURES_FROM:
             for part in (_latencies(summary), _stages(summary), _reasons(summary)):
                 if part is not None:
@@ -154,6 +156,19 @@ class JobView(Watch):
                 self._out.print(f"the engine had work for {summary.busy_share:.0%} of the time", soft_wrap=True)
         if self._answers_in is not None:
             self._out.print(Text(plain_text(f"answers: {self._answers_in}")), soft_wrap=True)
+
+    def _advice(self, summary: Summary) -> Iterator[str]:
+        """Lines about rows that have no answer, or not a whole one, and what helps."""
+        if summary.interrupted and self._goes_on:
+            yield "the same command with --resume goes on from here"
+        elif summary.failed and self._goes_on:
+            yield f"{_count(summary.failed, 'row')} failed; --retry-errors asks them again"
+        if summary.failed_before:
+            yield f"{_count(summary.failed_before, 'row')} failed before; --retry-errors asks them again"
+        if summary.cut:
+            yield f"{_count(summary.cut, 'answer')} of the longest length: cut short, unless --max-tokens was meant so"
+        if summary.again:
+            yield f"{_count(summary.again, 'row')} skipped whose id had come before"
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)

@@ -75,6 +75,17 @@ class Form:
             raise InvalidParameters(f"{self._name} cannot be followed further: {_said(self._matcher.get_error())}")
 
 
+def check_form(params: SamplingParams) -> None:
+    """Refuse a form that is none, whatever the model. Raises InvalidParameters with what is wrong with it."""
+    if params.form is not None:
+        _raise_for(params, LLMatcher.validate_grammar(_sized_grammar(params)))
+
+
+def _raise_for(params: SamplingParams, said: str) -> None:
+    if said and not said.startswith("WARNING"):
+        raise InvalidParameters(f"{params.form}: {_said(said)}")
+
+
 class Forms:
     """The forms of one model's answers. ``check`` is for any thread, ``compiled`` for loaders' threads."""
 
@@ -96,19 +107,14 @@ class Forms:
             return False
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
-        text = _grammar(params)
-        if len(text) > MOST_CHARACTERS:
-            raise InvalidParameters(
-                f"{params.form} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are compiled"
-            )
+        text = _sized_grammar(params)
         with self._lock:
             said = self._checked.get(text)
         if said is None:
             said = LLMatcher.validate_grammar(text)
             with self._lock:
                 _keep(self._checked, text, said)
-        if said and not said.startswith("WARNING"):
-            raise InvalidParameters(f"{params.form}: {_said(said)}")
+        _raise_for(params, said)
         return len(text) >= LARGE
 
     def compiled(self, params: SamplingParams) -> Form | None:
@@ -141,6 +147,14 @@ class Forms:
             if self._vocabulary is None:
                 self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
             return self._vocabulary
+
+
+def _sized_grammar(params: SamplingParams) -> str:
+    """Like ``_grammar``; raises InvalidParameters if it is too large to be compiled."""
+    text = _grammar(params)
+    if len(text) > MOST_CHARACTERS:
+        raise InvalidParameters(f"{params.form} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are compiled")
+    return text
 
 
 def _grammar(params: SamplingParams) -> str:

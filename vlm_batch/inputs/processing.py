@@ -25,7 +25,7 @@ from PIL import Image
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
-from vlm_batch.inputs.processors import Mould, copy_for_thread, settings_of, without_text_options
+from vlm_batch.inputs.processors import Mould, copy_for_thread, evaluate_held, settings_of, without_text_options
 from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import Message
@@ -47,6 +47,7 @@ class Processing:
 
     def __init__(self, processor: Any, config: Any, sampling: Sampling | None = None) -> None:
         self.processor = processor = without_text_options(processor)
+        evaluate_held(processor)
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
+
+from vlm_batch.arrays import arrays_of
 
 #: Options for the tokenizer that mlx-vlm's processors hand to the pictures' part, too.
 OF_THE_TOKENIZER = frozenset({"padding", "padding_side", "add_special_tokens"})
@@ -36,6 +39,15 @@ def without_text_options(processor: Any) -> Any:
     part.__class__ = type(theirs.__name__, (theirs,), {"__call__": call, "__module__": theirs.__module__})
     processor.image_processor = part
     return processor
+
+
+def evaluate_held(processor: Any) -> None:
+    """Evaluate the mlx arrays that a processor and its parts hold: MLX lets no thread but theirs do that.
+
+    Called on the thread that made the processor, before copies of it go to loaders.
+    """
+    held = getattr(processor, "__dict__", {})
+    mx.eval(arrays_of([held, *(getattr(part, "__dict__", {}) for part in held.values())]))
 
 
 def copy_for_thread(part: Any) -> Any:

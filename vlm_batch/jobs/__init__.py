@@ -12,15 +12,16 @@ A ``Source`` yields rows one at a time; a ``Sink`` keeps answers so that a proce
 ``run`` streams the one through a batcher into the other.
 """
 
+from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.maps import map_table
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
 from vlm_batch.jobs.runner import Batcher, Plan, Watch, run
-from vlm_batch.jobs.sinks import Sidecars, Sink, open_sink
+from vlm_batch.jobs.sidecars import Sidecars
+from vlm_batch.jobs.sinks import Sink, open_sink
 from vlm_batch.jobs.sources import Reading, open_sources
 from vlm_batch.jobs.summary import Summary
-from vlm_batch.jobs.tables import Columns
 
 __all__ = [
     "Batcher",

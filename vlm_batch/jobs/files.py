@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.jobs.rows import InvalidJob
 
 HEIC_SUFFIXES = (".heic", ".heif")
+#: Files that are neither pictures nor read in another way: skipped where a shell's pattern names them among pictures.
+TEXT_SUFFIXES = (".txt", ".caption", ".md", ".log", ".html", ".xml", ".yaml", ".yml", ".json")
+ARCHIVE_SUFFIXES = (".zip", ".7z", ".rar", ".gz", ".zst")
+OFFICE_SUFFIXES = (".xlsx", ".xls", ".ods", ".docx", ".doc", ".odt", ".pptx")
 
 
 @dataclass
@@ -57,6 +62,12 @@ def _hint(suffix: str) -> str:
         return " (--pdf takes them)"
     if suffix in (".parquet", ".jsonl", ".tar"):
         return f" (a pattern takes them: '*{suffix}')"
+    if suffix == ".json":
+        return " (tables are read as JSON lines: .jsonl)"
+    if suffix in ARCHIVE_SUFFIXES:
+        return " (to be unpacked first)"
+    if suffix in OFFICE_SUFFIXES:
+        return " (to be saved as PDF or CSV first)"
     if suffix in HEIC_SUFFIXES:
         return " (pip install 'vlm-batch[heic]' reads them)"
     return ""
@@ -72,14 +83,19 @@ def find_files(
     """The files that the arguments name: files, URLs and names of nothing as they are, folders by suffix, globs filled in.
 
     Linked folders are looked through like others, but none twice. A file that is named in two spellings is there once.
-    What ``found`` has already is left out, and what is new is noted there.
+    Files whose suffix says that they are text, archives or office documents are skipped. What ``found`` has already is left
+    out, and what is new is noted there.
     """
     found = found if found is not None else Found()
     begin = len(found.paths)
     for argument in paths:
         for path in expanded(argument):
             if not os.path.isdir(path):
-                found.add(path)
+                suffix = "" if is_url(path) else os.path.splitext(path)[1].lower()
+                if suffix in TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES and os.path.lexists(path):
+                    found.skipped[suffix] += 1
+                else:
+                    found.add(path)
                 continue
             for file in _walk(path, found, recursive):
                 suffix = os.path.splitext(file)[1].lower()
@@ -91,10 +107,32 @@ def find_files(
 
 
 def expanded(argument: str) -> list[str]:
-    """The names that match a pattern, in order; the argument itself if it is no pattern, or nothing matches."""
+    """The names that match a pattern, in order; the argument itself if it is no pattern, or nothing matches.
+
+    ``./photos/`` is ``photos``: names are ids, and a job is resumed by them.
+    """
+    if argument and not is_url(argument):
+        argument = os.path.expanduser(argument)
+        argument = argument if os.pardir in argument.split(os.sep) else os.path.normpath(argument)
     if is_url(argument) or os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     return sorted(glob.glob(argument, recursive=True)) or [argument]
+
+
+def check_there(arguments: Sequence[str]) -> None:
+    """Raise InvalidJob for a folder or pattern that leads to nothing, and where none of the files that are named is there.
+
+    One picture of many that is missing is that row's error alone. A name without a suffix is a folder's.
+    """
+    missing = [one for one in arguments if one != "-" and not is_url(one) and not _leads_somewhere(one)]
+    folders = [one for one in missing if glob.has_magic(one) or not os.path.splitext(one)[1]]
+    if folders or (missing and len(missing) == len(arguments)):
+        named = (folders or missing)[0]
+        raise InvalidJob(f"nothing matches {named}" if glob.has_magic(named) else f"{named} does not exist")
+
+
+def _leads_somewhere(argument: str) -> bool:
+    return any(map(os.path.lexists, expanded(argument)))
 
 
 def picture_suffixes() -> tuple[str, ...]:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
+from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored_rows
+from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.jobs.runner import make_request
-from vlm_batch.jobs.tables import BATCH_ROWS, Columns, picture_columns, picture_features, row_of_cells, stored_rows
 from vlm_batch.types import Request, Result, SamplingParams
 
 if TYPE_CHECKING:

@@ -20,20 +20,21 @@ _PARAMS = {
     "repetition_penalty": "repetition_penalty",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
+    "n": "n",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "logit_bias": "logit_bias",
+    "response_format": "json_schema",
 }
 #: Fields that change no answer here; the model is the job's.
 _WITHOUT_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier"})
 #: Fields that are taken with the value that means nothing.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "n": (1, None),
     "stream": (False, None),
-    "logprobs": (False, None),
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "response_format": ({"type": "text"}, None),
     "tools": ([], None),
     "tool_choice": ("none", None),
 }
+_KNOWN = frozenset((*_PARAMS, *_ONLY, *_WITHOUT_EFFECT, "messages", "logprobs", "top_logprobs"))
 
 
 def row_of_body(line: Mapping[str, Any], place: str) -> Row:
@@ -42,8 +43,45 @@ def row_of_body(line: Mapping[str, Any], place: str) -> Row:
     wrong = _wrong(line)
     if wrong is not None:
         return Row(id=row_id, error=f"{place}: {wrong}")
-    params = {_PARAMS[name]: value for name, value in body.items() if name in _PARAMS and value is not None}
+    try:
+        params = _params(body)
+    except ValueError as error:
+        return Row(id=row_id, error=f"{place}: {error}")
     return Row(id=row_id, messages=body["messages"], params=params, columns={"custom_id": row_id})
+
+
+def _params(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a body. Raises ValueError for a form or bias that is not as OpenAI has it."""
+    given = {name: value for name, value in body.items() if name in _PARAMS and value is not None}
+    if "response_format" in given and (schema := _schema(given.pop("response_format"))) is not None:
+        given["response_format"] = schema
+    if "logit_bias" in given:
+        if not isinstance(given["logit_bias"], dict):
+            raise ValueError("logit_bias maps token ids to numbers")
+        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    params = {_PARAMS[name]: value for name, value in given.items()}
+    if body.get("logprobs"):
+        params["logprobs"] = body.get("top_logprobs") or 0
+    elif body.get("top_logprobs"):
+        raise ValueError("top_logprobs needs logprobs: true")
+    return params
+
+
+def _schema(given: Any) -> Mapping[str, Any] | None:
+    """The JSON schema that a ``response_format`` stands for; None for text. Raises ValueError."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = (
+        given["json_schema"].get("schema")
+        if kind == "json_schema" and isinstance(given.get("json_schema"), dict)
+        else None
+    )
+    if not isinstance(schema, dict):
+        raise ValueError("response_format is text, json_object, or json_schema with its schema")
+    return schema
 
 
 def _wrong(line: Mapping[str, Any]) -> str | None:
@@ -55,6 +93,6 @@ def _wrong(line: Mapping[str, Any]) -> str | None:
     for name, value in body.items():
         if name in _ONLY and value not in _ONLY[name]:
             return f"{name} is {value!r}, which is not done here"
-        if name not in _PARAMS and name not in _ONLY and name not in _WITHOUT_EFFECT and name != "messages":
+        if name not in _KNOWN:
             return f"body has {name!r}, which is not known here"
     return None

@@ -55,6 +55,7 @@ class Item:
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     params: SamplingParams = _PLAIN
+    enable_thinking: bool | None = None
     error: str | None = None
 
     def request(self) -> Request:
@@ -67,6 +68,7 @@ class Item:
             images=images,
             videos=row.videos,
             params=self.params,
+            enable_thinking=self.enable_thinking,
             request_id=self.id,
         )
 
@@ -75,12 +77,14 @@ class Item:
 class Questions:
     """Asked about each row. A row's own prompt, messages and params go before these.
 
-    With several prompts each row is asked each of them, and "#1", "#2", ... is put to its id.
+    With several prompts each row is asked each of them, and "#1", "#2", ... is put to its id. ``enable_thinking`` is for
+    models that can think; None leaves it to the chat template.
     """
 
     prompts: tuple[str, ...] = (DEFAULT_PROMPT,)
     system: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+    enable_thinking: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
@@ -96,7 +100,8 @@ class Questions:
         """The row's questions, filled in. A question that cannot be asked has an ``error``."""
         own = row.error is not None or row.prompt is not None or row.messages is not None
         for number, text in enumerate(self.prompts[:1] if own else self.prompts, 1):
-            item = Item(row.id if own or len(self.prompts) == 1 else f"{row.id}#{number}", row, error=row.error)
+            item_id = row.id if own or len(self.prompts) == 1 else f"{row.id}#{number}"
+            item = Item(item_id, row, enable_thinking=self.enable_thinking, error=row.error)
             if row.error is None:
                 try:
                     item = self._filled(item, text)
@@ -129,7 +134,14 @@ class Questions:
     def settings(self) -> dict[str, Any]:
         """The settings in an output's header, which are compared when the job is resumed."""
         params = {one.name: vars(self.params)[one.name] for one in fields(SamplingParams) if one.name in _PARAMS}
-        return {"prompts": list(self.prompts), "system": self.system, **params}
+        return {"prompts": list(self.prompts), "system": self.system, "thinking": self.enable_thinking, **params}
+
+
+def schema_fields(params: SamplingParams) -> frozenset[str]:
+    """The fields that a JSON schema has answers' objects have; none without one."""
+    schema = params.json_schema
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return frozenset(properties) if isinstance(properties, Mapping) else frozenset()
 
 
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:

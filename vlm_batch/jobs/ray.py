@@ -36,11 +36,11 @@ import numpy as np
 from vlm_batch._version import __version__
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.errors import describe, shown
+from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.jobs.runner import make_request
 from vlm_batch.jobs.sending import read_ahead, with_whole_paths
-from vlm_batch.jobs.tables import Columns, row_of_cells
 from vlm_batch.jobs.workers import Answered, Died, Dispatcher, Event, NoWorkers, Started
 from vlm_batch.types import Request, Result, SamplingParams, failed_result, params_of
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -14,12 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 from vlm_batch.errors import describe
 from vlm_batch.jobs.files import identity
 from vlm_batch.jobs.order import by_size
-from vlm_batch.jobs.questions import Item, Questions
+from vlm_batch.jobs.questions import Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Summary
-from vlm_batch.types import Request, Result, Stats, Usage
+from vlm_batch.types import Request, Result, Stats, TokenLogprobs, Usage
 
 
 class Batcher(Protocol):
@@ -56,6 +56,7 @@ class Plan:
     """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
 
     ``wrong`` counts rows that can be seen to fail, by reason; ``own`` those that have a prompt or messages of their own.
+    ``others`` are answers of the output that are to none of the rows.
     """
 
     total: int | None
@@ -63,6 +64,7 @@ class Plan:
     failed_before: int = 0
     wrong: Mapping[str, int] = field(default_factory=dict)
     own: int = 0
+    others: int = 0
 
     @property
     def left(self) -> int | None:
@@ -104,13 +106,19 @@ class Job:
         return {**self.questions.settings(), "shard": str(self.shard), "tables": tables, **more}
 
     def plan(self, done: Ids, failed: Ids) -> Plan:
-        """Count the rows. Raises InvalidJob for columns that are not there, and for ids that come twice."""
+        """Count the rows. Raises InvalidJob for columns that are not there, and for ids that come twice, and
+        InvalidParameters for a form of answers that is none."""
+        if self.questions.params.form is not None:
+            from vlm_batch.inputs.grammar import check_form  # with transformers, which no other job needs here
+
+            check_form(self.questions.params)
         for source in self.sources:
             if source.columns is not None:
                 self._check_columns(source.columns, source.name)
         if self.is_once:
             return Plan(None)
-        known, twice, wrong, columns = Ids(), Counter[str](), Counter[str](), set[str]()
+        known, twice, wrong = Ids(), Counter[str](), Counter[str]()
+        columns, fields = set[str](), set[str]()
         num_done = num_failed = total = own = 0
         is_empty = True
         for item in self._all_items(scan=True):
@@ -118,6 +126,7 @@ class Job:
             if not known.add(item.id):
                 twice[item.id] += 1
             columns.update(item.row.columns)
+            fields |= schema_fields(item.params)
             if not self.shard.has(item.id):
                 continue
             total += 1
@@ -135,17 +144,19 @@ class Job:
             raise InvalidJob(f"{said} an id that another row has: {named}")
         if is_empty:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
-        self._check_columns(tuple(sorted(columns)), "any row")
-        return Plan(total, num_done, num_failed, dict(wrong), own)
+        self._check_columns(tuple(sorted(columns)), "any row", fields)
+        others = len(done) + len(failed) - num_done - num_failed
+        return Plan(total, num_done, num_failed, dict(wrong), own, others)
 
-    def _check_columns(self, known: tuple[str, ...], where: str) -> None:
-        """Raise InvalidJob for a column that prompts or the output name, and that is not there."""
+    def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
+        """Raise InvalidJob for a column that prompts or the output name, and that is not there. ``fields`` are answers'."""
         if missing := sorted(self.questions.columns - set(known)):
             raise InvalidJob(
                 f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
                 "(write {{ and }} for braces)"
             )
-        if lost := [name for name in self.carried if name not in known]:
+        there = {*known, *fields, *schema_fields(self.questions.params)}
+        if lost := [name for name in self.carried if name not in there]:
             raise InvalidJob(f"{lost[0]!r} is neither a column of {where} nor a field of an answer")
 
 
@@ -310,15 +321,33 @@ def record_of(item: Item, result: Result) -> Record:
         "timings": timings,
         "columns": item.row.columns,
     }
+    if item.params.json_schema is not None:
+        record["parsed"] = result.parsed
     if result.logprobs is not None:
-        record["logprobs"] = [
-            {"token_id": one.token_id, "logprob": one.logprob, "top": one.top} for one in result.logprobs
-        ]
+        record["logprobs"] = list(map(_as_json, result.logprobs))
+    if result.prompt_logprobs is not None:
+        record["prompt_logprobs"] = list(map(_as_json, result.prompt_logprobs))
+    if result.others:
+        record["others"] = [_other(item, other) for other in result.others]
     return record
 
 
+def _other(item: Item, result: Result) -> Record:
+    """A further answer of a request that asked for several."""
+    names = ("text", "finish_reason", "error", "usage", "parsed", "logprobs")
+    whole = record_of(item, result)
+    return {name: whole[name] for name in names if name in whole}
+
+
+def _as_json(one: TokenLogprobs | None) -> dict[str, Any] | None:
+    return None if one is None else {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
+
+
+#: Fields that an answer has where they were asked for.
+_ASKED_FOR = ("parsed", "logprobs", "prompt_logprobs", "others")
 #: The names of an answer's fields that an output can choose among, beside its row's columns.
-ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id="", logprobs=()))) - {"columns"} | {
+ANSWER_FIELDS = frozenset(record_of(Item("", Row(id="")), Result(request_id=""))) - {"columns"} | {
     "seconds",
+    *_ASKED_FOR,
     *vars(Usage()),
 }

@@ -1,4 +1,4 @@
-"""Outputs of a job: JSON lines, CSV, Parquet, text files beside the pictures, standard output.
+"""Outputs of a job: JSON lines, CSV, Parquet, standard output.
 
 Answers are kept as JSON lines while a job runs: they are the output itself, or the journal of a CSV or Parquet file that is
 made of them when the job ends. A process that is killed leaves every answer that it had.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile, Record
-from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded, read_records, torn_bytes
+from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded
+from vlm_batch.jobs.outputs import check_rule, check_writable, has_lines, ids_of, is_device, read_answers, rewrite
 from vlm_batch.jobs.rows import Ids, InvalidJob
 
 #: The columns of CSV and Parquet files where none are named.
@@ -251,100 +251,22 @@ class Journalled:
             raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
 
 
-class Sidecars:
-    """A text file beside each picture, with its answer: what captioning tools read. Failures write nothing.
-
-    Where there is another sink, too, that one knows what is done; else the files themselves do.
-    """
-
-    def __init__(
-        self, suffix: str, folder: str, paths: Callable[[], Iterable[tuple[str, str]]], sink: Sink | None
-    ) -> None:
-        self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
-        if self._suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES or not self._suffix[1:].strip(". "):
-            raise InvalidJob(f"--sidecar {suffix} is no suffix for text; .txt and .caption are")
-        self._paths = paths
-        self._sink = sink
-        self._header = Path(folder or ".") / f".vlm-batch{self._suffix}"
-
-    @property
-    def name(self) -> str:
-        return self._sink.name if self._sink is not None else f"*{self._suffix}"
-
-    def path_of(self, picture: str) -> Path:
-        """The file for a picture's answer."""
-        return Path(picture).expanduser().with_suffix(self._suffix)
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        check_writable(self._header)
-        return self._sink.locked() if self._sink is not None else journal.locked(self._header)
-
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
-        taken: dict[Path, str] = {}
-        there = 0
-        for row_id, picture in self._paths():
-            if not picture:
-                raise InvalidJob(f"--sidecar needs one picture on disk for each row; {row_id} has none or several")
-            path = self.path_of(picture)
-            if path in taken:
-                raise InvalidJob(f"{path} would hold the answers for {taken[path]} and {row_id}: ask them in two jobs")
-            taken[path] = row_id
-            there += path.exists()
-        if self._sink is not None:
-            self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
-            if there and resume and not force:  # or files of another job would be replaced
-                journal.check_same(Path(self._sink.name), settings)
-        if there and not resume and not overwrite:
-            raise InvalidJob(
-                f"{there} pictures have {self._suffix} files already: --resume keeps them and asks about the others, "
-                "--overwrite replaces them"
-            )
-        if self._sink is None and there and resume and not force:
-            journal.check_same(self._header, settings)
-
-    def existing(self) -> tuple[Ids, Ids]:
-        if self._sink is not None:
-            return self._sink.existing()
-        return Ids(row_id for row_id, picture in self._paths() if self.path_of(picture).exists()), Ids()
-
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        if self._sink is not None:
-            self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
-            return
-        if overwrite:  # or a job that is killed and resumed would take old answers for its own
-            for _, picture in self._paths():
-                with contextlib.suppress(FileNotFoundError):
-                    self.path_of(picture).unlink()
-        journal.write_header(self._header, settings)
-
-    def append(self, record: Record) -> None:
-        if not record.get("error"):
-            pictures = record["images"] or record["videos"]
-            text = str(record["text"]).strip() + "\n"
-            journal.replace_file(self.path_of(pictures[0]), text.encode("utf-8", "backslashreplace"))
-        if self._sink is not None:
-            self._sink.append(record)
-
-    def finish(self) -> None:
-        if self._sink is not None:
-            self._sink.finish()
-
-    def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
-
-
-# ---- what they share ----
-
-
 def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
-    """An answer's fields that are asked for: its own by their names, counts of tokens and seconds, columns of its row.
+    """An answer's fields that are asked for: its own by their names, counts of tokens and seconds, those of the object that a
+    schema made it, columns of its row. What comes first here is meant by a name that several have.
 
     Without ``columns``, the answer as it is.
     """
     if columns is None:
         return {name: value for name, value in record.items() if name != "columns"}
-    flat = {**record.get("columns", {}), **record, **record["usage"], "seconds": record["timings"]["total"]}
+    parsed = record.get("parsed")
+    flat = {
+        **record.get("columns", {}),
+        **(parsed if isinstance(parsed, Mapping) else {}),
+        **record,
+        **record["usage"],
+        "seconds": record["timings"]["total"],
+    }
     return {name: plain(flat.get(name)) for name in columns}
 
 
@@ -359,82 +281,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     return f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else str(value)
-
-
-def check_writable(path: Path) -> None:
-    """Raise InvalidJob for an output that cannot be written."""
-    folder = path.parent
-    why = None
-    if path.is_dir():
-        why = "it is a folder"
-    elif not folder.is_dir():
-        why = "there is no such folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        why = "no permission"
-    if why is not None:
-        raise InvalidJob(f"cannot write {path}: {why}")
-
-
-def check_rule(
-    path: Path, is_begun: bool, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
-) -> None:
-    """Refuse, resume or overwrite: raise InvalidJob for an output that has answers, unless one of these was said."""
-    if resume and overwrite:
-        raise InvalidJob("--resume and --overwrite exclude each other")
-    if is_begun and not resume and not overwrite:
-        raise InvalidJob(f"{path} has answers already: --resume goes on with them, --overwrite replaces them")
-    if is_begun and resume and not force:
-        journal.check_same(path, settings)
-
-
-def is_device(path: Path) -> bool:
-    """True if something other than a file is there: a device, a pipe."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def has_lines(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
-
-
-def read_answers(path: Path) -> Iterator[Record]:
-    """The answers in a file of lines, but for what a killed process left of its last one. Raises InvalidJob."""
-    if not has_lines(path):
-        return
-    whole = path.stat().st_size - torn_bytes(path)
-    try:
-        for record in read_records(path, whole):
-            if "id" not in record:
-                raise InvalidJob(f"{path} is no output of a job: a line has no id")
-            yield record
-    except InvalidJob:
-        raise
-    except ValueError as error:
-        raise InvalidJob(f"{error}; take the line out, or begin anew with --overwrite") from error
-
-
-def ids_of(records: Iterable[Record]) -> tuple[Ids, Ids]:
-    """The ids of answers, and of failures."""
-    answered, failed = Ids(), Ids()
-    for record in records:
-        (failed if record.get("error") else answered).add(str(record["id"]))
-    return answered, failed
-
-
-def rewrite(path: Path, records: Iterable[Record]) -> None:
-    """Replace a file of lines by other ones, whole or not at all. Raises CannotWrite."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with contextlib.suppress(FileNotFoundError):
-        beside.unlink()
-    file = LineFile(beside)
-    try:
-        for record in records:
-            file.append(record)
-        file.close()
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
 
 
 def _truncate(path: Path) -> None:

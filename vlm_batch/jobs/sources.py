@@ -18,17 +18,20 @@ from typing import Any
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
-from vlm_batch.jobs.files import Found, expanded, find_files, is_url, is_video, picture_suffixes, prepare_for
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
-from vlm_batch.jobs.tables import (
-    Columns,
-    Delimited,
-    HuggingFace,
-    JsonLines,
-    Parquet,
-    datasets_in,
-    is_dataset,
+from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
+from vlm_batch.jobs.cells import Columns
+from vlm_batch.jobs.files import (
+    Found,
+    check_there,
+    expanded,
+    find_files,
+    is_url,
+    is_video,
+    picture_suffixes,
+    prepare_for,
 )
+from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
+from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import ImageInput, Video
 
 LINES, DELIMITED, PARQUET, PDF, TAR = (
@@ -71,9 +74,10 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
     """The sources that arguments name, in their order, and what was found in folders. ``-`` is standard input.
 
     Files that are no table, document or archive are pictures or videos, also those that do not exist: their rows fail.
-    Raises InvalidJob for a table that cannot be read, and where nothing is found.
+    Raises InvalidJob for a table that cannot be read, a folder or pattern that leads to nothing, and where nothing is found.
     """
     reading = reading or Reading()
+    check_there(arguments)
     sources: list[Source] = []
     plain: list[str] = []
     found = Found()

@@ -102,8 +102,9 @@ class Sample:
 class Summary:
     """A job's figures. ``failed_before`` and ``done_before`` are of earlier runs on the same output.
 
-    ``source`` are the seconds that its rows took to be read from their source, one at a time, and ``busy`` those in which
-    the engine had rows to work on, None where the batcher does not say.
+    ``cut`` are answers that reached their longest length, ``again`` rows whose id had come before. ``source`` are the
+    seconds that its rows took to be read from their source, one at a time, and ``busy`` those in which the engine had rows
+    to work on, None where the batcher does not say.
     """
 
     total: int | None = None
@@ -113,6 +114,7 @@ class Summary:
     answered: int = 0
     failed: int = 0
     again: int = 0
+    cut: int = 0
     pictures: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -166,10 +168,11 @@ class Summary:
                 self.failures.append((item.id, result.error))
             return
         self.answered += 1
+        self.cut += result.finish_reason == "length"
         timings, usage = result.timings, result.usage
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
-        self.tokens += usage.completion_tokens
+        self.tokens += usage.completion_tokens + sum(other.usage.completion_tokens for other in result.others)
         self.latencies.add(timings.total)
         if timings.ttft == timings.ttft:
             self.first_tokens.add(timings.ttft)

@@ -1,0 +1,145 @@
+"""The options of ``vlm-batch run`` and ``vlm-batch demo``."""
+
+from __future__ import annotations
+
+import argparse
+
+from vlm_batch.cli.cluster import add_cluster
+from vlm_batch.cli.model import add_batcher, add_model, at_least
+from vlm_batch.jobs.questions import DEFAULT_PROMPT
+from vlm_batch.jobs.sources import DEFAULT_DPI
+from vlm_batch.types import SamplingParams
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The options of ``run``."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a picture, video, PDF, folder, pattern or URL; a table (.jsonl, .csv, .tsv, .parquet), an archive (.tar) or a "
+        "folder of the datasets library; - reads JSON lines or paths from standard input",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help=f"the question, with {{column}} for a row's own; several ask each row each (default: {DEFAULT_PROMPT})",
+    )
+    parser.add_argument("--prompt-file", action="append", metavar="FILE", help="a question from a file")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt, with {column} likewise")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="have a model that can think do so, or not (default: as its chat template has it)",
+    )
+    add_model(parser)
+    reading = parser.add_argument_group("what is read")
+    reading.add_argument(
+        "--recursive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look into folders in folders (default: yes)",
+    )
+    reading.add_argument("--videos", action="store_true", help="look for videos in folders, too")
+    reading.add_argument("--pdf", action="store_true", help="look for PDF files in folders, too")
+    reading.add_argument(
+        "--dpi", type=at_least(1), default=DEFAULT_DPI, metavar="N", help="of PDF pages (default: %(default)s)"
+    )
+    reading.add_argument(
+        "--fps", type=float, default=None, metavar="R", help="frames a second of a video (default: the family's habit)"
+    )
+    reading.add_argument(
+        "--max-frames", type=at_least(1), default=None, metavar="N", help="most frames of a video (default: likewise)"
+    )
+    for what in ("image", "video", "id", "prompt"):
+        reading.add_argument(f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}")
+    reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
+    reading.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only part I of N (from 1), by the rows' ids; auto: under mlx.launch, a part for each process",
+    )
+    reading.add_argument(
+        "--dry-run", action="store_true", help="show the first prompts, sizes and an estimate, and stop"
+    )
+    add_cluster(parser.add_argument_group("several machines"))
+    _add_answering(parser)
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """The options of ``demo``."""
+    _add_answering(parser)
+    parser.set_defaults(
+        prompt=None,
+        prompt_file=None,
+        model=None,
+        trust_remote_code=False,
+        shard=None,
+        dpi=None,
+        fps=None,
+        max_frames=None,
+    )
+
+
+def _add_answering(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that asks a model."""
+    defaults = SamplingParams()
+    sampling = parser.add_argument_group("sampling")
+    for option, kind, default, metavar, said in (
+        ("--max-tokens", int, defaults.max_tokens, "N", "longest answer (default: %(default)s)"),
+        ("--temperature", float, defaults.temperature, "T", "0 is greedy (default: %(default)s)"),
+        ("--top-p", float, defaults.top_p, "P", "1 is off (default: %(default)s)"),
+        ("--top-k", int, defaults.top_k, "K", "0 is off (default: %(default)s)"),
+        ("--min-p", float, defaults.min_p, "P", "0 is off (default: %(default)s)"),
+        ("--repetition-penalty", float, defaults.repetition_penalty, "P", "of words that come again; 1 is off"),
+        ("--seed", int, defaults.seed, "N", "makes sampled answers reproducible, whatever the batch"),
+    ):
+        sampling.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends an answer; several may be given"
+    )
+    sampling.add_argument("--thinking-budget", type=at_least(0), metavar="N", help="most tokens of thinking")
+    form = parser.add_argument_group("the form of answers (one at most)")
+    form.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="answers are JSON that follows this schema; --columns may name the fields of its object",
+    )
+    form.add_argument("--regex", metavar="PATTERN", help="answers match a regular expression")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="answers are one of these texts")
+    add_batcher(parser.add_argument_group("the batch and its memory"))
+    writing = parser.add_argument_group("what is written")
+    writing.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="the answers as they come: JSON lines, or .csv, .tsv, .parquet by the suffix; - is standard output; {shard} is "
+        "the shard's number",
+    )
+    writing.add_argument("--json", metavar="FILE", help="the same, as JSON lines whatever the suffix")
+    writing.add_argument("--sidecar", metavar="SUFFIX", help="a text file beside each picture, such as .txt")
+    writing.add_argument(
+        "--columns",
+        type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        metavar="A,B",
+        help="fields of the answers and columns of the rows, in this order (id and error are always there)",
+    )
+    writing.add_argument("--resume", action="store_true", help="go on where the run that wrote the output ended")
+    writing.add_argument("--overwrite", action="store_true", help="replace what the output has already")
+    writing.add_argument("--retry-errors", action="store_true", help="go on, and ask rows again that failed")
+    writing.add_argument(
+        "--force", action="store_true", help="with --resume: also with other settings than the first run's"
+    )
+    writing.add_argument(
+        "--report", metavar="FILE", help="a page (HTML, offline) with plots, failures and a sample of answers"
+    )
+    parser.add_argument(
+        "--max-errors",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="exit with 0 if no more than N fail (default: 0)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the progress, the table and the totals")
