@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.runtime.blas import narrow_kernels
+from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
@@ -194,6 +196,7 @@ def check_model_type(model_type: str | None) -> None:
     if model_type is None:
         raise UnsupportedModel(f"config.json names no model_type; the known families are {_known()}")
     check_refused(model_type)
+    check_device(model_type)
     if spec_for(model_type) is None and find_spec(f"mlx_vlm.models.{model_type}") is None:
         raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {_known()}")
 
@@ -204,15 +207,37 @@ def check_refused(model_type: str) -> None:
         raise UnsupportedModel(f"model type {model_type!r} is refused: {REFUSED[model_type]}")
 
 
+#: Model types, with commas between them, that are served on CUDA although they are refused there; ``all`` is every one.
+ON_CUDA = "VLM_BATCH_ON_CUDA"
+
+
+def check_device(model_type: str) -> None:
+    """Raise UnsupportedModel for a model that was seen to go wrong on this kind of device; ``ON_CUDA`` makes it a warning."""
+    spec = spec_for(model_type)
+    why = None if spec is None else dict(spec.not_on_cuda).get(model_type)
+    if why is None or device() is not Device.CUDA:
+        return
+    allowed = {name.strip() for name in os.environ.get(ON_CUDA, "").split(",")}
+    if not allowed & {model_type, "all"}:
+        raise UnsupportedModel(
+            f"model type {model_type!r} is refused on CUDA: {why}. Serve it on a CPU or on Apple silicon; "
+            f"{ON_CUDA}={model_type} in the environment serves it here all the same, at the risk of wrong answers, or of the "
+            "process's end"
+        )
+    message = f"{ON_CUDA}: {model_type} is served on CUDA, where answers may be wrong and the process may end: {why}"
+    warnings.warn(message, stacklevel=4)
+
+
 def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     """The family's adapter; a model of no known family runs one row at a time, which is said once.
 
-    Raises UnsupportedModel if it cannot be run that way either.
+    Raises UnsupportedModel if it cannot be run that way either, or not on this device.
     """
     model_type = model_type or str(model.config.model_type)
     if spec_for(model_type) is None:  # a checkpoint's own name for it, which mlx-vlm maps to another
         model_type = str(get_model_type({"model_type": model_type}))
     check_refused(model_type)
+    check_device(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         try:
