@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.caches import Placement
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.checkpoints import read_config, read_model, read_processor
@@ -34,19 +36,22 @@ from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
+from vlm_batch.policy import MOVES_BITS, TUNED, Chosen, chosen_of
 from vlm_batch.runtime.blas import narrow_kernels
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
+from vlm_batch.tuning import tuned_settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are.
 
-    ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md).
+    ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md). ``policy`` has settings in
+    the place of the device's (``vlm_batch.policy``): by name, or "tuned" for those found here, or "device" for none.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -54,6 +59,7 @@ class EngineOptions:
     limits: Limits = field(default_factory=Limits)
     kv: KVQuantisation | None = None
     reproducible: bool = False
+    policy: Mapping[str, Any] | str = TUNED
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Engine:
 
     loop: EngineLoop
     preparer: Preparer
+    policy: Chosen
 
 
 def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Engine:
@@ -69,11 +76,16 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     adapter = adapt(model)
     if options.kv is not None:
         check_quantisation(adapter, options.kv)
-    exact = exact_for(adapter, options.kv, max_rows=options.scheduler.max_rows) if options.reproducible else None
-    config = options.scheduler
+    chosen = choose_policy(adapter, options)
+    policy, config = chosen.policy, options.scheduler
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
-        config = replace(config, max_rows=min(config.max_rows, adapter.max_rows), encode_ahead=0)
+        config = replace(config, max_rows=min(config.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
+    adapter.most_patches = policy.most_patches
+    exact = None
+    if options.reproducible:
+        rows, layout = config.max_rows or policy.most_rows, Placement(policy.placement)
+        exact = exact_for(adapter, options.kv, layout, max_rows=rows, grid=policy.grid)
     reuse = _reuse(adapter, options, exact)
     if config.max_bytes is None:
         config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))
@@ -82,6 +94,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
         config=config,
+        policy=policy,
         reuse=reuse,
         kv=options.kv,
         exact=exact,
@@ -94,7 +107,18 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         max_context=adapter.max_context,
         limits=options.limits,
     )
-    return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer)
+    return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer, chosen)
+
+
+def choose_policy(adapter: Adapter, options: EngineOptions) -> Chosen:
+    """The policy of an engine: the device's, what was found for the model here, and what was said. Raises ValueError.
+
+    What was found here moves no bit of a reproducible answer: those are the same on every machine of a kind.
+    """
+    kept = tuned_settings(adapter, options.kv) if options.policy == TUNED else {}
+    if options.reproducible:
+        kept = {name: value for name, value in kept.items() if name not in MOVES_BITS}
+    return chosen_of(options.policy, device(), kept)
 
 
 def load_engine(

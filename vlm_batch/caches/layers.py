@@ -16,6 +16,8 @@ from mlx_vlm.models.cache import KVCache
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.states import CopiedState, LayerState, LostState, is_cache
+from vlm_batch.policy import POLICIES
+from vlm_batch.runtime.device import device
 
 
 class Placement(Enum):
@@ -26,8 +28,8 @@ class Placement(Enum):
 
     @classmethod
     def for_device(cls) -> Placement:
-        """The measured choice for the device that MLX runs on (docs/architecture.md, decode state)."""
-        return cls.SLAB if mx.default_device().type == mx.DeviceType.gpu else cls.ROWS
+        """The choice for the device that MLX runs on."""
+        return cls(POLICIES[device()].placement)
 
 
 class LayerCache(Protocol):

@@ -81,7 +81,7 @@ class Admission:
         self._guard = guard
         self._memory = memory
         config = scheduler.config
-        self._most_ahead = config.look_ahead + config.max_rows
+        self._most_ahead = config.look_ahead + scheduler.most_rows
         self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
         self._arrivals = itertools.count()
         self._unprepared: set[Row] = set()  # not prepared yet, wherever they are
@@ -220,7 +220,7 @@ class Admission:
         waiting = [row for row in self._prepared.values() if not self._reuse.waits_for(row, others)]
         live = [*self._prefill.rows.values(), *decoding]
         num_free = self._scheduler.num_free(len(live))
-        near = sorted(waiting, key=self.urgency)[: num_free + config.encode_ahead]
+        near = sorted(waiting, key=self.urgency)[: num_free + (config.encode_ahead or 0)]
         num_encoded = num_together = 0
         for index, row in enumerate(near):
             has_place = index < num_free

@@ -24,7 +24,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.defaults import for_placement
+from vlm_batch.engine.defaults import for_policy
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.faults import is_out_of_memory, is_users_own, let_go, raised_in, too_large
@@ -39,11 +39,16 @@ from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, sample, to_list
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.errors import OutOfMemory
+from vlm_batch.policy import Policy, policy_for
+from vlm_batch.runtime.device import device
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
+
+#: Places that a slab begins with where the number of rows is left open: a lone row does not pay for those that may come.
+FIRST_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it (``vlm_batch.engine.compiled`` says when that pays).
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
-    ``exact`` keeps every row's numbers, to the last bit, a function of its request; ``reuse`` must have the same.
+    ``policy`` has what ``config`` leaves open, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
+    a function of its request; ``reuse`` must have the same.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class BatchGenerator:
         text: AnswerText | None = None,
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
+        policy: Policy | None = None,
         compile_decode: bool = False,
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
@@ -114,17 +121,20 @@ class BatchGenerator:
         self.text = text or AnswerText()
         self.sampler = sampler
         self._decoder = Decoder(adapter, compile_decode=compile_decode)
-        placement = placement or Placement.for_device()
-        config = for_placement(config or SchedulerConfig(), placement)
+        if policy is None:
+            policy = policy_for((placement or Placement.for_device()).value, device())
+        placement = placement or Placement(policy.placement)
+        config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
             adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
-        self.batch = DecodeGroups(placement, config.max_rows, exact)
+        first = min(config.first_rows, FIRST_PLACES) if config.first_rows is not None else None
+        self.batch = DecodeGroups(placement, self.scheduler.most_rows, exact, first_rows=first)
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         guard = _weakly(self._guard)
-        self.memory = RowMemory(config.max_bytes, placement, config.max_rows)
+        self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
         self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact)
         self.admission = Admission(
             self.scheduler,
@@ -252,7 +262,9 @@ class BatchGenerator:
         joined += [(row, logits) for row, logits in done if self._guard(row, self._join, row, logits)]
         self._launched.joined = self._sample_joined(joined)
         if rows:
-            self._pace.record(time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan))
+            seconds, tokens = time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan)
+            self._pace.record(seconds, tokens)
+            self.scheduler.record(len(rows), seconds, tokens, are_waiting=bool(self.admission.num_prepared))
         if not self._is_active:
             self.reuse.settle_ended()
         events, self._events = self._events, []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlm_batch.caches import Placement
 from vlm_batch.caches.layers import row_bytes
 from vlm_batch.engine.row import Row
 from vlm_batch.errors import OutOfMemory
@@ -18,11 +17,12 @@ GROWTH = 16
 
 class RowMemory:
     """Bytes of live rows under a bound. What a row takes is learned from rows that were prefilled; before the first one
-    nothing is known, and all fit. ``places`` is the number of rows of a slab, each of which is as wide as the longest."""
+    nothing is known, and all fit. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the
+    longest; None where every row takes its own."""
 
-    def __init__(self, max_bytes: int | None, placement: Placement, places: int) -> None:
+    def __init__(self, max_bytes: int | None, places: Callable[[int], int] | None) -> None:
         self.max_bytes = max_bytes
-        self._places = places if placement is Placement.SLAB else 0
+        self._places = places
         self._at: tuple[
             int, ...
         ] = ()  # bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen
@@ -48,7 +48,7 @@ class RowMemory:
     def together(self, rows: Sequence[Row]) -> int:
         """Bytes of rows that live at once, each with its next ``GROWTH`` tokens."""
         each = [self.of(tokens(row) + GROWTH) for row in rows]
-        return self._places * max(each, default=0) if self._places else sum(each)
+        return self._places(len(each)) * max(each, default=0) if self._places else sum(each)
 
     def fits(self, row: Row, others: Sequence[Row]) -> bool:
         """Whether a row may live beside others now."""

@@ -10,7 +10,6 @@ import mlx.core as mx
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import can_share, take_row
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.defaults import MAX_TOGETHER
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
@@ -42,6 +41,7 @@ class Prefill:
         self._guard = guard
         shares = kv is None and adapter.shares_prefill and can_share(adapter.make_cache())
         self._most_together = (config.prefill_together or 1) if shares else 1
+        self._most_tokens = config.together_tokens
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 
@@ -97,7 +97,7 @@ class Prefill:
             return [[chunk] for chunk in plan]
         scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
         lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
-        return together(plan, lengths, self._most_together, MAX_TOGETHER)
+        return together(plan, lengths, self._most_together, self._most_tokens)
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]
