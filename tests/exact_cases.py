@@ -135,7 +135,7 @@ def play(
             recorded[row.seed].append(logits[place])
         return sample(logits, rows)
 
-    engine.sampler = recording
+    engine.chooser.sampler = recording
     step = 0
     while engine.has_work or step <= max(arrival.at for arrival in arrivals):
         for index, arrival in enumerate(arrivals):

@@ -57,6 +57,8 @@ END_IDS = frozenset({7, 33, 91})
 TEXTS = ("text:4:9", "text:5:26", "text:6:14", "text:7:9")
 PICTURES = ("image:2:1", "image:3:0", "image:4:2", "two:5")
 VIDEOS = ("video:3:0", "video:4:1")
+#: Tokens of the longest answer.
+LONGEST = 10
 #: A greedy token of a quantised row that leads by less than this may be another in company.
 LEAD = 0.2
 
@@ -154,9 +156,33 @@ def inputs_of(family: str, key: str | tuple[int, ...]) -> Inputs:
     }
 
 
-@lru_cache(maxsize=20_000)
 def alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
-    """Each answer to a request, as it is with nobody beside it, from the beginning, in an engine of its own."""
+    """Each answer to a request, as it is with nobody beside it. A shorter one is the beginning of the longest."""
+    params = asked.params
+    seed = params.seed if params.temperature else 1
+    longest = replace(asked, params=replace(params, max_tokens=LONGEST, seed=seed))
+    return tuple(_beginning(whole, params.max_tokens) for whole in _alone(family, longest, is_quantised))
+
+
+def _beginning(whole: Result, count: int) -> Result:
+    """An answer of at most ``count`` tokens, cut from a longer one."""
+    if len(whole.token_ids) <= count and (whole.finish_reason != "length" or count == LONGEST):
+        return whole
+    ids, logprobs = whole.token_ids[:count], whole.logprobs and whole.logprobs[:count]
+    return replace(
+        whole,
+        token_ids=ids,
+        text=decode(ids),
+        logprobs=logprobs,
+        finish_reason="length",
+        stop_reason=None,
+        parsed=None,
+    )
+
+
+@lru_cache(maxsize=20_000)
+def _alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
+    """``alone`` in an engine of its own, from the beginning."""
     adapter = adapter_of(family, "alone")
     found = []
     for index in range(asked.params.n):
@@ -654,7 +680,9 @@ class History:
     def _is_waiting_to_be_read(self) -> bool:
         """Whether the engine still holds a launched step, which may hold what ended rows were computed from."""
         launched = self.generator._launched
-        return bool(launched.decode or launched.guided or launched.joined or launched.chunks or self.generator._held)
+        return bool(
+            launched.decode or launched.guided or launched.joined or launched.chunks or self.generator.chooser.held
+        )
 
     # Faults
 
@@ -754,7 +782,7 @@ def request_of(history: History, draw: random.Random) -> dict[str, Any]:
     fault = draw.choice(PLACES) if draw.random() < 0.12 else ""
     asked: dict[str, Any] = {
         "key": draw.choice(keys),
-        "max_tokens": draw.choice((1, 3, 6, 6, 10)),
+        "max_tokens": draw.choice((1, 3, 6, 6, LONGEST)),
         "priority": draw.choice((0, 0, 0, 1, -1)),
         "fault": fault,
         "fault_at": 0 if fault in ("load", "encode", "prefill") else draw.randrange(4),
@@ -764,8 +792,8 @@ def request_of(history: History, draw: random.Random) -> dict[str, Any]:
     kind = draw.random()
     if history.is_quantised:
         return asked
-    if kind < 0.3:
-        asked |= {"temperature": 0.9} | ({} if fault == "sample" else {"seed": draw.choice((11, 22))})
+    if kind < 0.3 and fault != "sample":
+        asked |= {"temperature": 0.9, "seed": draw.choice((11, 22))}
     elif kind < 0.4:
         asked |= {"has_form": True}
     elif kind < 0.5:
@@ -795,7 +823,7 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     if draw.random() < 0.5:
         history.finish()
     history.close()
-    history.counts["recomputed"] += history.generator.num_recomputed
+    history.counts["recomputed"] += history.generator.recovery.num_recomputed
     return history.counts
 
 

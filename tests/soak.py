@@ -16,6 +16,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ AHEAD = 24
 #: Growth from the first third to the last that is none: of bytes of the process, and of MLX's.
 RSS_SLACK, MLX_SLACK = 48 << 20, 8 << 20
 CACHE_BYTES = 16 << 20  # full within seconds, so that what comes later shows growth and not filling
+#: Seconds for an answer: more than a machine that other work is measured on lets this process stand still.
+PATIENCE = 3600.0
 
 
 class Broken(Exception):
@@ -98,8 +101,10 @@ def answer(result: Result) -> tuple[Any, ...]:
     return (result.text, result.token_ids, tuple(one.text for one in result.others))
 
 
-def soak(seconds: float, seed: int = 0, every: float = 5.0) -> tuple[list[Sample], Counter[str], list[str]]:
-    """Samples, how requests ended, and what was wrong."""
+def soak(
+    seconds: float, seed: int = 0, every: float = 5.0, keep: Callable[[list[Sample]], None] = lambda samples: None
+) -> tuple[list[Sample], Counter[str], list[str]]:
+    """Samples, how requests ended, and what was wrong. ``keep`` is shown the samples as they grow."""
     draw, ends, wrong, samples = random.Random(seed), Counter[str](), list[str](), list[Sample]()
     with VLMBatcher(assets.default_checkpoint(), cache_bytes=CACHE_BYTES) as batcher:
         alone: dict[str, tuple[Any, ...]] = {}
@@ -118,7 +123,7 @@ def soak(seconds: float, seed: int = 0, every: float = 5.0) -> tuple[list[Sample
                 flying.append((name, handle))
                 count += 1
             name, handle = flying.popleft()
-            result = handle.result(timeout=120)
+            result = handle.result(timeout=PATIENCE)
             ends[result.finish_reason] += 1
             expected = {"error": not name, "cancelled": name.startswith("cancelled")}.get(
                 result.finish_reason, bool(name) and answer(result) == alone[name]
@@ -127,6 +132,7 @@ def soak(seconds: float, seed: int = 0, every: float = 5.0) -> tuple[list[Sample
                 wrong.append(f"{name}: {result}")
             if time.monotonic() - begin >= every * len(samples):
                 samples.append(sample(begin, count))
+                keep(samples)
         stats = batcher.stats()
         if sum(ends.values()) != count or stats.decoding or stats.queued:
             wrong.append(f"{count} were asked and {sum(ends.values())} ended: {stats}")
@@ -157,9 +163,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where the samples go")
     options = parser.parse_args()
-    samples, ends, wrong = soak(options.seconds, options.seed, every=max(1.0, options.seconds / 60))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(one) for one in samples], indent=1))
+
+    def keep(samples: list[Sample]) -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(one) for one in samples], indent=1))
+
+    samples, ends, wrong = soak(options.seconds, options.seed, max(1.0, options.seconds / 120), keep)
     for one in (samples[0], samples[len(samples) // 2], samples[-1]):
         print(one)
     print(dict(ends), f"{sum(ends.values()):,} requests;", *(wrong[:5] or ["every answer is its own"]))

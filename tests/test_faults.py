@@ -628,7 +628,7 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
         assert list(results[name].token_ids) == oracle(family, FOUR[name]).tokens[:NUM_TOKENS]
     assert ["bad"] in forwards  # tried apart
     assert any(len(names) > 1 for names in forwards[forwards.index(["bad"]) :])  # and the others are together again
-    assert generator.num_recomputed == 4
+    assert generator.recovery.num_recomputed == 4
     assert not generator.batch.groups[0].layers and generator.batch.nbytes == 0
 
 
@@ -665,7 +665,7 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
                 for event in generator.step():
                     streams[event.request_id].append(event.token)
                     results |= {} if event.result is None else {event.request_id: event.result}
-        assert (generator.num_recomputed > 0) is fails
+        assert (generator.recovery.num_recomputed > 0) is fails
         return results, streams
 
     (calm, told), (flaky, told_again) = answers(False), answers(True)
@@ -728,7 +728,7 @@ def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: t
     for seed, (name, key) in enumerate(FOUR.items()):
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, seed=seed))
     results = _finish(generator)
-    assert generator.num_recomputed == len(FOUR)
+    assert generator.recovery.num_recomputed == len(FOUR)
     ended = [name for name, result in results.items() if result.error]
     assert len(ended) == len(fails) - 1  # who fails apart, too
     for name, key in [(name, key) for name, key in FOUR.items() if name not in ended]:
@@ -878,7 +878,7 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "decode", flaky)
             shaken = own.generate(asks)
-        assert own._loop.generator.num_recomputed > 3
+        assert own._loop.generator.recovery.num_recomputed > 3
         for one, other in zip(calm, shaken, strict=True):
             assert (other.text, other.token_ids, other.parsed, other.error) == (
                 one.text,
@@ -889,7 +889,7 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
             assert [each.text for each in other.others] == [each.text for each in one.others]
         cache = shaken[2].cache
         assert cache is not None and cache.num_tokens == calm[2].cache.num_tokens  # type: ignore[union-attr]
-        assert own.stats().recomputed == own._loop.generator.num_recomputed
+        assert own.stats().recomputed == own._loop.generator.recovery.num_recomputed
 
 
 @pytest.mark.parametrize("place", ["encode", "prefill", "decode"])

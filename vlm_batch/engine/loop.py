@@ -181,7 +181,7 @@ class EngineLoop:
             cached_tokens=counts["cached"],
             cache_bytes=generator.reuse.nbytes,
             steps=counts["steps"],
-            recomputed=generator.num_recomputed,
+            recomputed=generator.recovery.num_recomputed,
             input_bytes=generator.input_bytes,
             max_kv_bytes=generator.memory.max_bytes,
             mlx_bytes=mx.get_active_memory(),
