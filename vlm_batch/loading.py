@@ -75,6 +75,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     """An engine for a loaded model. Raises UnsupportedModel for a model that cannot be run with these options."""
     adapter = adapt(model)
     if options.kv is not None:
+        check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
     chosen = choose_policy(adapter, options)
     policy, config = chosen.policy, options.scheduler
@@ -250,6 +251,20 @@ def check_device(model_type: str) -> None:
         )
     message = f"{ON_CUDA}: {model_type} is served on CUDA, where answers may be wrong and the process may end: {why}"
     warnings.warn(message, stacklevel=4)
+
+
+#: Serves TurboQuant where it has no fused kernels.
+TURBOQUANT = "VLM_BATCH_TURBOQUANT"
+
+
+def check_scheme(kv: KVQuantisation) -> None:
+    """Raise UnsupportedModel for TurboQuant away from Metal, unless the environment's ``TURBOQUANT`` is "slow"."""
+    if kv.scheme == "turboquant" and device() is not Device.METAL and os.environ.get(TURBOQUANT) != "slow":
+        raise UnsupportedModel(
+            "kv_quant_scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
+            "5 to 19 times as long (docs/benchmarks.md, caches). kv_quant_scheme='uniform' with kv_bits=4 takes a fifth more "
+            f"memory and 1.1 to 1.6 times as long; {TURBOQUANT}=slow in the environment serves it all the same"
+        )
 
 
 def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:

@@ -72,7 +72,7 @@ class Measured:
 
 def tuned_settings(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
     """The settings that are kept for a model on this device; none where nothing is, or nothing of use."""
-    kept = read_proof(_key(adapter, kv), FOLDER)
+    kept = read_proof(key_of(adapter, kv), FOLDER)
     settings = None if kept is None else kept.get("settings")
     if not isinstance(settings, dict):
         return {}
@@ -83,14 +83,15 @@ def tuned_settings(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any
     return settings
 
 
-def keep(adapter: Adapter, kv: KVQuantisation | None, settings: Mapping[str, Any], measured: Measured) -> str | None:
+def keep(key: Mapping[str, Any], settings: Mapping[str, Any], measured: Measured) -> str | None:
     """Keep settings for the next processes; the file's name, or None if the folder cannot be written to."""
-    found = {"settings": dict(settings), "measured": measured.as_json()}
-    path = write_proof(_key(adapter, kv), found, FOLDER)
+    path = write_proof(key, {"settings": dict(settings), "measured": measured.as_json()}, FOLDER)
     return None if path is None else str(path)
 
 
-def _key(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
+def key_of(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
+    """The name of what is found for a model here. To be asked before anything is done with the adapter: what its towers
+    remember changes its modules."""
     return {
         "versions": versions(),
         "device": device_facts(),
@@ -141,10 +142,10 @@ def measure(
         sizes = []
     chunks = {size: clock.timed(lambda size=size: _in_chunks(adapter, kv, prompt, size)) for size in sizes}
     prompts: dict[int, float] = {}
-    if kv is None and adapter.shares_prefill and can_share(adapter.make_cache()):
+    if adapter.shares_prefill and can_share(_fresh(adapter, kv)):
         say("prompts in one array")
         short = _encoded(adapter, min(SHORT, prompt.length))
-        prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, short, n))
+        prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, kv, short, n))
     found: dict[int, float] = {}
     if pictures:
         say("pictures in one call")
@@ -261,8 +262,8 @@ def _in_chunks(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, siz
         mx.eval(logits, arrays_of([cache.state for cache in caches]))
 
 
-def _together(adapter: Adapter, prompt: Encoded, count: int) -> None:
-    cache = adapter.make_cache()
+def _together(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, count: int) -> None:
+    cache = _fresh(adapter, kv)
     if count == 1:
         logits = adapter.prefill(prompt, cache, 0, prompt.length)
     else:

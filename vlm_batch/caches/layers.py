@@ -64,6 +64,15 @@ class CacheKind:
         """Whether no token changes it once the row's pictures are in it."""
         return False
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a fresh one holds several rows of one length as well as one."""
+        return False
+
+    def row(self, index: int) -> Any:
+        """The single-row cache of one of these rows, with copies of its own: nothing keeps the others'."""
+        raise NotImplementedError
+
     def saved(self, length: int) -> LayerState:
         """Its state after ``length`` tokens. The state's arrays are copies, not evaluated yet."""
         return CopiedState.of(self, length)

@@ -150,9 +150,15 @@ def add_speed(group: argparse._ActionsContainer) -> None:
     say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")
     say("--quantized-kv-start", type=at_least(0), metavar="N", help="tokens that stay exact (default: 0)")
     say("--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch")
-    say(
+    add_policy(group)
+
+
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """The option for the settings of the device."""
+    group.add_argument(
         "--policy",
         type=_policy,
+        default=argparse.SUPPRESS,
         metavar="tuned|device|NAME=VALUE,...",
         help="settings of the device: what bench --tune found here (default), the table's, or these over the table's",
     )

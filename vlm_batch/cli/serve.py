@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli.model import add_policy
 
 if TYPE_CHECKING:
     from vlm_batch.server.config import ServerConfig
     from vlm_batch.server.service import Batcher
 
 API_KEY = "VLM_BATCH_API_KEY"
-DEFAULT_ROWS = 16
 
 
 class MissingExtra(Exception):
@@ -88,6 +88,7 @@ def open_batcher(args: argparse.Namespace) -> Batcher:
         kv_quant_scheme=args.kv_quant_scheme,
         quantized_kv_start=args.quantized_kv_start,
         reproducible=args.reproducible,
+        policy=vars(args).get("policy", "tuned"),
         trust_remote_code=args.trust_remote_code,
     )
 
@@ -107,9 +108,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-seqs",
         type=int,
-        default=DEFAULT_ROWS,
         metavar="N",
-        help="most rows in the batch (default: %(default)s)",
+        help="most rows in the batch (default: as many as pay, by measured steps)",
     )
     group.add_argument("--kv-bits", type=float, metavar="BITS", help="store keys and values in so many bits")
     group.add_argument("--kv-group-size", type=int, default=64, metavar="N", help="default: %(default)s")
@@ -118,6 +118,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch"
     )
+    add_policy(group)
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     group.add_argument("--enable-thinking", action="store_true", help="think unless a request says otherwise")
     group.add_argument("--tool-parser", metavar="NAME", help="mlx_vlm.tools' parser (default: by chat template)")

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     try:
         model, processor = load_model(args.model or default_checkpoint(), trust_remote_code=args.trust_remote_code)
         adapter = adapt(model)
+        key = tuning.key_of(adapter, kv)
         if kv is not None:
             check_quantisation(adapter, kv)
         pictures = _pictures(adapter, model, processor)
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     kind = device()
     policy = POLICIES[kind]
     found = tuning.settings_of(measured, policy)
-    kept = None if args.no_keep or not found else tuning.keep(adapter, kv, found, measured)
+    kept = None if args.no_keep or not found else tuning.keep(key, found, measured)
     show(measured, found, policy, {name: one.source(kind) for name, one in SETTINGS.items()}, out)
     console = open_console(out)
     if kept is not None:
