@@ -156,7 +156,7 @@ def test_several_queries_attend_by_the_devices_own_kernels(mask: str | None) -> 
         mx.array(random.standard_normal((1, heads, length, 32)).astype(np.float32))
         for heads, length in ((4, 90), (2, 130), (2, 130))
     )
-    stored = [quantize(part, 32, 8) for part in (keys, values)]
+    stored = quantize(keys, 32, 8), quantize(values, 32, 8)
     found = attention(queries, *stored, None, 0.2, mask)
     plain = mx.fast.scaled_dot_product_attention(
         queries, *(part.dequantized() for part in stored), scale=0.2, mask=mask

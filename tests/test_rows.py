@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from tests.harness import Ask, check, run_family, shared_adapter
+from tests.zoo import family
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import FIRST_PLACES, BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.models import adapter_for
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
 from vlm_batch.types import Event
@@ -123,15 +126,28 @@ def test_said_rows_stay() -> None:
 NAME = "qwen2_vl"
 
 
-@pytest.mark.parametrize("placement", list(Placement))
-def test_rows_come_and_go_while_their_number_changes(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("placement", "exact", "places"),
+    [
+        (Placement.ROWS, None, (6,)),
+        (Placement.SLAB, None, (1, 2, 4, 6)),
+        (Placement.SLAB, Exact((2, 4, 8), Placement.SLAB), (2, 4, 8)),
+    ],
+    ids=["rows", "slab", "reproducible slab"],
+)
+def test_rows_come_and_go_while_their_number_changes(
+    placement: Placement, exact: Exact | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit that moves at almost every step, and slabs that are made anew: each row's answer is the one it gets alone."""
     config = SchedulerConfig(max_rows=6, first_rows=1, prefill_budget=64)
-    generator = BatchGenerator(shared_adapter(NAME), config=config, placement=placement)
+    adapter = adapter_for(NAME)(family(NAME).build()) if exact is not None else shared_adapter(NAME)
+    generator = BatchGenerator(adapter, config=config, placement=placement, exact=exact)
     limit = generator.scheduler.limit
     assert limit is not None and generator.scheduler.num_places == 1
     keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
-    widths, counts, whole = [], [], generator.step
+    widths: list[int] = []
+    counts: list[int] = []
+    whole = generator.step
 
     def step() -> list[Event]:
         limit.rows = (1, 3, 6, 6, 6, 4)[len(counts) % 6]
@@ -143,8 +159,8 @@ def test_rows_come_and_go_while_their_number_changes(placement: Placement, monke
     monkeypatch.setattr(generator, "step", step)
     check(NAME, run_family(NAME, [Ask(key) for key in keys], generator=generator))
     assert max(counts) > 3
-    assert set(widths) == ({1, 2, 4, 6} if placement is Placement.SLAB else {6})
-    assert generator.batch.num_places == (1 if placement is Placement.SLAB else 6), "an idle batch is narrow again"
+    assert set(widths) == set(places)
+    assert generator.batch.num_places == places[0], "an idle batch is narrow again"
 
 
 def test_a_slab_begins_with_few_places() -> None:

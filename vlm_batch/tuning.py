@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -140,7 +141,7 @@ def measure(
     sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
     if not adapter.spec.chunked_prefill or prompt.atomic:
         sizes = []
-    chunks = {size: clock.timed(lambda size=size: _in_chunks(adapter, kv, prompt, size)) for size in sizes}
+    chunks = {size: clock.timed(partial(_in_chunks, adapter, kv, prompt, size)) for size in sizes}
     prompts: dict[int, float] = {}
     if adapter.shares_prefill and can_share(_fresh(adapter, kv)):
         say("prompts in one array")

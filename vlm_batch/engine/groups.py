@@ -28,8 +28,8 @@ class DecodeGroups:
         self._placement = exact.layout if exact is not None and exact.layout is Placement.SLAB else placement
         self._exact = exact
         self._most = max_rows if exact is None else exact.places(min(max_rows, exact.counts[-1]))
-        grows = exact is None and placement is Placement.SLAB and first_rows is not None
-        self._first = min(first_rows, max_rows) if grows and first_rows is not None else self._most
+        grows = self._placement is Placement.SLAB and first_rows is not None
+        self._first = self._at_most(first_rows) if grows and first_rows is not None else self._most
         self._places = self._first
         self._shared: tuple[DecodeBatch, ...] = (self._empty(),)
         self._apart: tuple[DecodeBatch, ...] = ()
@@ -87,13 +87,18 @@ class DecodeGroups:
         """Places that they would have with so many rows."""
         places = self._places
         while places < min(num_rows, self._most):
-            places *= 2
-        return min(places, self._most)
+            places = self._at_most(2 * places)
+        return places
+
+    def _at_most(self, places: int) -> int:
+        """So many places, or a few more where not every number agrees, or all that there may be."""
+        places = min(places, self._most)
+        return places if self._exact is None else self._exact.places(places)
 
     def _widen(self) -> None:
         """Twice as many places: the slabs are made anew, and each row is copied once. If that raises, all is as it was."""
         (old,) = self._shared
-        before, self._places = self._places, min(self._most, 2 * self._places)
+        before, self._places = self._places, self._at_most(2 * self._places)
         fresh = self._empty()
         try:
             for row in old.rows:
