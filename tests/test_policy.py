@@ -72,7 +72,7 @@ def test_what_is_found_here_and_what_is_said_go_over_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("said", "rows"),
-    [({"most_rows": 4}, (4, 4)), ({"first_rows": 16}, (16, 16)), ({"most_rows": 16}, (8, 16))],
+    [({"most_rows": 4}, (4, 4)), ({"first_rows": 48}, (48, 48)), ({"most_rows": 16}, (8, 16))],
 )
 def test_one_bound_of_the_rows_moves_the_other(said: Mapping[str, int], rows: tuple[int, int]) -> None:
     policy = Chosen(Device.CPU, {}, said).policy
@@ -133,12 +133,13 @@ def test_rows_end_where_they_stop_paying_and_chunks_where_longer_ones_gain_nothi
         "placement": "rows",
         "first_rows": 12,
         "most_rows": 12,
-        "max_chunk": 256,
+        "max_chunk": 512,
         "smallest_chunk": 256,
-        "idle_budget": 256,
+        "idle_budget": 512,
         "prefill_together": 4,
         "encode_together": 1,
     }
+    assert settings_of(measured, POLICIES[Device.CUDA])["idle_budget"] == 4 * 512
     slow = replace(measured, decode={"rows": {1: 0.09, 2: 0.095, 4: 0.12}})
     assert settings_of(slow, CPU)["most_rows"] == 2, "four would take longer than the gap between tokens may be"
 

@@ -142,7 +142,6 @@ class VLMBatcher:
             load = partial(load_engine, model, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer, self._policy = engine.loop, engine.preparer, engine.policy
-        self._most_in_flight = engine.loop.generator.scheduler.most_rows + options.scheduler.look_ahead
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
 
     def submit(
@@ -254,6 +253,10 @@ class VLMBatcher:
         """``as_completed`` for ``async for``; ``requests`` may be an asynchronous iterator, too."""
         async for _, result in many.in_turn_async(self.submit_request, requests, self._most_in_flight):
             yield result
+
+    def _most_in_flight(self) -> int:
+        """Requests of one call that are alive at a time: as many as may live now, and those that are read ahead."""
+        return self._loop.generator.scheduler.num_places + self.look_ahead
 
     def rendered(self, request: Request) -> str | None:
         """A request's prompt as the chat template makes it, one placeholder a picture; None if it is tokens already.

@@ -82,7 +82,7 @@ class Setting:
 _CPU = Policy(
     placement="rows",
     first_rows=8,
-    most_rows=8,
+    most_rows=32,
     max_chunk=256,
     smallest_chunk=256,
     idle_budget=256,

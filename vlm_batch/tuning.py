@@ -167,9 +167,13 @@ class _Clock:
     def __init__(self, ends: float) -> None:
         self._ends = ends
 
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self._ends
+
     def timed(self, work: Callable[[], Any], runs: int = RUNS) -> float | None:
         """The median of some runs, after one that does not count; None once it is late."""
-        if time.perf_counter() > self._ends:
+        if self.is_late:
             return None
         work()
         taken = []
@@ -185,7 +189,7 @@ def _climb(clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[
     found: dict[int, float] = {}
     worse = 0
     for count in counts:
-        spent = clock.timed(make(count), STEPS)
+        spent = None if clock.is_late else clock.timed(make(count), STEPS)
         if spent is None:
             break
         best = min((taken / n for n, taken in found.items()), default=None)
@@ -284,7 +288,7 @@ def settings_of(measured: Measured, policy: Policy, *, gap: float = 0.1) -> dict
     """The settings that were found to be better than a policy's, by name; none where nothing was measured.
 
     Rows as ``RowLimit`` would climb; the layout whose step takes less time a row at its own best number of rows; the
-    shortest chunk, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
+    chunks, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
     """
     found: dict[str, Any] = {}
     rows = {layout: _pays(times, gap) for layout, times in measured.decode.items() if times}
@@ -294,14 +298,14 @@ def settings_of(measured: Measured, policy: Policy, *, gap: float = 0.1) -> dict
         if policy.placement in shares and shares[policy.placement] <= shares[placement] * (1 + MARGIN):
             placement = policy.placement
         found |= {"placement": placement, "first_rows": rows[placement], "most_rows": rows[placement]}
-    if measured.chunks:
-        chunk = _least(measured.chunks)
-        found |= {"max_chunk": max(chunk, max(measured.chunks) if policy.max_chunk > max(measured.chunks) else chunk)}
-        found |= {"smallest_chunk": chunk, "idle_budget": max(chunk, policy.idle_budget if chunk > 512 else chunk)}
+    if len(measured.chunks) > 1:
+        longest = max(_cheap(measured.chunks))
+        budget = longest * max(1, policy.idle_budget // policy.max_chunk)
+        found |= {"max_chunk": longest, "smallest_chunk": min(_cheap(measured.chunks)), "idle_budget": budget}
     if measured.prompts:
-        found["prefill_together"] = _least(measured.prompts)
+        found["prefill_together"] = min(_cheap(measured.prompts))
     if measured.pictures:
-        found["encode_together"] = _least(measured.pictures)
+        found["encode_together"] = min(_cheap(measured.pictures))
     return found
 
 
@@ -315,9 +319,10 @@ def _pays(times: Mapping[int, float], gap: float) -> int:
     return best
 
 
-def _least(costs: Mapping[int, float]) -> int:
+def _cheap(costs: Mapping[int, float]) -> list[int]:
+    """The counts that cost no more than ``MARGIN`` above the cheapest."""
     cheapest = min(costs.values())
-    return min(count for count, cost in costs.items() if cost <= cheapest * (1 + MARGIN))
+    return [count for count, cost in costs.items() if cost <= cheapest * (1 + MARGIN)]
 
 
 def _named(found: Mapping[int, float]) -> dict[str, float]:

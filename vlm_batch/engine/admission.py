@@ -81,7 +81,6 @@ class Admission:
         self._guard = guard
         self._memory = memory
         config = scheduler.config
-        self._most_ahead = config.look_ahead + scheduler.most_rows
         self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
         self._arrivals = itertools.count()
         self._unprepared: set[Row] = set()  # not prepared yet, wherever they are
@@ -91,6 +90,11 @@ class Admission:
         self._prepared: dict[str, Row] = {}
         self._most_bytes = config.look_ahead_bytes
         self._sizes = {False: Sizes(), True: Sizes()}  # without and with videos
+
+    @property
+    def _most_ahead(self) -> int:
+        """Requests that are prepared at a time, beside those that have places."""
+        return self._scheduler.config.look_ahead + self._scheduler.num_places
 
     @property
     def num_prepared(self) -> int:
