@@ -18,6 +18,7 @@ from tests.harness import TOLERANCE
 from tests.zoo import FAMILIES
 from vlm_batch.cli import facts
 from vlm_batch.cli.facts import FamilyFacts
+from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
 
 ROOT = Path(__file__).parent.parent
@@ -169,15 +170,33 @@ def _notes(known: Sequence[FamilyFacts]) -> str:
         not_verified += [
             f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items() if why != facts.NOT_RECORDED
         ]
-        said = [*one.spec.notes, *not_verified]
+        said = [
+            *one.spec.notes,
+            *not_verified,
+            *(f"refused on CUDA (`{name}`): {why}" for name, why in on_cuda(one.spec)),
+        ]
         if said:
             lines += [f"**{one.spec.family}**", "", *(f"- {note}" for note in said), ""]
     return "\n".join(lines)
 
 
+def on_cuda(spec: ModelSpec) -> list[tuple[str, str]]:
+    """(model types, why) of those that are refused on CUDA, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in spec.not_on_cuda:
+        reasons.setdefault(why, []).append(name)
+    return [("`, `".join(names), why) for why, names in reasons.items()]
+
+
 def _others() -> str:
     lines = ["## Not batched", "", "Refused when they are loaded:", ""]
     lines += [f"- {why}: {_types(names)}" for why, names in facts.refused().items()]
+    lines += [
+        "",
+        "Refused on CUDA, where they were seen to go wrong (`VLM_BATCH_ON_CUDA=NAME` serves one all the same):",
+        "",
+    ]
+    lines += [f"- `{names}`: {why}" for spec in families() for names, why in on_cuda(spec)]
     lines += ["", "One row at a time, through mlx-vlm's own path, which is said once:", ""]
     lines += [f"- {why}: {_types(names)}" for why, names in facts.one_at_a_time().items()]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 
 from benchmarks.compare import __main__ as comparison
 from benchmarks.compare import measure, probe, report
+from benchmarks.compare.__main__ import parse
 from benchmarks.compare.engines import ENGINES, WANTED, ThisLibrary
 from benchmarks.compare.recall import Contexts
 from benchmarks.compare.shapes import SHAPES, build
@@ -124,6 +125,41 @@ def test_ratios_leave_wrong_runs_out() -> None:
     assert report.ratios(found, "captions", "other", "seconds") == [0.25, 0.25]
     assert report.ratios({"captions": {"vlm_batch": [wrong], "other": [right]}}, "captions", "other", "seconds") == []
     assert report.spread([0.2, 0.5, 0.3]) == {"ratio": 0.3, "least": 0.2, "most": 0.5}
+
+
+def test_tables_for_the_docs_have_medians_and_their_spread() -> None:
+    def run(seconds: float, **more: Any) -> dict[str, Any]:
+        said = {"ttft_p50": 0.5, "ttft_p95": 1.0, "itl_p50": 0.02, "itl_max": 0.2, "peak_mb": 100.0}
+        return {"seconds": seconds, **said, "right": True, "answers": "same", **more}
+
+    engines = {
+        "vlm_batch": [run(2.0), run(3.0), run(2.5)],
+        "vlm_batch defaults": [run(1.9)],
+        "reproducible": [run(2.2), run(3.3), run(2.5)],
+        "mlx-vlm best": [run(4.0), run(4.0), run(4.0, right=False, answers="WRONG: 1 of 4 rows")],
+    }
+    kind = {"shape": "small", "device": "Device(cpu, 0)", "clock": "wall", "launches": "own"}
+    first = {**kind, "workloads": {"chat-8": {"engines": {name: runs[:1] for name, runs in engines.items()}}}}
+    rest = {**kind, "workloads": {"chat-8": {"engines": {name: runs[1:] for name, runs in engines.items()}}}}
+    found, is_gpu = report.merged([first, rest])
+    assert found == {"chat-8": engines} and not is_gpu
+    text = report.markdown(found, is_gpu)
+    assert "| chat-8 | vlm_batch | 2.50 (2.00-3.00) | 0.50 / 1.00 | 20 / 200 |  | 100 (100-100) | same |" in text
+    assert "| chat-8 | mlx-vlm best | 4.00 (4.00-4.00) |" in text and "WRONG: 1 of 4 rows" in text
+    assert "| chat-8 | seconds | mlx-vlm best | 0.62 | 0.50 to 0.75, 2 rounds | 0.80: met |" in text
+    assert "| chat-8 | seconds | mlx-vlm best, with our defaults | 0.47 | 0.47 to 0.47, 1 rounds | 0.80: met |" in text
+    assert "| chat-8 | seconds | reproducible over vlm_batch | 1.10 | 1.00 to 1.10, 3 rounds | |" in text
+    with pytest.raises(ValueError, match="several kinds"):
+        report.merged([first, {**rest, "clock": "work"}])
+
+
+def test_every_draw_has_a_round_and_the_cost_of_reproducible_answers_is_one_word() -> None:
+    for arguments, rounds in (([], 2), (["--draws", "5"], 5), (["--draws", "2", "--rounds", "4"], 4)):
+        assert parse(arguments).rounds == rounds
+    args = parse(["--reproducible"])
+    assert args.engines == ["vlm_batch", "reproducible"]
+    assert set(args.workloads) == {"chat-8", "chat-32", "captions", "documents", "single"}
+    assert parse(["--reproducible", "--workloads", "captions", "churn-2"]).workloads == ["captions"]
 
 
 def test_workloads_are_the_same_each_time() -> None:

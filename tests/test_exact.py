@@ -40,7 +40,7 @@ from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
-from vlm_batch.engine.exact import GRID, Exact
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.proof import best_class, classes_of
 from vlm_batch.engine.reuse import Reuse
@@ -437,7 +437,3 @@ def test_verify_says_which_pictures_it_cannot_ask_about(tmp_path: Path, capsys: 
     (tmp_path / "broken.png").write_bytes(b"no picture")
     assert cli.main(["verify", "--model", str(default_checkpoint()), "--images", str(tmp_path)]) == 2
     assert "a request cannot be read: " in capsys.readouterr().err
-
-
-def test_grids_fit_how_caches_grow() -> None:
-    assert all(grid % 256 == 0 for grid in GRID.values())

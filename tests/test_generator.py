@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
-from vlm_batch.adapters import grids
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
@@ -342,7 +341,7 @@ def test_a_picture_that_comes_twice_is_not_encoded_twice(monkeypatch: pytest.Mon
 
 def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
     sides = np.array(inputs(SAME[0])["image_grid_thw"])
-    monkeypatch.setattr(grids, "MAX_PATCHES", 2 * int(sides.prod()))
+    monkeypatch.setattr(shared_adapter(FAMILY), "most_patches", 2 * int(sides.prod()))
     given = [inputs(key) for key in SAME]
     looked = shared_adapter(FAMILY).encode_together(given)
     assert [new is old for new, old in zip(looked, given, strict=True)] == [False, False, True]

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "arrays", "runtime", "assets"),
     ("checks", "records"),
-    ("types", "registry"),
+    ("types", "registry", "policy"),
     ("handle", "progress"),
     ("many",),
     ("caches",),
@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "engine"),
     ("checkpoints",),
     ("exactness",),
+    ("tuning",),
     ("loading",),
     ("batcher", "verify"),
     ("server", "integrations", "jobs"),

@@ -384,7 +384,7 @@ class Through(Echo):
     """The same, with the batcher's own way of asking many requests."""
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
-        return (result for _, result in in_turn(self.ask, requests, 3))
+        return (result for _, result in in_turn(self.ask, requests, lambda: 3))
 
     def ask(self, request: Request) -> Handle:
         handle = Handle(str(request.request_id), lambda request_id: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from tests.recording import record, record_none
 from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
 from tests.zoo._build import words
+from vlm_batch import VLMBatcher, loading
+from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
+from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.layers import save_layer
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
@@ -29,6 +33,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.records import DecodeStep
+from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.files import can_write
 from vlm_batch.store.prefix import PrefixCache
@@ -111,6 +116,68 @@ REASONS = {
     "paligemma2": "scores are capped before the softmax",
     "unlimited_ocr": "no layer of full attention",
 }
+
+
+@pytest.mark.parametrize("kv", [UNIFORM, KVQuantisation(4, 32)], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize("placement", list(Placement))
+def test_equal_prompts_are_prefilled_together(
+    kv: KVQuantisation, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one array, whose rows read what is stored as each alone does; nothing of the others stays with a row."""
+    name, shared = "qwen2_vl", []
+    adapter = shared_adapter(name)
+    whole = adapter.prefill_together
+
+    def watched(rows: Sequence[Any], cache: list[Any]) -> mx.array:
+        shared.append((len(rows), {type(layer) for layer in cache}))
+        return whole(rows, cache)
+
+    monkeypatch.setattr(adapter, "prefill_together", watched)
+    asks = [Ask(f"image:{seed}:1") for seed in (1, 2, 3)]
+    engine = generator(name, kv, placement=placement, config=SchedulerConfig(prefill_together=8, idle_budget=512))
+    answers = run(adapter, lambda key: request(name, key), asks, generator=engine)
+    assert shared == [(3, {QuantizedCache})]
+    check(name, answers, kv)
+
+
+def test_rows_that_stay_exact_at_first_are_prefilled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = shared_adapter("qwen2_vl")
+    monkeypatch.setattr(adapter, "prefill_together", lambda *_: pytest.fail("a chunk has to end where bits begin"))
+    asks = [Ask(f"image:{seed}:1") for seed in (1, 2)]
+    engine = generator("qwen2_vl", LATE, config=SchedulerConfig(prefill_together=8, idle_budget=512))
+    check("qwen2_vl", run(adapter, lambda key: request("qwen2_vl", key), asks, generator=engine), LATE)
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_several_queries_attend_by_the_devices_own_kernels(mask: str | None) -> None:
+    """The same numbers as without them, and the stored ones: what is not representable in 8 bits is gone."""
+    random = np.random.RandomState(5)
+    queries, keys, values = (
+        mx.array(random.standard_normal((1, heads, length, 32)).astype(np.float32))
+        for heads, length in ((4, 90), (2, 130), (2, 130))
+    )
+    stored = quantize(keys, 32, 8), quantize(values, 32, 8)
+    found = attention(queries, *stored, None, 0.2, mask)
+    plain = mx.fast.scaled_dot_product_attention(
+        queries, *(part.dequantized() for part in stored), scale=0.2, mask=mask
+    )
+    assert float(mx.abs(found - plain).max()) < 1e-5
+    exact = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, mask=mask)
+    assert float(mx.abs(found - exact).max()) > 1e-4
+
+
+def test_turboquant_is_refused_away_from_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(loading.TURBOQUANT, raising=False)
+    for kind in (Device.CPU, Device.CUDA):
+        monkeypatch.setattr(loading, "device", lambda kind=kind: kind)
+        with pytest.raises(UnsupportedModel, match=r"5 to 19 times as long .* kv_bits=4 .*VLM_BATCH_TURBOQUANT=slow"):
+            VLMBatcher(default_checkpoint(), kv_bits=4, kv_quant_scheme="turboquant")
+    monkeypatch.setattr(loading, "device", lambda: Device.METAL)
+    loading.check_scheme(TURBO)
+    monkeypatch.setattr(loading, "device", lambda: Device.CPU)
+    monkeypatch.setenv(loading.TURBOQUANT, "slow")
+    with VLMBatcher(default_checkpoint(), kv_bits=4, kv_quant_scheme="turboquant") as batcher:
+        assert batcher.submit(prompt="count to 5", params={"max_tokens": 4}).result().error is None
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())

@@ -11,11 +11,12 @@ import mlx_vlm.speculative.drafters
 import pytest
 from mlx_vlm.utils import MODEL_REMAPPING, get_model_type
 
-from vlm_batch import VLMBatcher
+from vlm_batch import VLMBatcher, loading
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt, check_model_type
 from vlm_batch.models import families
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED, _knows_pictures
+from vlm_batch.runtime.device import Device
 
 #: Registered beside mlx-vlm's own names: types that its loader gives other names to before it looks for a package.
 OTHER_NAMES = set(MODEL_REMAPPING)
@@ -66,6 +67,50 @@ def test_a_refused_checkpoint_says_why_before_any_weight_is_read(tmp_path: Path)
 def test_a_refused_model_object_says_why() -> None:
     with pytest.raises(UnsupportedModel, match="'sam3' is refused"):
         adapt(object(), "sam3")  # type: ignore[arg-type]
+
+
+NOT_ON_CUDA = sorted(name for spec in families() for name, _ in spec.not_on_cuda)
+
+
+def test_the_models_that_go_wrong_on_cuda_are_named() -> None:
+    """Those that failed alone of 567 cells on an H100, by the names that their checkpoints carry."""
+    assert NOT_ON_CUDA == ["muse_spark", "muse_spark_open", "prism_hadamard_qwen35", "youtu_vl"]
+    for spec in families():
+        assert {name for name, _ in spec.not_on_cuda} <= set(spec.model_types)
+
+
+@pytest.mark.parametrize("model_type", NOT_ON_CUDA)
+def test_what_goes_wrong_on_cuda_is_refused_there_alone(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(loading.ON_CUDA, raising=False)
+    for other in (Device.CPU, Device.METAL):
+        monkeypatch.setattr(loading, "device", lambda other=other: other)
+        check_model_type(model_type)
+    monkeypatch.setattr(loading, "device", lambda: Device.CUDA)
+    check_model_type("qwen3_5")  # its Hadamard packs alone are refused
+    for refuses in (check_model_type, lambda name: adapt(object(), name)):  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedModel, match=f"'{model_type}' is refused on CUDA: .*ON_CUDA={model_type}"):
+            refuses(model_type)
+
+
+def test_who_asks_for_it_is_told_what_he_risks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "device", lambda: Device.CUDA)
+    monkeypatch.setenv(loading.ON_CUDA, "muse_spark, youtu_vl")
+    with pytest.warns(UserWarning, match="youtu_vl is served on CUDA, where answers may be wrong"):
+        check_model_type("youtu_vl")
+    with pytest.raises(UnsupportedModel, match="prism_hadamard_qwen35"):
+        check_model_type("prism_hadamard_qwen35")
+    monkeypatch.setenv(loading.ON_CUDA, "all")
+    with pytest.warns(UserWarning, match="prism_hadamard_qwen35"):
+        check_model_type("prism_hadamard_qwen35")
+
+
+def test_a_checkpoint_is_refused_on_cuda_before_any_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "device", lambda: Device.CUDA)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "youtu_vl"}), encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="illegal memory access"):
+        VLMBatcher(tmp_path)
 
 
 def test_a_decoder_of_text_is_known_by_its_code(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import threading
 import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
 from vlm_batch import many
-from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.quantisation import quantisation_of
 from vlm_batch.checks import whole_option
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
@@ -26,6 +25,7 @@ from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 from vlm_batch.loading import EngineOptions, load_engine, make_engine
+from vlm_batch.policy import TUNED, check_policy
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
@@ -48,9 +48,11 @@ class VLMBatcher:
     """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
 
     ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
-    decode together. Prompts are prefilled beside them in chunks that keep the gap between two tokens near ``token_gap``
-    seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if that is given.
-    ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a picture
+    decode together; None lets their number follow what is measured: it grows while a step becomes cheaper for each of
+    them and memory allows, up to the device's most. Prompts are prefilled beside them in chunks that keep the gap between
+    two tokens near ``token_gap`` seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens
+    a step if that is given. ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is
+    checked before a picture
     is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
     lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
     seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
@@ -66,9 +68,11 @@ class VLMBatcher:
     files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
     so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
-    and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``dtype`` is
-    what the weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or
-    "auto", which is the checkpoint's own type but float32 on a CPU.
+    and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``policy`` has
+    settings of the device in the place of its table's, by name (docs/tuning.md). By default, "tuned", they are what
+    ``vlm-batch bench --tune`` found for this model here, if it was run; "device" is the table alone. ``dtype`` is what the
+    weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or "auto", which
+    is the checkpoint's own type but float32 on a CPU.
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
     the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
@@ -82,7 +86,7 @@ class VLMBatcher:
         model: str | Path | nn.Module,
         processor: Any = None,
         *,
-        max_rows: int = 8,
+        max_rows: int | None = None,
         prefill_budget: int | None = None,
         token_gap: float = 0.1,
         max_prompt_tokens: int | None = None,
@@ -102,6 +106,7 @@ class VLMBatcher:
         kv_quant_scheme: str = "uniform",
         quantized_kv_start: int = 0,
         reproducible: bool = False,
+        policy: Mapping[str, Any] | str = TUNED,
         dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
@@ -125,11 +130,11 @@ class VLMBatcher:
                 prompt_tokens=max_prompt_tokens,
                 fetch=fetch or FetchPolicy(),
             ),
-            kv=_kv_settings(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
+            kv=quantisation_of(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
             reproducible=reproducible,
+            policy=check_policy(policy),
         )
         self.look_ahead = look_ahead
-        self._most_in_flight = options.scheduler.max_rows + options.scheduler.look_ahead
         self._lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
@@ -139,7 +144,7 @@ class VLMBatcher:
         else:
             load = partial(load_engine, model, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
-        self._loop, self._preparer = engine.loop, engine.preparer
+        self._loop, self._preparer, self._policy = engine.loop, engine.preparer, engine.policy
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
 
     def submit(
@@ -253,6 +258,10 @@ class VLMBatcher:
         async for _, result in many.in_turn_async(self.submit_request, requests, self._most_in_flight):
             yield result
 
+    def _most_in_flight(self) -> int:
+        """Requests of one call that are alive at a time: as many as may live now, and those that are read ahead."""
+        return self._loop.generator.scheduler.num_places + self.look_ahead
+
     def rendered(self, request: Request) -> str | None:
         """A request's prompt as the chat template makes it, one placeholder a picture; None if it is tokens already.
 
@@ -295,6 +304,11 @@ class VLMBatcher:
         if not isinstance(request_id, str):
             raise InvalidRequest(f"request_id is {shown(request_id)}; it must be a string: handle.request_id")
         return self._loop.cancel(request_id)
+
+    @property
+    def policy(self) -> dict[str, dict[str, Any]]:
+        """The settings of the device that this batcher runs with, by name: each with its value and its source."""
+        return self._policy.describe()
 
     @property
     def spec(self) -> ModelSpec:
@@ -354,14 +368,3 @@ def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_by
     if not max_bytes or whole_option("cache_dir_bytes", cache_dir_bytes, least=0) < 1:
         raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
     return CacheSettings(max_bytes, Path(cache_dir), int(cache_dir_bytes))
-
-
-def _kv_settings(bits: float | None, group_size: int, scheme: str, start: int) -> KVQuantisation | None:
-    if bits is None:
-        return None
-    if not isinstance(scheme, str):
-        raise ValueError(f"kv_quant_scheme is {shown(scheme)}; it must be a string")
-    if isinstance(bits, bool) or not isinstance(bits, Real):
-        raise ValueError(f"kv_bits is {shown(bits)}; it must be a number of bits, or None")
-    group_size = whole_option("kv_group_size", group_size, least=1)
-    return KVQuantisation(bits, group_size, scheme, whole_option("quantized_kv_start", start, least=0))

@@ -15,9 +15,11 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.products import products_of, shapes_of, size_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
-from vlm_batch.engine.exact import GRID, Exact
+from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.proof import Classes, best_class, classes_of, counts_for, decode_bits, product_bits
+from vlm_batch.policy import policy_for
 from vlm_batch.runtime import blas
+from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
@@ -42,13 +44,20 @@ class Proof:
 
 
 def exact_for(
-    adapter: Adapter, kv: KVQuantisation | None = None, layout: Placement | None = None, *, max_rows: int = 1
+    adapter: Adapter,
+    kv: KVQuantisation | None = None,
+    layout: Placement | None = None,
+    *,
+    max_rows: int = 1,
+    grid: int | None = None,
 ) -> Exact:
     """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
 
     ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too.
+    ``grid`` is the positions between a prompt's cuts, by default the device's.
     """
     layout = layout or Placement.for_device()
+    grid = grid or policy_for(layout.value, device()).grid
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
     if adapter.max_rows != 1:
@@ -60,7 +69,7 @@ def exact_for(
                 "numbers of rows agree in every bit; reproducible=False decodes rows together",
                 stacklevel=4,
             )
-    return Exact(counts, layout, GRID[layout], stops)
+    return Exact(counts, layout, grid, stops)
 
 
 def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, *, max_rows: int = 1) -> Proof:

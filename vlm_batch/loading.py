@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.caches import Placement
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.checkpoints import read_config, read_model, read_processor
@@ -33,18 +36,22 @@ from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, provide_package, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
+from vlm_batch.policy import MOVES_BITS, TUNED, Chosen, chosen_of
 from vlm_batch.runtime.blas import narrow_kernels
+from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
+from vlm_batch.tuning import tuned_settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are.
 
-    ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md).
+    ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md). ``policy`` has settings in
+    the place of the device's (``vlm_batch.policy``): by name, or "tuned" for those found here, or "device" for none.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -52,6 +59,7 @@ class EngineOptions:
     limits: Limits = field(default_factory=Limits)
     kv: KVQuantisation | None = None
     reproducible: bool = False
+    policy: Mapping[str, Any] | str = TUNED
 
 
 @dataclass(frozen=True)
@@ -60,18 +68,25 @@ class Engine:
 
     loop: EngineLoop
     preparer: Preparer
+    policy: Chosen
 
 
 def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Engine:
     """An engine for a loaded model. Raises UnsupportedModel for a model that cannot be run with these options."""
     adapter = adapt(model)
     if options.kv is not None:
+        check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
-    exact = exact_for(adapter, options.kv, max_rows=options.scheduler.max_rows) if options.reproducible else None
-    config = options.scheduler
+    chosen = choose_policy(adapter, options)
+    policy, config = chosen.policy, options.scheduler
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
-        config = replace(config, max_rows=min(config.max_rows, adapter.max_rows), encode_ahead=0)
+        config = replace(config, max_rows=min(config.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
+    adapter.most_patches = policy.most_patches
+    exact = None
+    if options.reproducible:
+        rows, layout = config.max_rows or policy.most_rows, Placement(policy.placement)
+        exact = exact_for(adapter, options.kv, layout, max_rows=rows, grid=policy.grid)
     reuse = _reuse(adapter, options, exact)
     if config.max_bytes is None:
         config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))
@@ -80,6 +95,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
         config=config,
+        policy=policy,
         reuse=reuse,
         kv=options.kv,
         exact=exact,
@@ -93,7 +109,18 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         max_context=adapter.max_context,
         limits=options.limits,
     )
-    return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer)
+    return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer, chosen)
+
+
+def choose_policy(adapter: Adapter, options: EngineOptions) -> Chosen:
+    """The policy of an engine: the device's, what was found for the model here, and what was said. Raises ValueError.
+
+    What was found here moves no bit of a reproducible answer: those are the same on every machine of a kind.
+    """
+    kept = tuned_settings(adapter, options.kv) if options.policy == TUNED else {}
+    if options.reproducible:
+        kept = {name: value for name, value in kept.items() if name not in MOVES_BITS}
+    return chosen_of(options.policy, device(), kept)
 
 
 def load_engine(
@@ -195,6 +222,7 @@ def check_model_type(model_type: str | None) -> None:
     if model_type is None:
         raise UnsupportedModel(f"config.json names no model_type; the known families are {_known()}")
     check_refused(model_type)
+    check_device(model_type)
     if spec_for(model_type) is None and find_spec(f"mlx_vlm.models.{model_type}") is None:
         raise UnsupportedModel(f"model type {model_type!r} is not known; the known families are {_known()}")
 
@@ -205,15 +233,51 @@ def check_refused(model_type: str) -> None:
         raise UnsupportedModel(f"model type {model_type!r} is refused: {REFUSED[model_type]}")
 
 
+#: Model types, with commas between them, that are served on CUDA although they are refused there; ``all`` is every one.
+ON_CUDA = "VLM_BATCH_ON_CUDA"
+
+
+def check_device(model_type: str) -> None:
+    """Raise UnsupportedModel for a model that was seen to go wrong on this kind of device; ``ON_CUDA`` makes it a warning."""
+    spec = spec_for(model_type)
+    why = None if spec is None else dict(spec.not_on_cuda).get(model_type)
+    if why is None or device() is not Device.CUDA:
+        return
+    allowed = {name.strip() for name in os.environ.get(ON_CUDA, "").split(",")}
+    if not allowed & {model_type, "all"}:
+        raise UnsupportedModel(
+            f"model type {model_type!r} is refused on CUDA: {why}. Serve it on a CPU or on Apple silicon; "
+            f"{ON_CUDA}={model_type} in the environment serves it here all the same, at the risk of wrong answers, or of the "
+            "process's end"
+        )
+    message = f"{ON_CUDA}: {model_type} is served on CUDA, where answers may be wrong and the process may end: {why}"
+    warnings.warn(message, stacklevel=4)
+
+
+#: Serves TurboQuant where it has no fused kernels.
+TURBOQUANT = "VLM_BATCH_TURBOQUANT"
+
+
+def check_scheme(kv: KVQuantisation) -> None:
+    """Raise UnsupportedModel for TurboQuant away from Metal, unless the environment's ``TURBOQUANT`` is "slow"."""
+    if kv.scheme == "turboquant" and device() is not Device.METAL and os.environ.get(TURBOQUANT) != "slow":
+        raise UnsupportedModel(
+            "kv_quant_scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
+            "5 to 19 times as long (docs/benchmarks.md, caches). kv_quant_scheme='uniform' with kv_bits=4 takes a fifth more "
+            f"memory and 1.1 to 1.6 times as long; {TURBOQUANT}=slow in the environment serves it all the same"
+        )
+
+
 def adapt(model: nn.Module, model_type: str | None = None) -> Adapter:
     """The family's adapter; a model of no known family runs one row at a time, which is said once.
 
-    Raises UnsupportedModel if it cannot be run that way either.
+    Raises UnsupportedModel if it cannot be run that way either, or not on this device.
     """
     model_type = model_type or str(model.config.model_type)
     if spec_for(model_type) is None:  # a checkpoint's own name for it, which mlx-vlm maps to another
         model_type = str(get_model_type({"model_type": model_type}))
     check_refused(model_type)
+    check_device(model_type)
     spec = spec_for(model_type)
     if spec is not None and spec.adapter is not None:
         try:

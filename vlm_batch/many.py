@@ -18,8 +18,8 @@ Asked: TypeAlias = "Request | Mapping[str, Any]"
 _END: Any = object()  # marks the end of the requests: None could be an item
 
 
-def in_turn(submit: Submit, requests: Iterable[Asked], most: int) -> Iterator[tuple[int, Result]]:
-    """(index, result) of each request as it ends, with at most ``most`` in flight. Leaving the loop cancels the rest.
+def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) -> Iterator[tuple[int, Result]]:
+    """(index, result) of each request as it ends, with at most ``most()`` in flight. Leaving the loop cancels the rest.
 
     An item that cannot be submitted has a result that says why; if reading ``requests`` raises, that is the last result.
     Raises BatcherClosed if the batcher is closed from the beginning.
@@ -29,7 +29,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: int) -> Iterator[tu
     alive: dict[int, Handle] = {}
     try:
         while True:
-            while is_open and len(alive) < most:
+            while is_open and len(alive) < most():
                 index, count = count, count + 1
                 try:
                     given = next(source)
@@ -58,7 +58,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: int) -> Iterator[tu
 
 
 async def in_turn_async(
-    submit: Submit, requests: Iterable[Asked] | AsyncIterable[Asked], most: int
+    submit: Submit, requests: Iterable[Asked] | AsyncIterable[Asked], most: Callable[[], int]
 ) -> AsyncIterator[tuple[int, Result]]:
     """``in_turn`` for asyncio. While ``requests`` keep it waiting, results go on coming."""
     source = _as_async(requests)
@@ -67,7 +67,7 @@ async def in_turn_async(
     is_open, count = True, 0
     try:
         while True:
-            if is_open and reading is None and len(waited) < most:
+            if is_open and reading is None and len(waited) < most():
                 reading = asyncio.ensure_future(anext(source, _END))
             pending = {*waited, *(() if reading is None else (reading,))}
             if not pending:

@@ -20,7 +20,8 @@ class ModelSpec:
     module with the model's code, for a model type that mlx-vlm has no package for; it has what such a package has
     (``Model``, ``ModelConfig``, ``LanguageModel``, ...). ``known_gaps`` names a parity scenario that fails and why, as data
     for the tests (strict expected failures). ``notes`` say what the adapter patches, for a reader. ``video`` says whether
-    videos are verified; ``no_video`` why they are not.
+    videos are verified; ``no_video`` why they are not. ``not_on_cuda`` has model types that are refused on CUDA, each with
+    what was seen there.
     """
 
     family: str
@@ -33,6 +34,7 @@ class ModelSpec:
     chunked_prefill: bool = True
     notes: tuple[str, ...] = ()
     known_gaps: tuple[tuple[str, str], ...] = ()
+    not_on_cuda: tuple[tuple[str, str], ...] = ()
     adapter: type[Adapter] | None = None
 
 

@@ -504,6 +504,7 @@ class Stats:
     mlx_bytes: int = 0  # all that MLX holds in this process: weights, and everything here but input_bytes
     stalled: float = 0.0  # seconds that the engine has been in a step that does not end; 0 while it goes on
     ahead_bytes: int = 0  # of what was read and prepared for requests that wait
+    most_rows: int = 0  # requests that may decode and be prefilled at a time now; max_rows=None lets it grow and shrink
     busy_seconds: float = 0.0  # that the engine had requests to work on, and did not wait for their pictures
 
 

@@ -36,7 +36,7 @@ from benchmarks.compare.workloads import WORKLOADS, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "one after another"
-OURS = "vlm_batch"
+OURS = report.OURS
 
 
 class Remote:
@@ -45,7 +45,7 @@ class Remote:
     def __init__(self, engine: str, python: str, args: argparse.Namespace, log: Path) -> None:
         self.log = log
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(args.threads), "PYTHONPATH": _python_path()}
-        if engine != OURS and args.launches == "own":
+        if engine not in (OURS, report.OURS_DEFAULTS, report.REPRODUCIBLE) and args.launches == "own":
             environment.setdefault("MLX_USE_CUDA_GRAPHS", "1")  # what MLX does where nothing asks otherwise
         command = [python, "-m", "benchmarks.compare.worker", "--engine", engine]
         command += ["--shape", args.shape, "--clock", args.clock, "--threads", str(args.threads)]
@@ -306,7 +306,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES)
     )
-    parser.add_argument("--rounds", type=int, default=2, help="timed rounds, of which the median counts (default: 2)")
+    parser.add_argument(
+        "--rounds", type=int, help="timed rounds, of which the median counts (default: 2, or one a draw)"
+    )
     parser.add_argument("--draws", type=int, default=1, help="draws of the workloads that the rounds take turns with")
     parser.add_argument(
         "--seed", type=int, default=0, help="the first draw's number: 0 is what the engines were tuned on"
@@ -334,7 +336,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")
-    return parser.parse_args(arguments)
+    parser.add_argument("--markdown", action="store_true", help="print the tables as docs/benchmarks.md has them, too")
+    parser.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="the cost of reproducible answers: this library with and without, and nobody else",
+    )
+    args = parser.parse_args(arguments)
+    args.rounds = args.rounds or max(2, args.draws)
+    if args.reproducible:
+        args.engines = [OURS, report.REPRODUCIBLE]
+        args.workloads = [name for name in args.workloads if report.REPRODUCIBLE in WANTED[name]]
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -348,6 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         titles = {name: entry["title"] for name, entry in result["workloads"].items()}
         if not report.draw(args.out / "compare.png", titles, found):
             console.print("no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')", markup=False)
+    if args.markdown:
+        print(report.markdown(*report.merged([result])))
     print(json.dumps(result))
     return result
 

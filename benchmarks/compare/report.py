@@ -1,8 +1,14 @@
-"""What a comparison shows: tables for a person, a picture, and the ratios that the targets speak of."""
+"""What a comparison shows: tables for a person, a picture, and the ratios that the targets speak of.
+
+``python -m benchmarks.compare.report FILE...`` prints in Markdown what runs have found (``compare.json``, of one workload
+each, say).
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +19,7 @@ from rich.table import Table
 Runs = list[dict[str, Any]]  # of one engine over one workload, a round each
 Found = dict[str, dict[str, Runs]]  # workload -> engine -> its runs
 
-OURS = "vlm_batch"
+OURS, OURS_DEFAULTS, REPRODUCIBLE = "vlm_batch", "vlm_batch defaults", "reproducible"
 
 #: (heading, figure, factor, digits): what the tables show.
 COLUMNS = (
@@ -69,10 +75,10 @@ def median(runs: Sequence[Mapping[str, Any]], figure: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratios(found: Found, workload: str, engine: str, figure: str) -> list[float]:
+def ratios(found: Found, workload: str, engine: str, figure: str, *, ours: str = OURS) -> list[float]:
     """This library's figure over another engine's in each round where both gave right answers."""
-    ours, theirs = found.get(workload, {}).get(OURS, []), found.get(workload, {}).get(engine, [])
-    pairs = [(a.get(figure), b.get(figure)) for a, b in zip(ours, theirs, strict=False) if _counts(a) and _counts(b)]
+    mine, theirs = found.get(workload, {}).get(ours, []), found.get(workload, {}).get(engine, [])
+    pairs = [(a.get(figure), b.get(figure)) for a, b in zip(mine, theirs, strict=False) if _counts(a) and _counts(b)]
     return [a / b for a, b in pairs if a is not None and b]
 
 
@@ -121,6 +127,75 @@ def show(console: Console, titles: Mapping[str, str], found: Found, is_gpu: bool
     console.print(table)
 
 
+def markdown(found: Found, is_gpu: bool) -> str:
+    """The figures as tables in Markdown: medians over the rounds, with the least and the most where there are several."""
+    lines = [
+        "| workload | engine | total s | TTFT p50 / p95 s | gap p50 / max ms | step ms | peak MB | answers |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for workload, engines in found.items():
+        for engine, runs in engines.items():
+            good = [run for run in runs if _counts(run)]
+            if not runs:
+                continue
+            said = next((run.get("error") or run["answers"] for run in runs if not _counts(run)), None)
+            cells = (
+                _spread_cell(good, "seconds", 1, 2),
+                _pair(good, ("ttft_p50", "ttft_p95"), 1, 2),
+                _pair(good, ("itl_p50", "itl_max"), 1000, 0),
+                _spread_cell(good, "step_ms", 1, 1),
+                _spread_cell(good, "peak_mb", 1, 0),
+                said or next((run.get("answers", "") for run in good), ""),
+            )
+            lines.append(f"| {workload} | {engine} | " + " | ".join(cells) + " |")
+    lines += ["", "| workload | figure | over | ratio | least to most | target |", "|---|---|---|---|---|---|"]
+    for workload, engine, figure, target in targets(is_gpu):
+        for ours in (OURS, OURS_DEFAULTS):
+            values = ratios(found, workload, engine, figure, ours=ours)
+            if not values:
+                continue
+            value = spread(values)
+            met = "met" if value["ratio"] <= target else "missed"
+            who = engine if ours == OURS else f"{engine}, with our defaults"
+            between = f"{value['least']:.2f} to {value['most']:.2f}, {len(values)} rounds"
+            lines.append(f"| {workload} | {figure} | {who} | {value['ratio']:.2f} | {between} | {target:.2f}: {met} |")
+    for workload in found:
+        for ours in (REPRODUCIBLE, OURS_DEFAULTS):
+            values = ratios(found, workload, OURS, "seconds", ours=ours)
+            if values:
+                value = spread(values)
+                between = f"{value['least']:.2f} to {value['most']:.2f}, {len(values)} rounds"
+                lines.append(f"| {workload} | seconds | {ours} over {OURS} | {value['ratio']:.2f} | {between} | |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread_cell(runs: Runs, figure: str, factor: float, digits: int) -> str:
+    """The median of the rounds, and in brackets the least and the most."""
+    values = [factor * run[figure] for run in runs if run.get(figure) is not None and run[figure] == run[figure]]
+    if not values:
+        return ""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def _pair(runs: Runs, figures: tuple[str, str], factor: float, digits: int) -> str:
+    values = [median(runs, figure) for figure in figures]
+    return " / ".join(_cell(value, factor, digits) for value in values) if None not in values else ""
+
+
+def merged(results: Sequence[Mapping[str, Any]]) -> tuple[Found, bool]:
+    """The rounds of several runs' JSON, one after another, and whether they were on a GPU. Raises ValueError if they differ."""
+    kinds = {(one["shape"], one["device"], one["clock"], one["launches"]) for one in results}
+    if len(kinds) != 1:
+        raise ValueError(f"the runs are of several kinds: {sorted(kinds)}")
+    found: Found = {}
+    for one in results:
+        for workload, entry in one["workloads"].items():
+            for engine, runs in entry["engines"].items():
+                found.setdefault(workload, {}).setdefault(engine, []).extend(runs)
+    return found, "gpu" in results[0]["device"]
+
+
 def show_probes(console: Console, probes: Mapping[str, Mapping[str, Any]]) -> None:
     """The engines' own share of a step, and the bytes that joins and leaves copy."""
     table = Table(title="engine's own work at 8 rows; KV copied by a join and a leave", title_justify="left")
@@ -164,7 +239,7 @@ def draw(path: Path, titles: Mapping[str, str], found: Found) -> bool:
         for column, (name, factor, title) in enumerate(shown):
             axis = axes[row][column]
             values = [factor * (median(runs, name) or 0.0) for runs in engines.values()]
-            colours = ["tab:blue" if engine == OURS else "lightgrey" for engine in engines]
+            colours = ["tab:blue" if engine in (OURS, OURS_DEFAULTS) else "lightgrey" for engine in engines]
             bars = axis.barh(list(engines), values, color=colours)
             axis.bar_label(bars, [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values], fontsize=7, padding=2)
             axis.invert_yaxis()
@@ -181,3 +256,7 @@ def draw(path: Path, titles: Mapping[str, str], found: Found) -> bool:
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
+
+
+if __name__ == "__main__":
+    print(markdown(*merged([json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]])), end="")

@@ -44,6 +44,8 @@ def attention(
     if isinstance(keys, RowStates):
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
     if isinstance(keys, QuantizedStates):
+        if queries.shape[2] > 1 and sinks is None:  # several queries are worth unpacking the numbers once for all
+            return kernels.attend(queries, keys.dequantized(), values.dequantized(), scale, mask)
         return attend_quantized(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, TurboStates):
         cache = keys.cache

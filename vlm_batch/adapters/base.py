@@ -20,8 +20,10 @@ from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_mod
 from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.policy import POLICIES
 from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
+from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
 from vlm_batch.store.features import FeatureStore
 
@@ -76,6 +78,9 @@ class Adapter:
 
     #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
     goes_by_shapes: bool = False
+
+    #: Patches of pictures that go through the tower in one call, where several requests' do.
+    most_patches: int = POLICIES[Device.CUDA].most_patches
 
     #: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
     caches_without_attention: ClassVar[frozenset[str]] = frozenset()

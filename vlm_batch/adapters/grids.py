@@ -16,9 +16,6 @@ from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState
 
-#: Patches that go through a tower in one call: 8 pictures of 448 pixels a side. More save no time (docs/benchmarks.md).
-MAX_PATCHES = 2**13
-
 
 def _num_patches(inputs: Mapping[str, Any]) -> int:
     """Patches of a request's pictures."""
@@ -53,10 +50,10 @@ class GridAdapter(Adapter):
     def encode_grids_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """``encode_together`` for towers that take patches of several pictures, and models that take features for pixels.
 
-        As many of the first requests as have ``MAX_PATCHES`` together; the others are left as they are.
+        As many of the first requests as have ``most_patches`` together; the others are left as they are.
         """
         counts = np.cumsum([_num_patches(inputs) for inputs in requests])
-        near = list(requests[: max(1, int(np.searchsorted(counts, MAX_PATCHES, side="right")))])
+        near = list(requests[: max(1, int(np.searchsorted(counts, self.most_patches, side="right")))])
         pictured = [inputs for inputs in near if inputs.get("pixel_values") is not None]
         is_plain = all("image_grid_thw" in inputs and "pixel_values_videos" not in inputs for inputs in pictured)
         if len(pictured) < 2 or not is_plain:

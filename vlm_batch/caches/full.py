@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import own_array, round_up
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, upstream
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import CopiedState, LayerState, SimpleState, filed
@@ -43,6 +43,13 @@ class FullKind(UpstreamKind):
 
     cache: KVCache
     is_whole = True
+    holds_rows = True
+
+    def row(self, index: int) -> KVCache:
+        taken, place = KVCache(), mx.array([index])
+        taken.keys, taken.values = (mx.take(part, place, axis=0) for part in (self.cache.keys, self.cache.values))
+        taken.offset = self.cache.offset
+        return taken
 
     def saved(self, length: int) -> LayerState:
         cache = self.cache
@@ -64,19 +71,11 @@ class FullKind(UpstreamKind):
 
 
 def can_share(caches: Sequence[Any]) -> bool:
-    """Whether fresh caches are plain keys and values, which hold several rows as well as one."""
-    return all(type(cache) is KVCache for cache in caches)
+    """Whether fresh caches hold several rows of one length as well as one."""
+    return all(kind_of(cache).holds_rows for cache in caches)
 
 
-def take_row(caches: Sequence[KVCache], row: int) -> list[KVCache]:
+def take_row(caches: Sequence[Any], row: int) -> list[Any]:
     """One row's single-row caches of those that several prompts of one length were prefilled into, with copies of its
     own keys and values: nothing keeps the other rows'."""
-    return [_take(cache, row) for cache in caches]
-
-
-def _take(cache: KVCache, row: int) -> KVCache:
-    taken = KVCache()
-    place = mx.array([row])
-    taken.keys, taken.values = mx.take(cache.keys, place, axis=0), mx.take(cache.values, place, axis=0)
-    taken.offset = cache.offset
-    return taken
+    return [kind_of(cache).row(row) for cache in caches]

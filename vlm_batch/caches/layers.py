@@ -16,6 +16,8 @@ from mlx_vlm.models.cache import KVCache
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.states import CopiedState, LayerState, LostState, is_cache
+from vlm_batch.policy import POLICIES
+from vlm_batch.runtime.device import device
 
 
 class Placement(Enum):
@@ -26,8 +28,8 @@ class Placement(Enum):
 
     @classmethod
     def for_device(cls) -> Placement:
-        """The measured choice for the device that MLX runs on (docs/architecture.md, decode state)."""
-        return cls.SLAB if mx.default_device().type == mx.DeviceType.gpu else cls.ROWS
+        """The choice for the device that MLX runs on."""
+        return cls(POLICIES[device()].placement)
 
 
 class LayerCache(Protocol):
@@ -61,6 +63,15 @@ class CacheKind:
     def is_constant(self) -> bool:
         """Whether no token changes it once the row's pictures are in it."""
         return False
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a fresh one holds several rows of one length as well as one."""
+        return False
+
+    def row(self, index: int) -> Any:
+        """The single-row cache of one of these rows, with copies of its own: nothing keeps the others'."""
+        raise NotImplementedError
 
     def saved(self, length: int) -> LayerState:
         """Its state after ``length`` tokens. The state's arrays are copies, not evaluated yet."""

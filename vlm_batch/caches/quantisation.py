@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 from vlm_batch.caches.turbo import TurboCache
+from vlm_batch.checks import whole_option
 from vlm_batch.errors import shown
 
 #: The bits and groups of ``mx.quantize``.
@@ -169,3 +171,17 @@ def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
     names = ("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start")
     values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
     return dict(zip(names, values, strict=True))
+
+
+def quantisation_of(
+    bits: float | None, group_size: int = 64, scheme: str = "uniform", start: int = 0
+) -> KVQuantisation | None:
+    """Settings from a user's options; None where no bits are said. Raises ValueError for what is none."""
+    if bits is None:
+        return None
+    if not isinstance(scheme, str):
+        raise ValueError(f"kv_quant_scheme is {shown(scheme)}; it must be a string")
+    if isinstance(bits, bool) or not isinstance(bits, Real):
+        raise ValueError(f"kv_bits is {shown(bits)}; it must be a number of bits, or None")
+    group_size = whole_option("kv_group_size", group_size, least=1)
+    return KVQuantisation(bits, group_size, scheme, whole_option("quantized_kv_start", start, least=0))

@@ -78,11 +78,12 @@ class QuantizedCache(CacheKind):
     """One row's keys and values of one layer, quantised as they come: a ``KVCache`` whose states are tuples."""
 
     is_whole = True
+    holds_rows = True
 
     def __init__(self, group_size: int, bits: int) -> None:
         self.group_size = group_size
         self.bits = bits
-        self.keys: QuantizedStates | None = None  # (1, H, capacity, D)
+        self.keys: QuantizedStates | None = None  # (1, H, capacity, D), or of several rows of one length
         self.values: QuantizedStates | None = None
         self.offset = 0
 
@@ -105,6 +106,15 @@ class QuantizedCache(CacheKind):
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
         return create_attention_mask(length, self.offset, return_array=return_array, window_size=window_size)
+
+    def row(self, index: int) -> QuantizedCache:
+        taken, place = QuantizedCache(self.group_size, self.bits), mx.array([index])
+        assert self.keys is not None and self.values is not None
+        taken.keys, taken.values = (
+            held.map(lambda part: mx.take(part, place, axis=0)) for held in (self.keys, self.values)
+        )
+        taken.offset = self.offset
+        return taken
 
     @property
     def nbytes(self) -> int:

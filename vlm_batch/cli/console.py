@@ -76,6 +76,7 @@ def print_family_details(known: Sequence[FamilyFacts], out: TextIO) -> None:
             "prefill": "in chunks" if spec.chunked_prefill else "whole prompts",
             "verified": ", ".join(f"{name.replace('_', ' ')} {off:.0e}" for name, off in one.verified.items()),
             "not verified": "\n".join(f"{name.replace('_', ' ')}: {why}" for name, why in one.explained.items()),
+            "refused on CUDA": "\n".join(f"{name}: {why}" for name, why in spec.not_on_cuda),
             "notes": "\n".join(spec.notes),
             "mlx-vlm's batch": one.upstream,
         }

@@ -105,6 +105,7 @@ class FamilyFacts:
             "verified": self.verified,
             "unverified": self.unverified,
             "notes": spec.notes,
+            "not_on_cuda": dict(spec.not_on_cuda),
             "known_gaps": dict(spec.known_gaps),
             "mlx_vlm": {
                 "in_words": self.upstream,

@@ -25,9 +25,10 @@ from vlm_batch.cli import run as answering  # noqa: E402
 from vlm_batch.cli import verify as verifying  # noqa: E402
 from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
 from vlm_batch.cli.load import add_flags as add_load_flags  # noqa: E402
-from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, at_least, load_model  # noqa: E402
+from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least, load_model  # noqa: E402
 from vlm_batch.cli.options import add_demo, add_run  # noqa: E402
 from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
+from vlm_batch.cli.tune import add_flags as add_tune_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
 from vlm_batch.jobs.outputs import check_writable  # noqa: E402
@@ -77,6 +78,8 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch bench``: a chat load, and where its time goes."""
     if args.url is not None:
         return _bench_url(args)
+    if args.tune:
+        return _tune(args)
     from vlm_batch.cli import bench as load_test
 
     load = load_test.Load(
@@ -93,6 +96,18 @@ def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
     add_figures(args.json, report.figures())
     return ANSWERED if all(result.ok for result in report.results) else FAILED
+
+
+def _tune(args: argparse.Namespace) -> int:
+    """``vlm-batch bench --tune``: the settings of the device, measured for a model."""
+    from vlm_batch.cli import tune
+
+    check_figures(args.json)
+    try:
+        add_figures(args.json, tune.run(args))
+    except tune.CannotTune as error:
+        raise UsageError(str(error)) from error
+    return ANSWERED
 
 
 def _bench_url(args: argparse.Namespace) -> int:
@@ -248,8 +263,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--requests", type=at_least(1), default=None, metavar="N", help="default: 32; of a server, the preset's"
     )
     parser.add_argument(
-        "--batch", type=at_least(1), default=8, metavar="N", help="most rows in the batch (default: %(default)s)"
+        "--batch",
+        type=at_least(1),
+        metavar="N",
+        help="most rows in the batch (default: as many as pay, by measured steps)",
     )
+    add_speed(parser)
     parser.add_argument(
         "--rate",
         type=float,
@@ -268,4 +287,5 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=4, help="of the requests and arrivals (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="add the figures to a file as a JSON line; - is standard output")
     add_load_flags(parser)
+    add_tune_flags(parser)
     parser.set_defaults(command=bench)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.types import Request, Result
+
+if TYPE_CHECKING:
+    from vlm_batch.caches.quantisation import KVQuantisation
 
 EMBEDDED = "the embedded test piece (0.9 million parameters)"
 
@@ -34,6 +37,7 @@ BATCHER_OPTIONS = (
     "kv_quant_scheme",
     "quantized_kv_start",
     "reproducible",
+    "policy",
 )
 _UNSAID = object()
 
@@ -73,6 +77,23 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in BATCHER_OPTIONS if (value := vars(args).get(name, _UNSAID)) is not _UNSAID}
 
 
+def said_quantisation(args: argparse.Namespace) -> KVQuantisation | None:
+    """The settings of keys and values in few bits that the command line names. Raises UsageError."""
+    from vlm_batch.caches.quantisation import quantisation_of
+
+    names = {
+        "kv_bits": "bits",
+        "kv_group_size": "group_size",
+        "kv_quant_scheme": "scheme",
+        "quantized_kv_start": "start",
+    }
+    said = {names[name]: value for name, value in said_options(args).items() if name in names}
+    try:
+        return quantisation_of(**{"bits": None, **said})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The options that name a model."""
     parser.add_argument(
@@ -87,9 +108,9 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
         "--batch",
         "--max-rows",
         type=at_least(1),
-        default=8,
+        default=None,
         metavar="N",
-        help="most rows in the batch (default: %(default)s)",
+        help="most rows in the batch (default: as many as pay, by measured steps)",
     )
     say = partial(group.add_argument, default=argparse.SUPPRESS)
     say("--look-ahead", type=at_least(1), metavar="N", help="requests that are read ahead of the batch (default: 16)")
@@ -135,17 +156,51 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     )
     say("--cache-dir", metavar="FOLDER", help="where what memory cannot keep goes (default: nowhere)")
     say("--cache-dir-bytes", type=amount_of_bytes, metavar="N", help="most bytes of that folder")
-    add_precision(group)
+    add_speed(group)
 
 
-def add_precision(group: argparse._ArgumentGroup) -> None:
-    """Options of keys and values in few bits, and of answers that are the same bit for bit; ``said_options`` reads them."""
+def add_speed(group: argparse._ActionsContainer) -> None:
+    """The batcher's options that change how fast a model answers, and nothing of what it is asked."""
     say = partial(group.add_argument, default=argparse.SUPPRESS)
     say("--kv-bits", type=float, metavar="BITS", help="keys and values in so many bits (default: exact)")
     say("--kv-group-size", type=at_least(1), metavar="N", help="values that share a scale (default: 64)")
     say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")
     say("--quantized-kv-start", type=at_least(0), metavar="N", help="tokens that stay exact (default: 0)")
     say("--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch")
+    add_policy(group)
+
+
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """The option for the settings of the device."""
+    group.add_argument(
+        "--policy",
+        type=_policy,
+        default=argparse.SUPPRESS,
+        metavar="tuned|device|NAME=VALUE,...",
+        help="settings of the device: what bench --tune found here (default), the table's, or these over the table's",
+    )
+
+
+def _policy(text: str) -> Mapping[str, Any] | str:
+    """``tuned``, ``device``, or settings as NAME=VALUE with commas between them."""
+    from vlm_batch.policy import check_policy
+
+    try:
+        if "=" not in text:
+            return check_policy(text)
+        pairs = (part.partition("=") for part in text.split(","))
+        return check_policy({name.strip(): _plain_value(value.strip()) for name, _, value in pairs})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _plain_value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _amount(text: str) -> int | None:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.model import add_precision, amount_of_bytes, said_options
+from vlm_batch.cli.model import add_speed, amount_of_bytes, said_options
 
 if TYPE_CHECKING:
     from vlm_batch.server.config import ServerConfig
     from vlm_batch.server.service import Batcher
 
 API_KEY = "VLM_BATCH_API_KEY"
-DEFAULT_ROWS = 16
 
 
 class MissingExtra(Exception):
@@ -98,11 +97,10 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-seqs",
         type=int,
-        default=DEFAULT_ROWS,
         metavar="N",
-        help="most rows in the batch (default: %(default)s)",
+        help="most rows in the batch (default: as many as pay, by measured steps)",
     )
-    add_precision(group)
+    add_speed(group)
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     group.add_argument("--enable-thinking", action="store_true", help="think unless a request says otherwise")
     group.add_argument("--tool-parser", metavar="NAME", help="mlx_vlm.tools' parser (default: by chat template)")

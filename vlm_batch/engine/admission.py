@@ -83,7 +83,6 @@ class Admission:
         self._memory = memory
         self._encoding = EncoderMemory(usual_limit())
         config = scheduler.config
-        self._most_ahead = config.look_ahead + config.max_rows
         self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
         self._arrivals = itertools.count()
         self._unprepared: set[Row] = set()  # not prepared yet, wherever they are
@@ -93,6 +92,11 @@ class Admission:
         self._prepared: dict[str, Row] = {}
         self._most_bytes = config.look_ahead_bytes
         self._sizes = {False: Sizes(), True: Sizes()}  # without and with videos
+
+    @property
+    def _most_ahead(self) -> int:
+        """Requests that are prepared at a time, beside those that have places."""
+        return self._scheduler.config.look_ahead + self._scheduler.num_places
 
     @property
     def num_prepared(self) -> int:
@@ -224,7 +228,7 @@ class Admission:
         waiting = [row for row in self._prepared.values() if not self._reuse.waits_for(row, others)]
         live = [*self._prefill.rows.values(), *decoding]
         num_free = self._scheduler.num_free(len(live))
-        near = sorted(waiting, key=self.urgency)[: num_free + config.encode_ahead]
+        near = sorted(waiting, key=self.urgency)[: num_free + (config.encode_ahead or 0)]
         num_encoded = num_together = 0
         for index, row in enumerate(near):
             has_place = index < num_free

@@ -1,51 +1,33 @@
-"""Defaults of a scheduler's config for each kind of device, as measured (docs/benchmarks.md, settings that were measured)."""
+"""A scheduler's config with the settings that it leaves open filled in from a device's policy (``vlm_batch.policy``)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from vlm_batch.caches import Placement
 from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.policy import Policy
 
-#: Prompt tokens of a forward where rows have their own caches (CPUs): longer chunks take more time a token.
-ROWS_CHUNK = 256
-#: On GPUs the number of launches decides. A forward of 64 tokens takes as long as one of 1,024, and a matrix product of a
-#: new length costs extra. So prompts are cut only where they have to be.
-SLAB_CHUNK = 1024
-SLAB_LONGEST = 2048
-SLAB_BUDGET = 8192
-TOGETHER = {Placement.ROWS: (1, 8), Placement.SLAB: (16, 32)}  # rows encoded and prompts prefilled together
-#: Prompt tokens of one array: beyond this, memory grows and time a prompt does not shrink.
-MAX_TOGETHER = 4096
-#: Beside decoding rows one encoder call takes a quarter as many pictures, so that the gap between tokens stays short.
-BESIDE_DECODE = 4
-#: Seconds of a step beside decoding rows: half of the default gap between tokens. On a GPU launches return before the
-#: encoding is done, so that the clock says nothing.
-ENCODE_SECONDS = {Placement.ROWS: 0.05, Placement.SLAB: 0.0}
+#: Settings that have the same name in both, and are taken over where the config leaves them open.
+_SAME = (
+    "max_chunk",
+    "smallest_chunk",
+    "idle_budget",
+    "encode_together",
+    "beside_decode",
+    "encode_seconds",
+    "prefill_together",
+    "together_tokens",
+    "encode_ahead",
+)
 
 
-def for_placement(config: SchedulerConfig, placement: Placement) -> SchedulerConfig:
-    """A config whose open settings are filled in for devices of a placement."""
-    encode, prefill = TOGETHER[placement]
-    config = replace(
-        config,
-        encode_together=encode if config.encode_together is None else config.encode_together,
-        prefill_together=prefill if config.prefill_together is None else config.prefill_together,
-        encode_seconds=ENCODE_SECONDS[placement] if config.encode_seconds is None else config.encode_seconds,
-    )
-    is_timed = config.prefill_budget is None
-    if placement is Placement.SLAB:
-        slack = SLAB_CHUNK // 2 if is_timed else 0
-        return replace(
-            config,
-            max_chunk=config.max_chunk or SLAB_LONGEST,
-            idle_budget=config.idle_budget or SLAB_BUDGET,
-            smallest_chunk=config.smallest_chunk or SLAB_CHUNK,
-            slack=config.slack or slack,
-        )
-    return replace(
-        config,
-        max_chunk=config.max_chunk or ROWS_CHUNK,
-        idle_budget=config.idle_budget or ROWS_CHUNK,
-        smallest_chunk=config.smallest_chunk or ROWS_CHUNK,
-    )
+def for_policy(config: SchedulerConfig, policy: Policy) -> SchedulerConfig:
+    """A config without open settings. Where it leaves ``max_rows`` open, ``first_rows`` says where their number begins."""
+    said = vars(config)
+    filled = {name: vars(policy)[name] for name in _SAME if said[name] is None}
+    if config.max_rows is None:
+        first = min(policy.first_rows if config.first_rows is None else config.first_rows, policy.most_rows)
+        filled |= {"max_rows": policy.most_rows, "first_rows": first}
+    if config.prefill_budget is None and not config.slack:  # whoever counts tokens wants no more of them
+        filled["slack"] = policy.slack
+    return replace(config, **filled)

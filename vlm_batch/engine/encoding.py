@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.defaults import BESIDE_DECODE
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.prompt_scores import PromptScores
 from vlm_batch.engine.reuse import Reuse
@@ -61,7 +60,7 @@ class Encoder:
         """
         most = self._config.encode_together or 1
         chosen: list[Row] = []
-        for row in rows[: -(-most // BESIDE_DECODE) if is_decoding else most]:
+        for row in rows[: -(-most // (self._config.beside_decode or 1)) if is_decoding else most]:
             if not self.reuse.is_new(row) or self.reuse.waits_for(row, [*others, *chosen]):
                 break  # its pictures may not have to be encoded at all
             chosen.append(row)

@@ -12,12 +12,10 @@ from itertools import pairwise
 
 from vlm_batch.caches import Placement
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.policy import POLICIES
 from vlm_batch.records import PromptKey
+from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
-
-#: Prompt positions between two cuts. Multiples of 256, so that single-row caches, which grow in steps of that, have the
-#: same room whether a prompt was run from its beginning or from one of the cuts.
-GRID = {Placement.ROWS: 256, Placement.SLAB: 1024}
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,14 @@ class Exact:
 
     ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``layout``: how keys and
     values lie, whatever the batch's placement: attention over a row's own columns and over padded ones differ. ``grid``:
-    positions between a prompt's cuts. ``stops``: further cuts, settings as well (where quantised keys begin).
+    positions between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of that, have the same
+    room whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
+    quantised keys begin).
     """
 
     counts: tuple[int, ...] = (1,)
     layout: Placement = Placement.ROWS
-    grid: int = GRID[Placement.ROWS]
+    grid: int = POLICIES[Device.CPU].grid
     stops: tuple[int, ...] = ()
 
     def places(self, rows: int) -> int:

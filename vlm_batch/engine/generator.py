@@ -22,7 +22,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.choosing import Chooser, Flight, Launched
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.defaults import for_placement
+from vlm_batch.engine.defaults import for_policy
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.faults import let_go, raised_in
@@ -37,8 +37,13 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.policy import Policy, policy_for
+from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
+
+#: Places that a slab begins with where the number of rows is left open: a lone row does not pay for those that may come.
+FIRST_PLACES = 8
 
 
 class BatchGenerator:
@@ -51,7 +56,8 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it (``vlm_batch.engine.compiled`` says when that pays).
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
-    ``exact`` keeps every row's numbers, to the last bit, a function of its request; ``reuse`` must have the same.
+    ``policy`` has what ``config`` leaves open, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
+    a function of its request; ``reuse`` must have the same.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class BatchGenerator:
         text: AnswerText | None = None,
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
+        policy: Policy | None = None,
         compile_decode: bool = False,
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
@@ -75,16 +82,19 @@ class BatchGenerator:
             raise ValueError("compile_decode: graphs are made of steps that come back, and round otherwise; not exact")
         self.text = text or AnswerText()
         self._decoder = Decoder(adapter, compile_decode=compile_decode)
-        placement = placement or Placement.for_device()
-        config = for_placement(config or SchedulerConfig(), placement)
+        if policy is None:
+            policy = policy_for((placement or Placement.for_device()).value, device())
+        placement = placement or Placement(policy.placement)
+        config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
             adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
-        self.batch = DecodeGroups(placement, config.max_rows, exact)
+        first = min(config.first_rows, FIRST_PLACES) if config.first_rows is not None else None
+        self.batch = DecodeGroups(placement, self.scheduler.most_rows, exact, first_rows=first)
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
-        self.memory = RowMemory(config.max_bytes, placement, config.max_rows)
+        self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
         itself: BatchGenerator = weakref.proxy(self)  # parts that held it would make a circle, and keep the model alive
         self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)
         guard = self.recovery.guard
@@ -213,7 +223,9 @@ class BatchGenerator:
         joined += [(row, logits) for row, logits in done if self.recovery.guard(row, self._join, row, logits)]
         self._launched.joined = self.chooser.choose_first(joined)
         if rows:
-            self._pace.record(time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan))
+            seconds, tokens = time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan)
+            self._pace.record(seconds, tokens)
+            self.scheduler.record(len(rows), seconds, tokens, are_waiting=bool(self.admission.num_prepared))
         if not self._is_active:
             self.reuse.settle_ended()
         events, self._events = self._events, []

@@ -191,6 +191,7 @@ class EngineLoop:
             mlx_bytes=mx.get_active_memory(),
             stalled=self._watchdog.stalled,
             ahead_bytes=generator.admission.nbytes,
+            most_rows=generator.scheduler.num_places,
             busy_seconds=self._busy_seconds,
         )
 

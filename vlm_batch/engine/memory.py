@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import Placement
 from vlm_batch.caches.layers import row_bytes
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.port import ModelAdapter
@@ -26,14 +25,15 @@ PROBE = (5,) * 256
 
 class RowMemory:
     """Bytes of live rows under a bound. A row's bytes are known before it enters: from ``probe``, and from rows that were
-    prefilled. ``places`` is the number of rows of a slab, each of which is as wide as the longest.
+    prefilled. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the longest; None
+    where every row takes its own.
 
     ``check_length`` may be called from any thread, the rest belongs to the engine's.
     """
 
-    def __init__(self, max_bytes: int | None, placement: Placement, places: int) -> None:
+    def __init__(self, max_bytes: int | None, places: Callable[[int], int] | None) -> None:
         self.max_bytes = max_bytes
-        self._places = places if placement is Placement.SLAB else 0
+        self._places = places
         #: Bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen.
         self._at: tuple[int, ...] = ()
         self._is_probed = False  # by a prompt without pictures, and not by a row
@@ -78,7 +78,7 @@ class RowMemory:
     def together(self, lengths: Sequence[int]) -> int:
         """Bytes of rows of so many tokens that live at once, each with its next ``GROWTH`` tokens."""
         each = [self.of(tokens + GROWTH) for tokens in lengths]
-        return self._places * max(each, default=0) if self._places else sum(each)
+        return self._places(len(each)) * max(each, default=0) if self._places else sum(each)
 
     def fits(self, row: Row, others: Sequence[Row]) -> bool:
         """Whether a row may live beside others now."""

@@ -10,7 +10,6 @@ import mlx.core as mx
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import can_share, take_row
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.defaults import MAX_TOGETHER
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
@@ -40,8 +39,10 @@ class Prefill:
         self.rows: dict[str, Row] = {}
         self._reuse = reuse
         self._guard = guard
-        shares = kv is None and adapter.shares_prefill and can_share(adapter.make_cache())
+        self._kv = kv
+        shares = adapter.shares_prefill and can_share(self._fresh_cache())
         self._most_together = (config.prefill_together or 1) if shares else 1
+        self._most_tokens = config.together_tokens
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 
@@ -97,7 +98,7 @@ class Prefill:
             return [[chunk] for chunk in plan]
         scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
         lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
-        return together(plan, lengths, self._most_together, MAX_TOGETHER)
+        return together(plan, lengths, self._most_together, self._most_tokens)
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]
@@ -110,7 +111,7 @@ class Prefill:
     def _run_together(self, rows: Sequence[Row]) -> list[mx.array | None] | None:
         """Launch whole prompts of one length as one array. None if that failed: each then runs alone and is told its error."""
         try:
-            cache = self.adapter.make_cache()
+            cache = self._fresh_cache()
             logits = self.adapter.prefill_together([_encoded(_prompt(row)) for row in rows], cache)  # (R, V)
             mx.async_eval(logits, [layer.state for layer in cache])
         except Exception:
@@ -121,6 +122,10 @@ class Prefill:
             prompt.cache, prompt.prefilled = take_row(cache, index), row.facts.length
             found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
         return found
+
+    def _fresh_cache(self) -> list[Any]:
+        fresh = self.adapter.make_cache()
+        return fresh if self._kv is None else self._kv.caches(fresh)
 
     def _run_chunk(self, row: Row, chunk: Chunk) -> mx.array | None:
         """Launch a chunk; the logits (1, V) if it ended the row's prompt."""

@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vlm_batch.checks import seconds_option, whole_option
+from vlm_batch.engine.limit import RowLimit
 
 #: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
 DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
+#: Rows of a scheduler whose config neither says how many nor was filled in.
+DEFAULT_ROWS = 8
 _OPTIONAL = (
     "prefill_budget",
     "idle_budget",
@@ -26,6 +29,10 @@ _OPTIONAL = (
     "smallest_chunk",
     "max_prompt_tokens",
     "max_bytes",
+    "max_rows",
+    "first_rows",
+    "beside_decode",
+    "together_tokens",
 )
 
 
@@ -33,29 +40,34 @@ _OPTIONAL = (
 class SchedulerConfig:
     """Limits of a step.
 
+    ``max_rows`` may live at a time. Left open, their number begins with ``first_rows`` and follows what steps take, up to the
+    policy's most (``RowLimit``).
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
     tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long (``Pace``).
     ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
     ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_seconds``: how
     long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
-    ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes.
-    ``prefill_together``: whole prompts of one length that are prefilled as one array. ``smallest_chunk``: prompt tokens
+    ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes, and ``beside_decode``
+    times fewer else. ``prefill_together``: whole prompts of one length that are prefilled as one array, of at most
+    ``together_tokens`` or one prompt. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
     requests whose pictures are read while they wait, beside a batch's worth, and ``look_ahead_bytes``: what is prepared of
     them is no more than that (one that is larger by itself goes alone), and no more files are read while that much is held.
     ``max_prompt_tokens``: longer prompts are refused. ``max_bytes``: of keys and values of the rows that have places. None
-    leaves a setting to the device
-    (``vlm_batch.engine.defaults.for_placement``).
+    leaves a setting to the device's policy (``vlm_batch.engine.defaults.for_policy``).
     """
 
-    max_rows: int = 8
+    max_rows: int | None = None
+    first_rows: int | None = None
     prefill_budget: int | None = None
     idle_budget: int | None = None
     max_chunk: int | None = None
-    encode_ahead: int = 2
+    encode_ahead: int | None = None
     encode_seconds: float | None = None
     encode_together: int | None = None
+    beside_decode: int | None = None
     prefill_together: int | None = None
+    together_tokens: int | None = None
     smallest_chunk: int | None = None
     slack: int = 0
     token_gap: float = 0.1
@@ -66,10 +78,10 @@ class SchedulerConfig:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "look_ahead", "look_ahead_bytes"):
+        for name in ("look_ahead", "look_ahead_bytes"):
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1))
-        for name in ("encode_ahead", "slack"):
-            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=0))
+        object.__setattr__(self, "slack", whole_option("slack", self.slack, least=0))
+        object.__setattr__(self, "encode_ahead", whole_option("encode_ahead", self.encode_ahead, least=0, or_none=True))
         for name in _OPTIONAL:
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
         for name in ("token_gap", "ageing_seconds"):
@@ -106,17 +118,38 @@ class PrefillRow:
 class Scheduler:
     """Pure policy: the same state gives the same plan.
 
-    ``most_live`` rows have places at a time: the config's ``max_rows``, but fewer for a while after memory ran out.
+    ``most_live`` rows have places at a time: the config's ``max_rows``, but fewer for a while after memory ran out. Where the
+    config has ``first_rows``, ``limit`` says how many of these may live now.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.most_live = config.max_rows
+        self.most_rows = config.max_rows or DEFAULT_ROWS
+        first = config.first_rows
+        self.limit = (
+            None if first is None else RowLimit(min(first, self.most_rows), self.most_rows, gap=config.token_gap)
+        )
+        self.most_live = self.most_rows
+        self._is_plain = False
         self._ended = 0  # rows, since ``most_live`` changed
+
+    @property
+    def num_places(self) -> int:
+        """Rows that may live now."""
+        return self.most_live if self.limit is None else min(self.most_live, self.limit.rows)
+
+    def record(self, rows: int, seconds: float, tokens: int, *, are_waiting: bool) -> None:
+        """Take note of a step that decoded so many rows beside so many prompt tokens.
+
+        Steps count that did nothing but decode, and whose predecessor did so too: a device may still be at that one's work.
+        """
+        was_plain, self._is_plain = self._is_plain, not tokens
+        if self.limit is not None and was_plain and self._is_plain:
+            self.limit.record(rows, seconds, are_waiting=are_waiting and self.most_live > self.limit.rows)
 
     def num_free(self, num_live: int) -> int:
         """The number of free places."""
-        return max(0, self.most_live - num_live)
+        return max(0, self.num_places - num_live)
 
     def run_out(self, num_live: int) -> None:
         """So many rows that had places were more than fit into memory."""
@@ -124,7 +157,7 @@ class Scheduler:
 
     def end(self) -> None:
         """A row has ended that had a place: one more is tried once as many have ended as there are places."""
-        if self.most_live == self.config.max_rows:
+        if self.most_live == self.most_rows:
             return
         self._ended += 1
         if self._ended >= self.most_live:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 #: Seconds without any news after which it is said what is waited for.
 PATIENCE = 30.0
 #: Rows that a worker has beside those of its batch, so that its engine finds the next ones read and processed.
-DEFAULT_ROWS, DEFAULT_LOOK_AHEAD = 8, 16
+DEFAULT_ROWS, DEFAULT_LOOK_AHEAD = 32, 16
 #: Most characters of Ray's own account of a death.
 _WHY_CHARACTERS = 300
 
@@ -180,7 +180,7 @@ class Cluster:
         try:
             self._join(ray)
             count, resources = _share(ray, *self._wanted)
-            room = self._options.get("max_rows", DEFAULT_ROWS) + self._options.get("look_ahead", DEFAULT_LOOK_AHEAD)
+            room = (self._options.get("max_rows") or DEFAULT_ROWS) + self._options.get("look_ahead", DEFAULT_LOOK_AHEAD)
             self._fleet = _RayFleet(ray, self._model, self._options, resources, room, self._say)
             self._dispatcher = Dispatcher(self._fleet, count, self._say)
             self._dispatcher.wait_for_one()

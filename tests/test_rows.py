@@ -1,0 +1,179 @@
+"""The number of rows that live follows what a step takes for each, and changes no answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.harness import Ask, check, run_family, shared_adapter
+from tests.zoo import family
+from vlm_batch import VLMBatcher
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.caches import Placement
+from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.generator import FIRST_PLACES, BatchGenerator
+from vlm_batch.engine.limit import LADDER, RowLimit
+from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.models import adapter_for
+from vlm_batch.policy import POLICIES
+from vlm_batch.runtime.device import Device
+from vlm_batch.types import Event
+
+Curve = Callable[[int], float]
+
+#: Seconds of a step by rows: launches decide; every row costs as much; both; launches decide up to 16 rows.
+CURVES: dict[str, Curve] = {
+    "flat": lambda rows: 0.01,
+    "linear": lambda rows: 0.004 * rows,
+    "mixed": lambda rows: 0.016 + 0.0017 * rows,
+    "knee": lambda rows: 0.01 * max(1.0, rows / 16),
+}
+
+
+def climbed(
+    curve: Curve, *, first: int = 8, most: int = 64, steps: int = 2000, noise: float = 0.0, **how: Any
+) -> list[int]:
+    """The number of rows after each step of a full batch."""
+    chance = random.Random(7)
+    limit = RowLimit(first, most, **how)
+    found = []
+    for _ in range(steps):
+        limit.record(limit.rows, curve(limit.rows) * (1 + noise * (2 * chance.random() - 1)))
+        found.append(limit.rows)
+    return found
+
+
+@pytest.mark.parametrize(("name", "rows"), [("flat", 64), ("linear", 8), ("mixed", 24), ("knee", 16)])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_it_ends_where_more_rows_stop_paying(name: str, rows: int, noise: float) -> None:
+    found = climbed(CURVES[name], noise=noise)
+    often = max(set(found[200:]), key=found[200:].count)
+    assert often == rows if not noise else LADDER.index(often) - LADDER.index(rows) in (-1, 0, 1)
+
+
+def test_a_flat_curve_is_climbed_at_once() -> None:
+    assert climbed(CURVES["flat"]).index(64) <= 6 * RowLimit.STEPS
+
+
+def test_what_does_not_pay_is_tried_ever_more_rarely() -> None:
+    found = climbed(CURVES["linear"], steps=8000)
+    tries = [step for step in range(1, len(found)) if found[step] > found[step - 1]]
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert len(tries) >= 4 and all(later >= 1.8 * earlier for earlier, later in pairwise(gaps))
+    assert sum(rows > 8 for rows in found) < 0.02 * len(found)
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_it_stays_between_one_and_the_most(name: str, noise: float) -> None:
+    assert {1 <= rows <= 24 for rows in climbed(CURVES[name], first=3, most=24, noise=noise)} == {True}
+
+
+def test_it_goes_below_the_first_where_fewer_rows_were_cheaper_each() -> None:
+    limit = RowLimit(8, 64)
+    for rows, seconds in ((4, 0.01), (8, 0.1)):  # memory is short, say: the machine swaps
+        for _ in range(RowLimit.STEPS):
+            limit.record(rows, seconds)
+    assert limit.rows == 4
+
+
+def test_it_does_not_grow_where_nobody_waits_or_a_step_is_long_already() -> None:
+    limit = RowLimit(8, 64)
+    for _ in range(100):
+        assert not limit.record(8, 0.01, are_waiting=False)
+    assert limit.rows == 8
+    assert set(climbed(lambda rows: 0.2, steps=300)) == {8}
+    assert climbed(lambda rows: 0.2, steps=300, gap=0.3)[-1] == 64
+
+
+def test_a_batch_that_is_not_full_says_nothing_of_more_rows() -> None:
+    limit = RowLimit(8, 64)
+    for _ in range(100):
+        limit.record(5, 0.01)
+    assert limit.rows == 8
+
+
+def test_its_bounds_are_checked() -> None:
+    for first, most in ((0, 8), (9, 8)):
+        with pytest.raises(ValueError, match="1 <= first <= most"):
+            RowLimit(first, most)
+
+
+def test_only_steps_that_did_nothing_else_are_fed() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_rows=64, first_rows=8))
+    for _ in range(50):
+        scheduler.record(8, 0.01, 256, are_waiting=True)
+        scheduler.record(8, 0.01, 0, are_waiting=True)  # a device may still be at the chunk
+    assert scheduler.num_places == 8
+    for _ in range(50):
+        scheduler.record(8, 0.01, 0, are_waiting=True)
+    assert scheduler.num_places > 8
+    scheduler.run_out(7)
+    assert scheduler.num_places == 6, "memory goes first"
+
+
+def test_said_rows_stay() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_rows=5))
+    for _ in range(50):
+        scheduler.record(5, 0.01, 0, are_waiting=True)
+    assert scheduler.num_places == 5
+
+
+NAME = "qwen2_vl"
+
+
+@pytest.mark.parametrize(
+    ("placement", "exact", "places"),
+    [
+        (Placement.ROWS, None, (6,)),
+        (Placement.SLAB, None, (1, 2, 4, 6)),
+        (Placement.SLAB, Exact((2, 4, 8), Placement.SLAB), (2, 4, 8)),
+    ],
+    ids=["rows", "slab", "reproducible slab"],
+)
+def test_rows_come_and_go_while_their_number_changes(
+    placement: Placement, exact: Exact | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that moves at almost every step, and slabs that are made anew: each row's answer is the one it gets alone."""
+    config = SchedulerConfig(max_rows=6, first_rows=1, prefill_budget=64)
+    adapter = adapter_for(NAME)(family(NAME).build()) if exact is not None else shared_adapter(NAME)
+    generator = BatchGenerator(adapter, config=config, placement=placement, exact=exact)
+    limit = generator.scheduler.limit
+    assert limit is not None and generator.scheduler.num_places == 1
+    keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
+    widths: list[int] = []
+    counts: list[int] = []
+    whole = generator.step
+
+    def step() -> list[Event]:
+        limit.rows = (1, 3, 6, 6, 6, 4)[len(counts) % 6]
+        events = whole()
+        widths.append(generator.batch.num_places)
+        counts.append(len(generator.batch))
+        return events
+
+    monkeypatch.setattr(generator, "step", step)
+    check(NAME, run_family(NAME, [Ask(key) for key in keys], generator=generator))
+    assert max(counts) > 3
+    assert set(widths) == set(places)
+    assert generator.batch.num_places == places[0], "an idle batch is narrow again"
+
+
+def test_a_slab_begins_with_few_places() -> None:
+    config = SchedulerConfig(first_rows=32)
+    generator = BatchGenerator(shared_adapter(NAME), config=config, placement=Placement.SLAB)
+    assert generator.batch.num_places == FIRST_PLACES
+    assert generator.scheduler.num_places == 32 and generator.scheduler.most_rows == POLICIES[Device.CUDA].most_rows
+    said = BatchGenerator(shared_adapter(NAME), config=SchedulerConfig(max_rows=16), placement=Placement.SLAB)
+    assert said.batch.num_places == 16
+
+
+def test_a_batcher_says_how_many_may_live() -> None:
+    with VLMBatcher(default_checkpoint()) as batcher:
+        assert batcher.stats().most_rows == POLICIES[Device.CPU].first_rows
+    with VLMBatcher(default_checkpoint(), max_rows=3) as batcher:
+        assert batcher.stats().most_rows == 3

@@ -1,0 +1,142 @@
+"""``vlm-batch bench --tune``: the settings of the device measured for one model, shown, and kept for later processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from PIL import Image
+from rich import box
+from rich.table import Column, Table
+
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.cli.console import open_console
+from vlm_batch.cli.model import said_quantisation
+from vlm_batch.errors import VLMBatchError
+from vlm_batch.types import Request
+
+if TYPE_CHECKING:
+    from vlm_batch.policy import Policy
+    from vlm_batch.tuning import Measured
+
+#: Pictures that are encoded in one call at most, and their sides in pixels.
+PICTURES, SIDE = 16, 336
+#: Seconds that the measuring takes at most, but for what it has begun.
+SECONDS = 120.0
+
+
+class CannotTune(Exception):
+    """The model cannot be measured; the message goes to the user as it is."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``vlm-batch bench --tune``."""
+    group = parser.add_argument_group("settings of the device")
+    group.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure rows, chunks, pictures and prompts together, and layout for this model here, and keep what is found "
+        "for later batchers; the machine should be idle",
+    )
+    group.add_argument(
+        "--tune-seconds",
+        type=float,
+        default=SECONDS,
+        metavar="S",
+        help="begin nothing new after this (default: %(default)s)",
+    )
+    group.add_argument("--no-keep", action="store_true", help="show what was found, and keep nothing")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the model of a command line, say what was found, keep it. The figures. Raises CannotTune.
+
+    With keys and values in few bits, what is found is for those alone.
+    """
+    from vlm_batch import tuning
+    from vlm_batch.adapters.quantisation import check_quantisation
+    from vlm_batch.loading import adapt, load_model
+    from vlm_batch.policy import POLICIES, SETTINGS
+    from vlm_batch.runtime.device import device
+
+    out, kv = sys.stderr if args.json == "-" else sys.stdout, said_quantisation(args)
+    try:
+        model, processor = load_model(args.model or default_checkpoint(), trust_remote_code=args.trust_remote_code)
+        adapter = adapt(model)
+        key = tuning.key_of(adapter, kv)
+        if kv is not None:
+            check_quantisation(adapter, kv)
+        pictures = _pictures(adapter, model, processor)
+        measured = tuning.measure(adapter, kv, pictures, seconds=args.tune_seconds, say=_say)
+    except Exception as error:  # whatever the loader or the model raises, the user needs one line of it
+        raise CannotTune(f"cannot measure the model: {type(error).__name__}: {error}") from error
+    kind = device()
+    policy = POLICIES[kind]
+    found = tuning.settings_of(measured, policy)
+    kept = None if args.no_keep or not found else tuning.keep(key, found, measured)
+    show(measured, found, policy, {name: one.source(kind) for name, one in SETTINGS.items()}, out)
+    console = open_console(out)
+    if kept is not None:
+        console.print(
+            f'kept in {kept}; batchers of this model take it over here (policy="device" leaves it out)', markup=False
+        )
+    elif found and not args.no_keep:
+        console.print("not kept: the cache folder cannot be written to (VLM_BATCH_CACHE names another)", markup=False)
+    return {
+        "device": kind.value,
+        "family": adapter.spec.family,
+        "settings": found,
+        "measured": measured.as_json(),
+        "kept": kept,
+    }
+
+
+def show(measured: Measured, found: Mapping[str, Any], policy: Policy, sources: Mapping[str, str], out: TextIO) -> None:
+    """The measurements, and every setting with its value here, the table's, and where that comes from."""
+    console = open_console(out)
+    curves = [
+        *((f"a decode step, {layout}: ms by rows", times, 1000.0) for layout, times in measured.decode.items()),
+        ("a prompt's token: ms by tokens of a chunk", measured.chunks, 1000.0),
+        ("a prompt: ms by prompts in one array", measured.prompts, 1000.0),
+        ("a picture: ms by pictures in one call", measured.pictures, 1000.0),
+    ]
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for title, times, factor in curves:
+        if times:
+            table.add_row(title, "  ".join(f"{count}: {seconds * factor:.3g}" for count, seconds in times.items()))
+    console.print(table)
+    table = Table(
+        "setting",
+        Column("here", justify="right"),
+        Column("table", justify="right"),
+        "the table's source",
+        box=box.SIMPLE_HEAD,
+    )
+    for name, value in vars(policy).items():
+        table.add_row(name, str(found[name]) if name in found else "", str(value), sources[name])
+    console.print(table)
+
+
+def _say(said: str) -> None:
+    print(f"vlm-batch: measuring {said}", file=sys.stderr, flush=True)
+
+
+def _pictures(adapter: Any, model: Any, processor: Any) -> Sequence[Mapping[str, Any]]:
+    """Processors' outputs of pictures that are all different; none for a family that takes none, or not so."""
+    from vlm_batch.arrays import as_mlx
+    from vlm_batch.verify import prepared
+
+    if not adapter.spec.images:
+        return ()
+    random = np.random.default_rng(4)
+    noise = [Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(PICTURES)]
+    requests = [Request(prompt="describe the picture", images=(one.resize((SIDE, SIDE)),)) for one in noise]
+    try:
+        given = [as_mlx(dict(inputs)) for inputs in prepared(adapter, model, processor, requests)]
+        alike = adapter.encode_together(given[:2])
+    except (VLMBatchError, ValueError):  # its template wants more than this, say
+        return ()
+    return () if alike[0] is given[0] else given

@@ -1,0 +1,329 @@
+"""Settings of the device measured for one model on this machine, and kept in a file for the next processes.
+
+``measure`` takes the time of decode steps by rows and layout, of prefill by the length of chunks, of prompts in one array,
+and of pictures in one call. ``settings_of`` says what of the device's policy that speaks for another value. The file lies in
+the platform's cache folder, by versions, device, the model's shapes and its keys and values.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.products import shapes_of
+from vlm_batch.arrays import arrays_of
+from vlm_batch.caches import Placement, can_share, make_layer_cache
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.quantisation import settings_of as kv_settings
+from vlm_batch.caches.states import CopiedState
+from vlm_batch.engine.limit import LADDER, RowLimit
+from vlm_batch.exactness import device_facts, versions
+from vlm_batch.policy import Policy
+from vlm_batch.records import DecodeStep, Encoded
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.digest import digest
+from vlm_batch.store.features import FeatureStore
+from vlm_batch.store.proofs import read_proof, write_proof
+
+#: Changes whenever what is measured does.
+TUNING = 1
+FOLDER = "tuned"
+#: Tokens of the rows that decode, of the prompt that is cut into chunks, and of the prompts that share an array.
+CONTEXT, PROMPT, SHORT = 256, 2048, 96
+CHUNKS = (64, 128, 256, 512, 1024, 2048)
+TOGETHER = (1, 2, 4, 8, 16, 32)
+#: Steps of which the median is taken, and runs of everything else; one before them, which makes what is made once.
+STEPS, RUNS = 8, 3
+MOST_ROWS = 64
+#: By how much another value must be better than the smaller or the table's own: below that it is noise.
+MARGIN = 0.05
+#: Ids of plain text in every vocabulary.
+FIRST_ID, LAST_ID = 3, 99
+
+Inputs = Mapping[str, Any]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds by what was tried. A decode step by layout and rows; a prompt's token by its chunks; a prompt by how many share
+    an array; a picture by how many share a call. Empty where the family has none, or time was up."""
+
+    decode: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    chunks: Mapping[int, float] = field(default_factory=dict)
+    prompts: Mapping[int, float] = field(default_factory=dict)
+    pictures: Mapping[int, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "decode": {layout: _named(found) for layout, found in self.decode.items()},
+            "chunks": _named(self.chunks),
+            "prompts": _named(self.prompts),
+            "pictures": _named(self.pictures),
+        }
+
+
+def tuned_settings(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
+    """The settings that are kept for a model on this device; none where nothing is, or nothing of use."""
+    kept = read_proof(key_of(adapter, kv), FOLDER)
+    settings = None if kept is None else kept.get("settings")
+    if not isinstance(settings, dict):
+        return {}
+    try:
+        Policy(**{**_ANY, **settings})
+    except (TypeError, ValueError):  # an older or a damaged file
+        return {}
+    return settings
+
+
+def keep(key: Mapping[str, Any], settings: Mapping[str, Any], measured: Measured) -> str | None:
+    """Keep settings for the next processes; the file's name, or None if the folder cannot be written to."""
+    path = write_proof(key, {"settings": dict(settings), "measured": measured.as_json()}, FOLDER)
+    return None if path is None else str(path)
+
+
+def key_of(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
+    """The name of what is found for a model here. To be asked before anything is done with the adapter: what its towers
+    remember changes its modules."""
+    return {
+        "versions": versions(),
+        "device": device_facts(),
+        "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
+        "kv": kv_settings(kv),
+        "tuning": TUNING,
+    }
+
+
+#: Values that every setting may have, to try others beside.
+_ANY: dict[str, Any] = {
+    **{"placement": "rows", "first_rows": 1, "most_rows": 256, "encode_seconds": 0.0, "grid": 256},
+    **dict.fromkeys(("max_chunk", "smallest_chunk", "idle_budget", "slack", "encode_together", "beside_decode"), 1),
+    **dict.fromkeys(("most_patches", "prefill_together", "together_tokens", "encode_ahead"), 1),
+}
+
+
+# ---- measuring ----
+
+
+def measure(
+    adapter: Adapter,
+    kv: KVQuantisation | None,
+    pictures: Sequence[Inputs] = (),
+    *,
+    seconds: float = 120.0,
+    say: Progress = lambda said: None,
+) -> Measured:
+    """Measure a model on this machine; it should be idle. ``pictures`` are processors' outputs, of one picture each.
+
+    Begins nothing new once ``seconds`` have passed. Raises what the model raises.
+    """
+    clock = _Clock(time.perf_counter() + seconds)
+    adapter.remember_features(FeatureStore(ByteBudget(0)))
+    context = _most(adapter, CONTEXT + MOST_ROWS) - MOST_ROWS
+    decode: dict[str, dict[int, float]] = {}
+    if adapter.max_rows != 1 and context > 8:
+        say("decode steps")
+        row = _Row.prefilled(adapter, kv, context)
+        for layout in Placement:
+            decode[layout.value] = _climb(
+                clock, _rows(adapter), lambda n, layout=layout: _step(adapter, layout, row, n)
+            )
+    say("prompts in chunks")
+    prompt = _encoded(adapter, _most(adapter, PROMPT + 8) - 8)
+    sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
+    if not adapter.spec.chunked_prefill or prompt.atomic:
+        sizes = []
+    chunks = {size: clock.timed(partial(_in_chunks, adapter, kv, prompt, size)) for size in sizes}
+    prompts: dict[int, float] = {}
+    if adapter.shares_prefill and can_share(_fresh(adapter, kv)):
+        say("prompts in one array")
+        short = _encoded(adapter, min(SHORT, prompt.length))
+        prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, kv, short, n))
+    found: dict[int, float] = {}
+    if pictures:
+        say("pictures in one call")
+        found = _climb(
+            clock, [n for n in TOGETHER if n <= len(pictures)], lambda n: lambda: _looked(adapter, pictures[:n])
+        )
+    return Measured(
+        decode,
+        {size: spent / prompt.length for size, spent in chunks.items() if spent is not None},
+        {n: spent / n for n, spent in prompts.items()},
+        {n: spent / n for n, spent in found.items()},
+    )
+
+
+class _Clock:
+    """Takes times until it is late."""
+
+    def __init__(self, ends: float) -> None:
+        self._ends = ends
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self._ends
+
+    def timed(self, work: Callable[[], Any], runs: int = RUNS) -> float | None:
+        """The median of some runs, after one that does not count; None once it is late."""
+        if self.is_late:
+            return None
+        work()
+        taken = []
+        for _ in range(runs):
+            begin = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken)
+
+
+def _climb(clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[[], Any]]) -> dict[int, float]:
+    """Seconds by count, ascending, until one more costs as much as it would alone, twice in a row, or time is up."""
+    found: dict[int, float] = {}
+    worse = 0
+    for count in counts:
+        spent = None if clock.is_late else clock.timed(make(count), STEPS)
+        if spent is None:
+            break
+        best = min((taken / n for n, taken in found.items()), default=None)
+        found[count] = spent
+        worse = worse + 1 if best is not None and spent / count > best else 0
+        if worse == 2:
+            break
+    return found
+
+
+def _rows(adapter: Adapter) -> list[int]:
+    most = MOST_ROWS if adapter.max_rows is None else min(MOST_ROWS, adapter.max_rows)
+    return [rows for rows in LADDER if rows <= most]
+
+
+def _most(adapter: Adapter, tokens: int) -> int:
+    return tokens if adapter.max_context is None else min(tokens, adapter.max_context - 1)
+
+
+def _encoded(adapter: Adapter, length: int) -> Encoded:
+    ids = np.random.RandomState(length).randint(FIRST_ID, LAST_ID + 1, size=max(2, length))
+    return adapter.encode(adapter.probe(mx.array(ids[None], dtype=mx.int32)))
+
+
+def _fresh(adapter: Adapter, kv: KVQuantisation | None) -> list[Any]:
+    fresh = adapter.make_cache()
+    return fresh if kv is None else kv.caches(fresh)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A prefilled row, of which there can be as many copies as are wanted."""
+
+    encoded: Encoded
+    caches: tuple[CopiedState, ...]
+
+    @classmethod
+    def prefilled(cls, adapter: Adapter, kv: KVQuantisation | None, length: int) -> _Row:
+        encoded, caches = _encoded(adapter, length), _fresh(adapter, kv)
+        logits = adapter.prefill(encoded, caches, 0, encoded.length)
+        adapter.finish_prefill(encoded, caches)
+        mx.eval(logits, [cache.state for cache in caches])
+        copied = tuple(CopiedState.of(cache, encoded.length) for cache in caches)
+        mx.eval([array for state in copied for array in state.arrays()])
+        return cls(encoded, copied)
+
+
+def _step(adapter: Adapter, layout: Placement, row: _Row, count: int) -> Callable[[], None]:
+    """A decode step of so many copies of a row, one token further each time that it is called."""
+    layers = [make_layer_cache(state.restore(0), layout, count) for state in row.caches]
+    for layer in layers:
+        layer.resize(count)
+    for place in range(count):
+        for layer, state in zip(layers, row.caches, strict=True):
+            layer.put(place, state.restore(0))
+    mx.eval([array for layer in layers for array in layer.arrays()])
+    tokens = mx.full((count, 1), FIRST_ID, dtype=mx.int32)
+    at = row.encoded.length + row.encoded.position.delta
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        positions = mx.full((count,), at + done, dtype=mx.int32)
+        logits = adapter.decode(DecodeStep(tokens, positions, layers, [row.encoded.decode] * count))
+        mx.eval(mx.argmax(logits, axis=-1))
+        done += 1
+
+    return step
+
+
+def _in_chunks(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, size: int) -> None:
+    caches = _fresh(adapter, kv)
+    for start in range(0, prompt.length, size):
+        logits = adapter.prefill(prompt, caches, start, min(start + size, prompt.length))
+        mx.eval(logits, arrays_of([cache.state for cache in caches]))
+
+
+def _together(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, count: int) -> None:
+    cache = _fresh(adapter, kv)
+    if count == 1:
+        logits = adapter.prefill(prompt, cache, 0, prompt.length)
+    else:
+        logits = adapter.prefill_together([prompt] * count, cache)
+    mx.eval(logits, arrays_of([layer.state for layer in cache]))
+
+
+def _looked(adapter: Adapter, pictures: Sequence[Inputs]) -> None:
+    found = adapter.encode_together(pictures) if len(pictures) > 1 else pictures
+    mx.eval([adapter.encode(inputs).inputs_embeds for inputs in found])
+
+
+# ---- what it says ----
+
+
+def settings_of(measured: Measured, policy: Policy, *, gap: float = 0.1) -> dict[str, Any]:
+    """The settings that were found to be better than a policy's, by name; none where nothing was measured.
+
+    Rows as ``RowLimit`` would climb; the layout whose step takes less time a row at its own best number of rows; the
+    chunks, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
+    """
+    found: dict[str, Any] = {}
+    rows = {layout: _pays(times, gap) for layout, times in measured.decode.items() if times}
+    if rows:
+        shares = {layout: measured.decode[layout][most] / most for layout, most in rows.items()}
+        placement = min(shares, key=lambda layout: shares[layout])
+        if policy.placement in shares and shares[policy.placement] <= shares[placement] * (1 + MARGIN):
+            placement = policy.placement
+        found |= {"placement": placement, "first_rows": rows[placement], "most_rows": rows[placement]}
+    if len(measured.chunks) > 1:
+        longest = max(_cheap(measured.chunks))
+        budget = longest * max(1, policy.idle_budget // policy.max_chunk)
+        found |= {"max_chunk": longest, "smallest_chunk": min(_cheap(measured.chunks)), "idle_budget": budget}
+    if measured.prompts:
+        found["prefill_together"] = min(_cheap(measured.prompts))
+    if measured.pictures:
+        found["encode_together"] = min(_cheap(measured.pictures))
+    return found
+
+
+def _pays(times: Mapping[int, float], gap: float) -> int:
+    """The number of rows at which more of them stop paying, or a step takes longer than ``gap``."""
+    best, *others = sorted(times)
+    for rows in others:
+        if times[rows] / rows > times[best] / best * (1 - RowLimit.GAIN) or times[rows] > gap:
+            break
+        best = rows
+    return best
+
+
+def _cheap(costs: Mapping[int, float]) -> list[int]:
+    """The counts that cost no more than ``MARGIN`` above the cheapest."""
+    cheapest = min(costs.values())
+    return [count for count, cost in costs.items() if cost <= cheapest * (1 + MARGIN)]
+
+
+def _named(found: Mapping[int, float]) -> dict[str, float]:
+    return {str(count): seconds for count, seconds in found.items()}
