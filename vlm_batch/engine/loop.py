@@ -22,6 +22,7 @@ from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
+from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
 from vlm_batch.types import Event, Request, Result, Stats, failed_result
 
@@ -367,4 +368,5 @@ def _work(make: Callable[[], Made], ready: Future[Made]) -> None:
     except InvalidStateError:
         return
     del make, engine, ready
-    loop.run()
+    with wired():
+        loop.run()
