@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, inputs_of, oracle, shared_adapter
+from tests.histories import History
 from vlm_batch import (
     BatcherClosed,
     FetchPolicy,
@@ -45,7 +46,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
@@ -820,7 +821,9 @@ def adapter_caches(adapter: Any, family: str) -> list[Any]:
 
 def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first request, too: by ``submit`` where the length is known there, else before anything is encoded."""
-    numbers = r"the request has [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
+    numbers = (
+        r"the request has at least [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
+    )
     with VLMBatcher(CHECKPOINT, max_bytes=600_000) as own:
         for known in (
             {"token_ids": [5] * 400},
@@ -846,6 +849,39 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
     with VLMBatcher(CHECKPOINT) as own:
         bound = own.stats().max_kv_bytes
         assert bound is not None and 10**8 < bound < 10**13
+
+
+def test_a_flood_of_messages_does_not_hold_up_the_engine() -> None:
+    """Threads that submit and cancel without pause keep the inbox full; those who wait are answered all the same."""
+    history = History("qwen2_vl", Placement.ROWS)
+    history.submit("text:4:9", max_tokens=3)
+    told = history.told["r1"]
+    history.load(0)
+    for _ in range(20 * MESSAGES_A_TURN):
+        history.loop._inbox.put(_Cancel("of nobody"))
+    while not told.handle.done():
+        assert not history.loop._inbox.empty(), "it was answered only when nobody wanted anything any more"
+        history.loop._serve()
+    assert told.handle.result().ok
+
+
+def test_many_cancels_of_one_request_are_one() -> None:
+    with VLMBatcher(CHECKPOINT) as own:
+        stopped, go_on = threading.Event(), threading.Event()
+
+        def stops(tokens: mx.array, logits: mx.array) -> mx.array:
+            stopped.set()
+            assert go_on.wait(60)
+            return logits
+
+        handle = own.submit(None, "count to 9", params=SamplingParams(logits_processors=[stops]))
+        assert stopped.wait(60)
+        assert all(own.cancel(handle.request_id) for _ in range(1000))
+        assert own._loop._inbox.qsize() == 1
+        go_on.set()
+        assert handle.result(timeout=60).finish_reason == "cancelled"
+        again = own.submit(None, "count to 9", request_id=handle.request_id)
+        assert again.result(timeout=60).ok and not again.cancel()
 
 
 def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

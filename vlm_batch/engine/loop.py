@@ -73,6 +73,10 @@ class _Stop:
     """Ends the loop."""
 
 
+#: Messages that are followed before the engine takes a turn, however many more there are: who floods the inbox stops nobody.
+MESSAGES_A_TURN = 256
+
+
 _Message = _Add | _Cancel | _Read | _Loaded | _Stop
 
 
@@ -90,6 +94,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._several: dict[str, Several] = {}  # by the names of their rows
+        self._cancelling: set[str] = set()  # those of whom the inbox has a cancel
+        self._followed = 0  # messages since the last turn
         self._is_busy = False
         self._process = os.getpid()
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
@@ -135,7 +141,9 @@ class EngineLoop:
         """Have a request end soon; False if none of that id is alive."""
         if not self.is_alive(request_id):
             return False
-        self._inbox.put(_Cancel(request_id))
+        if request_id not in self._cancelling:
+            self._cancelling.add(request_id)
+            self._inbox.put(_Cancel(request_id))
         return True
 
     def stop(self) -> None:
@@ -226,8 +234,10 @@ class EngineLoop:
             return False
         try:
             if message is not None:
+                self._followed += 1
                 self._follow(message)
-            if self._inbox.empty():
+            if self._followed >= MESSAGES_A_TURN or self._inbox.empty():
+                self._followed = 0
                 self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
             self._recover(error, message)
@@ -239,6 +249,7 @@ class EngineLoop:
                 self._several.update(dict.fromkeys(message.several.row_ids, message.several))
             self.generator.add(message.row)
         elif isinstance(message, _Cancel):
+            self._cancelling.discard(message.request_id)
             self._cancel(message.request_id)
         elif isinstance(message, _Read):
             self.generator.admission.note_read(message.row)
