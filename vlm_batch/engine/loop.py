@@ -217,10 +217,11 @@ class EngineLoop:
     def _finish(self) -> None:
         """End what is alive as cancelled, and write what is to outlive the process."""
         try:
-            for request_id in tuple(self._alive):
-                self._cancel(request_id)
-            while self.generator.has_work:
-                self._turn()
+            with self._watchdog.step():
+                for request_id in tuple(self._alive):
+                    self._cancel(request_id)
+                while self.generator.has_work:
+                    self._turn()
         except BaseException as error:
             self._recover(error)
         self.generator.reuse.close()
@@ -233,12 +234,13 @@ class EngineLoop:
         if isinstance(message, _Stop):
             return False
         try:
-            if message is not None:
-                self._followed += 1
-                self._follow(message)
-            if self._followed >= MESSAGES_A_TURN or self._inbox.empty():
-                self._followed = 0
-                self._is_busy = self._turn()
+            with self._watchdog.step():  # what listeners do of it, too
+                if message is not None:
+                    self._followed += 1
+                    self._follow(message)
+                if self._followed >= MESSAGES_A_TURN or self._inbox.empty():
+                    self._followed = 0
+                    self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
             self._recover(error, message)
         return True
@@ -272,8 +274,7 @@ class EngineLoop:
         if not self.generator.has_work:
             return False
         begin = time.perf_counter()
-        with self._watchdog.step():
-            events = self.generator.step()
+        events = self.generator.step()
         self._counts["steps"] += 1
         for event in events:
             self._hand_out(event)
