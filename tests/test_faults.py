@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, inputs_of, oracle, shared_adapter
+from tests.histories import History
 from vlm_batch import (
     BatcherClosed,
     FetchPolicy,
@@ -45,8 +46,8 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import EngineLoop
-from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory
+from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
+from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
@@ -811,6 +812,30 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
     assert max(overtaken) <= 8  # those that have a place beside it
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> None:
+    """Twelve answers where three rows fit, and a request behind them that fits at any time: it does not go before them."""
+    adapter = shared_adapter(family)
+    memory = RowMemory(2**62, Placement.ROWS, 8)
+    memory.learn(adapter_caches(adapter, family), 26)
+    bound = int(3.5 * memory.of(40))
+    params = SamplingParams(n=12, temperature=1.0, seed=3, max_tokens=NUM_TOKENS)
+    asks = [("many", "text:5:26", params), ("last", "text:4:9", SamplingParams(max_tokens=NUM_TOKENS))]
+    answers = []
+    for max_bytes in (2**62, bound):
+        config = SchedulerConfig(max_rows=16, max_bytes=max_bytes)
+        generator = BatchGenerator(adapter, placement=Placement.ROWS, config=config)
+        generator.memory.learn(adapter_caches(adapter, family), 26)
+        for name, key, how in asks:
+            generator.insert(name, as_mlx(inputs_of(family, key)), how)
+        results: dict[str, Result] = {}
+        while generator.has_work:
+            results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+            assert generator.batch.nbytes <= max_bytes
+        answers.append({name: result.token_ids for name, result in results.items()})
+    assert answers[0] == answers[1] and len(answers[0]) == 13
+
+
 def adapter_caches(adapter: Any, family: str) -> list[Any]:
     """A row's caches after a prompt of 26 tokens."""
     encoded, caches = adapter.encode(as_mlx(inputs_of(family, "text:5:26"))), adapter.make_cache()
@@ -820,7 +845,9 @@ def adapter_caches(adapter: Any, family: str) -> list[Any]:
 
 def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first request, too: by ``submit`` where the length is known there, else before anything is encoded."""
-    numbers = r"the request has [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
+    numbers = (
+        r"the request has at least [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
+    )
     with VLMBatcher(CHECKPOINT, max_bytes=600_000) as own:
         for known in (
             {"token_ids": [5] * 400},
@@ -846,6 +873,39 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
     with VLMBatcher(CHECKPOINT) as own:
         bound = own.stats().max_kv_bytes
         assert bound is not None and 10**8 < bound < 10**13
+
+
+def test_a_flood_of_messages_does_not_hold_up_the_engine() -> None:
+    """Threads that submit and cancel without pause keep the inbox full; those who wait are answered all the same."""
+    history = History("qwen2_vl", Placement.ROWS)
+    history.submit("text:4:9", max_tokens=3)
+    told = history.told["r1"]
+    history.load(0)
+    for _ in range(20 * MESSAGES_A_TURN):
+        history.loop._inbox.put(_Cancel("of nobody"))
+    while not told.handle.done():
+        assert not history.loop._inbox.empty(), "it was answered only when nobody wanted anything any more"
+        history.loop._serve()
+    assert told.handle.result().ok
+
+
+def test_many_cancels_of_one_request_are_one() -> None:
+    with VLMBatcher(CHECKPOINT) as own:
+        stopped, go_on = threading.Event(), threading.Event()
+
+        def stops(tokens: mx.array, logits: mx.array) -> mx.array:
+            stopped.set()
+            assert go_on.wait(60)
+            return logits
+
+        handle = own.submit(None, "count to 9", params=SamplingParams(logits_processors=[stops]))
+        assert stopped.wait(60)
+        assert all(own.cancel(handle.request_id) for _ in range(1000))
+        assert own._loop._inbox.qsize() == 1
+        go_on.set()
+        assert handle.result(timeout=60).finish_reason == "cancelled"
+        again = own.submit(None, "count to 9", request_id=handle.request_id)
+        assert again.result(timeout=60).ok and not again.cancel()
 
 
 def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -983,19 +1043,31 @@ def test_a_result_that_is_kept_holds_nothing_of_a_request_that_failed(
     assert "in breaks" in "".join(traceback.format_exception(result.exception))
 
 
-def test_a_step_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("where", ["a logits processor", "a listener"])
+def test_a_step_that_hangs_is_reported(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """While it hangs, by ``stats`` and in the log, with the place where it is; afterwards all is as it was."""
     monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.05)
-    begun, released = threading.Event(), threading.Event()
+    listened, begun, released = threading.Event(), threading.Event(), threading.Event()
 
-    def hangs(tokens: mx.array, logits: mx.array) -> mx.array:
+    def hangs() -> None:
         begun.set()
         assert released.wait(60)
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        if where == "a listener":
+            assert listened.wait(60)  # else it would be called on the thread that asks
+        else:
+            hangs()
         return logits
 
     with VLMBatcher(CHECKPOINT) as own:
         assert own.stats().stalled == 0
-        handle = own.submit(None, "count to 3", params=SamplingParams(logits_processors=[hangs], max_tokens=1))
+        handle = own.submit(None, "count to 3", params=SamplingParams(logits_processors=[process], max_tokens=1))
+        if where == "a listener":
+            handle.when_done(hangs)
+        listened.set()
         assert begun.wait(60)
         seconds = time.monotonic()
         while not (own.stats().stalled and "in hangs" in caplog.text):

@@ -822,8 +822,10 @@ def test_a_failing_step_is_a_500_with_a_reason_and_the_next_request_works(
         assert server.chat("count to 5").status == 200
 
 
-def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["the server", "the engine's watchdog"])
+def test_an_engine_that_hangs_is_not_ready(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vlm_batch.engine.generator import BatchGenerator
+    from vlm_batch.runtime import watchdog
 
     step, go_on = BatchGenerator.step, threading.Event()
 
@@ -832,8 +834,11 @@ def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> N
         return step(self)
 
     monkeypatch.setattr(BatchGenerator, "step", hanging)
-    with serving(warm_up=False, stall_seconds=0.3) as server:
+    if by != "the server":
+        monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.3)
+    with serving(warm_up=False, stall_seconds=0.3 if by == "the server" else 600) as server:
         assert server.ask("GET", "/ready").status == 200
+        assert "vlm_batch:stalled_seconds" in server.ask("GET", "/metrics").body.decode()
         connection = begin_stream(server)
         wait_until(lambda: server.ask("GET", "/ready").status == 503, "the stall to be noticed")
         assert server.ask("GET", "/ready").json["status"] == "stalled"

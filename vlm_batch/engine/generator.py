@@ -214,7 +214,8 @@ class BatchGenerator:
         self._await(before)
         self._launched.guided = self.chooser.choose_held()
         joined = self._join_forks()
-        encoding = self.admission.admit(self.batch.rows, is_decoding=bool(rows))
+        first = [row for row, _ in self._forks]  # they have what they need, and nobody takes their room
+        encoding = self.admission.admit([*self.batch.rows, *first], is_decoding=bool(rows))
         prefilling = self.prefill.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
         budget = self._pace.budget(is_decoding=bool(rows), pending=self.prefill.num_pending, waited=longest)
@@ -244,9 +245,17 @@ class BatchGenerator:
 
     def _join_forks(self) -> list[tuple[Row, mx.array]]:
         """Give places to further answers of prompts that are prefilled, with their logits (1, V): they go before all others."""
-        free = self.scheduler.num_free(len(self.prefill) + len(self.batch))
         self._forks = [(row, logits) for row, logits in self._forks if row.status is not Status.FINISHED]
-        taken, self._forks = self._forks[:free], self._forks[free:]
+        if not self._forks:
+            return []
+        live = [*self.batch.rows, *self.prefill.rows.values()]
+        count = 0
+        for row, _ in self._forks[: self.scheduler.num_free(len(live))]:
+            if live and not self.memory.fits(row, live):
+                break
+            live.append(row)
+            count += 1
+        taken, self._forks = self._forks[:count], self._forks[count:]
         return [(row, logits) for row, logits in taken if self.recovery.guard(row, self._join, row, logits)]
 
     def _join(self, row: Row, logits: mx.array) -> bool:
@@ -272,6 +281,8 @@ class BatchGenerator:
             logits = self.recovery.together(live, self._decoder.logits, group, live) if live else None
             if logits is None:
                 continue
+            for row in live:
+                row.answer.num_fed = row.answer.num_sampled
             if self.batch.is_apart(live[0]):
                 flights += self.chooser.choose(logits, live)
             else:

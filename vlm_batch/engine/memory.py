@@ -86,14 +86,15 @@ class RowMemory:
 
     def check(self, row: Row) -> None:
         """Raise DoesNotFit, with the numbers, for a row that does not even fit alone."""
-        self.check_length(tokens(row))
+        self.check_length(tokens(row), "")
 
-    def check_length(self, length: int) -> None:
+    def check_length(self, length: int, how: str = "at least ") -> None:
         """Raise DoesNotFit, with the numbers, for a prompt of at least so many tokens that never fits, even alone."""
         if self.max_bytes is not None and (needed := self.together([length])) > self.max_bytes:
+            most = f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
             raise DoesNotFit(
-                f"the request has {length:,} tokens (pictures included), whose keys and values take {needed / 1e6:,.1f} MB; "
-                f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
+                f"the request has {how}{length:,} tokens (pictures included), whose keys and values take "
+                f"{needed / 1e6:,.1f} MB; {most}"
             )
 
     def _most_tokens(self) -> int:
