@@ -214,6 +214,7 @@ class Asking:
 
     asked: Asked
     videos: tuple[Any, ...] = ()
+    least_tokens = 1
 
     @property
     def lane(self) -> str:
@@ -843,6 +844,11 @@ def main() -> None:
             print(f"history of seed {seed} ({KINDS[seed % len(KINDS)]}):", flush=True)
             raise
         seed += 1
+        if seed == options.seed + len(
+            KINDS
+        ):  # the models are there, and need not be looked through for garbage each time
+            gc.collect()
+            gc.freeze()
         if total["operations"] - told >= 10_000:
             told = total["operations"]
             print(f"{told:,} operations, {time.perf_counter() - begin:,.0f} s, seeds to {seed}", flush=True)

@@ -1,14 +1,18 @@
 """A long day of a batcher in short: mixed requests for some time, and what it holds flat.
 
     python -m tests.soak --seconds 3600
+    python -m tests.soak --seconds 600 --http
+    python -m tests.soak --plot docs/pictures/soak.png --from batcher.json --from http.json
 
-Requests with and without pictures, damaged pictures, cancelled ones, seeds, several answers, conversations and failing
-processors go through the embedded checkpoint. Every answer is compared with the request's answer alone.
+Requests with and without pictures, damaged pictures, cancelled ones, seeds, several answers and failing processors go
+through the embedded checkpoint; over HTTP whole and streamed, from clients that leave, too. Every answer is compared with
+the request's answer alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 import json
 import os
@@ -23,6 +27,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.serving import Running, picture, serving, text, wait_until
 from vlm_batch import Handle, Result, SamplingParams, VLMBatcher, assets
 
 PICTURES = Path(__file__).parent.parent / "fixtures" / "images"
@@ -139,6 +144,130 @@ def soak(
     return samples, ends, wrong
 
 
+# Over HTTP --------------------------------------------------------------------------------------------------------------
+
+#: Clients at a time.
+CLIENTS = 12
+
+
+def posted(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """A request's body, by the name under which its answer alone is known (empty: it is to be refused)."""
+    number, chance = draw.randrange(1, 10), draw.random()
+    fields: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
+    content: Any = f"count to {number}"
+    name = f"count {number}"
+    if chance < 0.4:
+        shown = draw.choice(("red_circle", "blue_square", "digits_728", "yellow_cross"))
+        content = [picture(f"{shown}.png"), text("describe the picture")]
+        name = f"picture {shown}"
+    elif chance < 0.5:
+        fields |= {"temperature": 0.9, "seed": number}
+        name = f"drawn {number}"
+    elif chance < 0.6:
+        fields |= {"n": 2}
+        name = f"several {number}"
+    elif chance < 0.7:
+        damaged = base64.b64encode(draw.randbytes(400)).decode()
+        content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{damaged}"}}, text("describe it")]
+        name = ""
+    return name, {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def answered(server: Running, body: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """(status, texts by choice) of a request, streamed or whole."""
+    reply = server.ask("POST", "/v1/chat/completions", body, timeout=PATIENCE)
+    if reply.status != 200:
+        return reply.status, ()
+    if not body.get("stream"):
+        return 200, tuple(choice["message"]["content"] for choice in reply.json["choices"])
+    texts: dict[int, str] = {}
+    events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]", events[-1]
+    for event in map(json.loads, events[:-1]):
+        if "error" in event:
+            return int(event["error"].get("code") or 400), ()
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return 200, tuple(texts[index] for index in sorted(texts))
+
+
+def leave(server: Running, body: dict[str, Any], after: int) -> None:
+    """Ask, read some lines of the stream, and go."""
+    connection = server.connect(PATIENCE)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), {"Content-Type": "application/json"}
+        )
+        if after:
+            response = connection.getresponse()
+            for _ in range(after):
+                response.readline()
+    finally:
+        connection.close()
+
+
+class Client:
+    """One of many clients: asks, compares and leaves until it is told to stop."""
+
+    def __init__(self, server: Running, alone: dict[str, tuple[str, ...]], seed: int) -> None:
+        self._server, self._alone, self._draw = server, alone, random.Random(seed)
+        self.ends, self.wrong = Counter[str](), list[str]()
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while not until():
+            try:
+                self._ask()
+            except Exception as error:
+                self.wrong.append(f"{type(error).__name__}: {error}")
+
+    def _ask(self) -> None:
+        name, body = posted(self._draw)
+        if self._draw.random() < 0.15:
+            leave(self._server, body, self._draw.randrange(6))
+            self.ends["left"] += 1
+            return
+        status, texts = answered(self._server, body | {"stream": self._draw.random() < 0.5})
+        self.ends["answered" if status == 200 else "refused"] += 1
+        if (status == 200) is not bool(name) or (name and texts != self._alone[name]) or status >= 500:
+            self.wrong.append(f"{name}: {status} {texts}, and alone {self._alone.get(name)}")
+
+
+def soak_http(
+    seconds: float, seed: int = 0, every: float = 5.0, keep: Callable[[list[Sample]], None] = lambda samples: None
+) -> tuple[list[Sample], Counter[str], list[str]]:
+    """``soak`` of a server, by clients in threads of this process."""
+    samples, alone, trial = list[Sample](), dict[str, tuple[str, ...]](), random.Random(1)
+    with serving(lambda: VLMBatcher(assets.default_checkpoint(), max_rows=8, cache_bytes=CACHE_BYTES)) as server:
+        for _ in range(600):  # before anybody else is there
+            name, body = posted(trial)
+            if name and name not in alone:
+                alone[name] = answered(server, body)[1]
+        begin = time.monotonic()
+        clients = [Client(server, alone, 1000 * seed + number) for number in range(CLIENTS)]
+        threads = [
+            threading.Thread(target=client.run, args=(lambda: time.monotonic() > begin + seconds,))
+            for client in clients
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            if time.monotonic() - begin >= every * len(samples) and all(thread.is_alive() for thread in threads):
+                samples.append(sample(begin, sum(client.ends.total() for client in clients)))
+                keep(samples)
+            time.sleep(0.05)
+        wait_until(lambda: _is_idle(server), "the last to end", PATIENCE)
+    wrong = [said for client in clients for said in client.wrong]
+    return samples, sum((client.ends for client in clients), Counter[str]()), wrong
+
+
+def _is_idle(server: Running) -> bool:
+    stats = server.server.service.stats()
+    return stats is not None and not (stats.decoding or stats.queued or stats.waiting or stats.prefilling)
+
+
+# Figures ----------------------------------------------------------------------------------------------------------------
+
+
 def growth(samples: list[Sample]) -> list[str]:
     """What was not flat: the most of the last third beside the most of the second."""
     third = len(samples) // 3
@@ -157,18 +286,58 @@ def growth(samples: list[Sample]) -> list[str]:
     return found
 
 
+def plot(runs: list[list[dict[str, Any]]], names: list[str], path: Path) -> None:
+    """What a process held over time: a line for each run. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    parts = (
+        ("rss", "resident memory, MB", 1e6),
+        ("mlx_active", "MLX active, MB", 1e6),
+        ("mlx_cache", "MLX's cache, MB", 1e6),
+        ("arrays", "live arrays", 1),
+        ("threads", "threads", 1),
+        ("files", "open files", 1),
+    )
+    figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.2), sharex=True)
+    for axis, (key, label, unit) in zip(axes.flat, parts, strict=True):
+        for name, samples in zip(names, runs, strict=True):
+            axis.plot(
+                [one["seconds"] / 60 for one in samples], [one[key] / unit for one in samples], label=name, lw=1.2
+            )
+        axis.set_title(label, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("minutes")
+    axes[0][0].legend(loc="lower right", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--http", action="store_true", help="a server, and clients that leave")
     parser.add_argument("--json", type=Path, help="where the samples go")
+    parser.add_argument("--plot", type=Path, help="draw samples of earlier runs, and do nothing else")
+    parser.add_argument("--from", dest="sources", type=Path, action="append", default=[], help="samples to draw")
     options = parser.parse_args()
+    if options.plot is not None:
+        runs = [json.loads(source.read_text()) for source in options.sources]
+        plot(runs, [source.stem for source in options.sources], options.plot)
+        return
 
     def keep(samples: list[Sample]) -> None:
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(one) for one in samples], indent=1))
 
-    samples, ends, wrong = soak(options.seconds, options.seed, max(1.0, options.seconds / 120), keep)
+    run = soak_http if options.http else soak
+    samples, ends, wrong = run(options.seconds, options.seed, max(1.0, options.seconds / 120), keep)
     for one in (samples[0], samples[len(samples) // 2], samples[-1]):
         print(one)
     print(dict(ends), f"{sum(ends.values()):,} requests;", *(wrong[:5] or ["every answer is its own"]))

@@ -386,7 +386,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "--look-ahead=5",
         "--look-ahead-bytes=2G",
     ]
-    options += ["--max-image-pixels=none", "--max-video-pixels=4M", "--max-prompt-tokens=900"]
+    options += ["--max-bytes=4GB", "--max-image-pixels=none", "--max-video-pixels=4M", "--max-prompt-tokens=900"]
     options += ["--kv-bits=4", "--kv-group-size=32", "--min-pixels=4k", "--max-pixels=1.5M", "--reproducible"]
     assert cli.main(["run", "pictures", "--model", str(default_checkpoint()), *options]) == 2
     assert given == {
@@ -404,6 +404,7 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
         "reproducible": True,
         "look_ahead": 5,
         "look_ahead_bytes": 2_000_000_000,
+        "max_bytes": 4_000_000_000,
         "trust_remote_code": False,
     }
 

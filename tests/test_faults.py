@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, inputs_of, oracle, shared_adapter
+from tests.histories import History
 from vlm_batch import (
     BatcherClosed,
     FetchPolicy,
@@ -45,12 +46,13 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
+from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import OutOfMemory
+from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
 from vlm_batch.runtime import threads, watchdog
@@ -817,19 +819,119 @@ def adapter_caches(adapter: Any, family: str) -> list[Any]:
     return caches
 
 
-def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers() -> None:
-    with VLMBatcher(CHECKPOINT, max_bytes=200_000) as own:
-        own.submit(None, "count to 3").result(timeout=60)  # what a row takes is known from now on
-        refused = own.submit(None, "count to 3 " * 40).result(timeout=60)
-        assert isinstance(refused.exception, OutOfMemory)
-        assert re.search(r"the request has \d+ tokens .* take [\d.]+ MB; max_bytes is 0.2 MB", str(refused.error))
+def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first request, too: by ``submit`` where the length is known there, else before anything is encoded."""
+    numbers = (
+        r"the request has at least [\d,]+ tokens .* take [\d.]+ MB; max_bytes is 0.6 MB, which (\d+) tokens fit into"
+    )
+    with VLMBatcher(CHECKPOINT, max_bytes=600_000) as own:
+        for known in (
+            {"token_ids": [5] * 400},
+            {"inputs": {"input_ids": np.full((1, 400), 5)}},
+            {"prompt": "a" * 6400},
+        ):
+            with pytest.raises(DoesNotFit, match=numbers) as error:
+                own.submit(**known)  # type: ignore[arg-type]
+            most = int(re.search(numbers, str(error.value))[1])  # type: ignore[index]
+        encoded = []
+        encode = own._loop.generator.adapter.encode
+        monkeypatch.setattr(own._loop.generator.adapter, "encode", lambda *given: encoded.append(1) or encode(*given))
+        refused = own.submit(CIRCLE, "count to 3 " * 100).result(timeout=60)
+        assert isinstance(refused.exception, DoesNotFit) and isinstance(refused.exception, OutOfMemory)
+        assert re.search(numbers, str(refused.error)) and not encoded
+        assert own.submit(token_ids=[5] * most, params=SamplingParams(max_tokens=4)).result(timeout=60).ok
+        with pytest.raises(DoesNotFit):
+            own.submit(token_ids=[5] * (most + 1))
         stats = own.stats()
-        assert stats.max_kv_bytes == 200_000 and stats.mlx_bytes > 10**6 and stats.input_bytes == 0
+        assert stats.max_kv_bytes == 600_000 and stats.mlx_bytes > 10**6 and stats.input_bytes == 0
     with pytest.raises(ValueError, match="max_bytes"):
         VLMBatcher(CHECKPOINT, max_bytes=1.5)  # type: ignore[arg-type]
     with VLMBatcher(CHECKPOINT) as own:
         bound = own.stats().max_kv_bytes
         assert bound is not None and 10**8 < bound < 10**13
+
+
+def test_a_flood_of_messages_does_not_hold_up_the_engine() -> None:
+    """Threads that submit and cancel without pause keep the inbox full; those who wait are answered all the same."""
+    history = History("qwen2_vl", Placement.ROWS)
+    history.submit("text:4:9", max_tokens=3)
+    told = history.told["r1"]
+    history.load(0)
+    for _ in range(20 * MESSAGES_A_TURN):
+        history.loop._inbox.put(_Cancel("of nobody"))
+    while not told.handle.done():
+        assert not history.loop._inbox.empty(), "it was answered only when nobody wanted anything any more"
+        history.loop._serve()
+    assert told.handle.result().ok
+
+
+def test_many_cancels_of_one_request_are_one() -> None:
+    with VLMBatcher(CHECKPOINT) as own:
+        stopped, go_on = threading.Event(), threading.Event()
+
+        def stops(tokens: mx.array, logits: mx.array) -> mx.array:
+            stopped.set()
+            assert go_on.wait(60)
+            return logits
+
+        handle = own.submit(None, "count to 9", params=SamplingParams(logits_processors=[stops]))
+        assert stopped.wait(60)
+        assert all(own.cancel(handle.request_id) for _ in range(1000))
+        assert own._loop._inbox.qsize() == 1
+        go_on.set()
+        assert handle.result(timeout=60).finish_reason == "cancelled"
+        again = own.submit(None, "count to 9", request_id=handle.request_id)
+        assert again.result(timeout=60).ok and not again.cancel()
+
+
+def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    active, peak = [1000], [1000]
+    monkeypatch.setattr(mx, "get_active_memory", lambda: active[0])
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: peak[0])
+    memory = EncoderMemory(limit=10_000)
+    assert memory.fits(10**9)  # nothing is known yet
+    memory.begin(0)  # a text
+    memory.begin(100)
+    peak[0] = 4000
+    for _ in range(STEPS_OF_ENCODING + 1):
+        assert memory.expected(100) == 0
+        memory.step()
+    assert [memory.expected(nbytes) for nbytes in (0, 50, 100, 127, 128, 400)] == [0, 3000, 3000, 3000, 6000, 12_000]
+    assert memory.fits(100) and not memory.fits(400)
+    active[0] = 8000
+    assert not memory.fits(100) and memory.fits(0)
+    memory.begin(400)  # alone: that was enough
+    peak[0] = 9500
+    for _ in range(STEPS_OF_ENCODING + 1):
+        memory.step()
+    assert memory.expected(400) == 1500 and EncoderMemory(None).fits(10**12)
+
+
+def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
+    with VLMBatcher(CHECKPOINT, cache_bytes=0) as own:
+        generator = own._loop.generator
+        asks: list[dict[str, Any]] = [
+            {"prompt": "count to 9", "params": SamplingParams(max_tokens=30, ignore_eos=True)},
+            {"images": CIRCLE, "prompt": DESCRIBE},
+            {"prompt": "count to 7"},
+            {"images": CIRCLE, "prompt": "count to 3"},
+        ]
+        alone = own.generate(asks)
+        full = EncoderMemory(limit=0)
+        full._seen[10] = 1
+        generator.admission._encoding = full
+        beside: list[int] = []
+        encode = generator.adapter.encode
+
+        def watched(inputs: Any, cached: int = 0) -> Any:
+            if "pixel_values" in inputs:
+                beside.append(len(generator.batch) + len(generator.prefill))
+            return encode(inputs, cached)
+
+        generator.adapter.encode = watched  # type: ignore[method-assign]
+        full_again = own.generate(asks)
+    assert [result.token_ids for result in full_again] == [result.token_ids for result in alone]
+    assert beside == [0, 0]
 
 
 def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -631,6 +631,14 @@ def test_the_memory_limit_is_the_devices_unless_it_is_said() -> None:
     assert 2**28 < usual_limit() < 2**44
 
 
+@pytest.mark.parametrize(("said", "most"), [("", None), ("--max-bytes 30MB", 30_000_000)])
+def test_memory_for_keys_and_values_is_bounded_by_a_flag(said: str, most: int | None) -> None:
+    args = cli.parser().parse_args(["serve", *said.split()])
+    with serve.open_batcher(args) as batcher:  # type: ignore[attr-defined]
+        found = batcher.stats().max_kv_bytes
+    assert found == most if most is not None else found > 10**8
+
+
 def test_sizes_of_pictures_are_bounded_by_flags() -> None:
     """--max-pixels is the batcher's own bound: pictures are seen no larger, and nobody may ask for more."""
     args = cli.parser().parse_args(["serve", "--max-pixels", "1568", "--min-pixels", "784"])
@@ -814,8 +822,10 @@ def test_a_failing_step_is_a_500_with_a_reason_and_the_next_request_works(
         assert server.chat("count to 5").status == 200
 
 
-def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["the server", "the engine's watchdog"])
+def test_an_engine_that_hangs_is_not_ready(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vlm_batch.engine.generator import BatchGenerator
+    from vlm_batch.runtime import watchdog
 
     step, go_on = BatchGenerator.step, threading.Event()
 
@@ -824,8 +834,11 @@ def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> N
         return step(self)
 
     monkeypatch.setattr(BatchGenerator, "step", hanging)
-    with serving(warm_up=False, stall_seconds=0.3) as server:
+    if by != "the server":
+        monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.3)
+    with serving(warm_up=False, stall_seconds=0.3 if by == "the server" else 600) as server:
         assert server.ask("GET", "/ready").status == 200
+        assert "vlm_batch:stalled_seconds" in server.ask("GET", "/metrics").body.decode()
         connection = begin_stream(server)
         wait_until(lambda: server.ask("GET", "/ready").status == 503, "the stall to be noticed")
         assert server.ask("GET", "/ready").json["status"] == "stalled"

@@ -23,6 +23,7 @@ prefer_single_launches()
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.errors import (  # noqa: E402
     BatcherClosed,
+    DoesNotFit,
     InvalidCache,
     InvalidImage,
     InvalidParameters,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatcherClosed",
+    "DoesNotFit",
     "FetchPolicy",
     "Handle",
     "InvalidCache",

@@ -59,11 +59,12 @@ class VLMBatcher:
     that many in flight beside a batch's worth. What is read and prepared ahead is at most ``look_ahead_bytes`` large, but for
     a request that is larger by itself, which goes alone. ``max_bytes`` bounds the keys and values of the requests that decode
     or are prefilled: as many as fit go on together, the last in line waits where they grow beyond it, and a request that does
-    not fit alone ends with OutOfMemory and the numbers; None takes what the device has beside the weights and
-    ``cache_bytes``. ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the
-    same pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
-    files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in so many bits,
-    from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
+    not fit alone is refused with DoesNotFit and the numbers: by ``submit`` where ids or the length of the text show it, else
+    once its processor has run, before anything is encoded. None takes four fifths of the device's memory without the weights
+    and ``cache_bytes``. ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or
+    the same pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes
+    to files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in so many
+    bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
     and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``policy`` has
     settings of the device in the place of its table's, by name (docs/tuning.md). By default, "tuned", they are what
@@ -209,6 +210,7 @@ class VLMBatcher:
         """``submit`` for a ``Request`` object."""
         self._loop.check_runs()  # before any lock: in a child process nobody would let go of it
         question = self._preparer.check(request)
+        self._loop.check_fits(question)
         request_id = request.request_id if request.request_id is not None else f"request-{next(self._ids)}"
         handle = Handle(request_id, self.cancel, self._running.is_here)
         with self._lock:

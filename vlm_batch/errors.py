@@ -11,6 +11,7 @@
     │   ├── PromptTooLong               longer than the model's context or the batcher's limit
     │   └── InvalidCache                a prompt cache of another model or other settings, continued already, or damaged
     ├── OutOfMemory (MemoryError)       a request that does not fit even alone
+    │   └── DoesNotFit                  by the batcher's ``max_bytes``; a PromptTooLong, too
     ├── UnsupportedModel (ValueError)   a model type that is not known, or is refused with a reason
     ├── BatcherClosed (RuntimeError)    submitted to a closed batcher
     └── RequestFailed (RuntimeError)    a request that ended with an error, raised by ``Result.raise_for_error``
@@ -53,6 +54,10 @@ class InvalidCache(InvalidRequest):
 
 class OutOfMemory(VLMBatchError, MemoryError):
     """A request needs more memory than there is for it alone; the message has the numbers."""
+
+
+class DoesNotFit(PromptTooLong, OutOfMemory):
+    """A prompt is so long that its keys and values never fit into ``max_bytes``; the message has the numbers."""
 
 
 class UnsupportedModel(VLMBatchError, ValueError):

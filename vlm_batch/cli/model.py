@@ -23,6 +23,7 @@ BATCHER_OPTIONS = (
     "trust_remote_code",
     "look_ahead",
     "look_ahead_bytes",
+    "max_bytes",
     "max_prompt_tokens",
     "max_image_pixels",
     "max_video_pixels",
@@ -113,7 +114,18 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     )
     say = partial(group.add_argument, default=argparse.SUPPRESS)
     say("--look-ahead", type=at_least(1), metavar="N", help="requests that are read ahead of the batch (default: 16)")
-    say("--look-ahead-bytes", type=_bytes, metavar="N", help="memory for what is read ahead, as 2G (default: 1.07G)")
+    say(
+        "--look-ahead-bytes",
+        type=amount_of_bytes,
+        metavar="N",
+        help="memory for what is read ahead, as 2G (default: 1.07G)",
+    )
+    say(
+        "--max-bytes",
+        type=amount_of_bytes,
+        metavar="N",
+        help="memory for keys and values of the batch, as 4GB (default: what the device has beside weights and caches)",
+    )
     say(
         "--max-prompt-tokens",
         type=at_least(1),
@@ -124,21 +136,26 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
     say(
         "--max-video-pixels", type=_amount, metavar="N", help="likewise, all frames of a video together (default: 500M)"
     )
-    say("--min-pixels", type=_bytes, metavar="N", help="least that the model sees of a picture (default: the model's)")
+    say(
+        "--min-pixels",
+        type=amount_of_bytes,
+        metavar="N",
+        help="least that the model sees of a picture (default: the model's)",
+    )
     say(
         "--max-pixels",
-        type=_bytes,
+        type=amount_of_bytes,
         metavar="N",
         help="most that the model sees of a picture, as 1M: fewer tokens (likewise)",
     )
     say(
         "--cache-bytes",
-        type=_bytes,
+        type=amount_of_bytes,
         metavar="N",
         help="memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)",
     )
     say("--cache-dir", metavar="FOLDER", help="where what memory cannot keep goes (default: nowhere)")
-    say("--cache-dir-bytes", type=_bytes, metavar="N", help="most bytes of that folder")
+    say("--cache-dir-bytes", type=amount_of_bytes, metavar="N", help="most bytes of that folder")
     add_speed(group)
 
 
@@ -188,11 +205,11 @@ def _plain_value(text: str) -> int | float | str:
 
 def _amount(text: str) -> int | None:
     """A count such as 40M; None for "none"."""
-    return None if text.lower() == "none" else _bytes(text)
+    return None if text.lower() == "none" else amount_of_bytes(text)
 
 
-def _bytes(text: str) -> int:
-    """A number with a decimal K, M, G or T."""
+def amount_of_bytes(text: str) -> int:
+    """A number with a decimal K, M, G or T, and a B or none behind it: 500M, 4GB."""
     factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
     number = text.lower().removesuffix("b")
     factor = factors.get(number[-1:], 1)

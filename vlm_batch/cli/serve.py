@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.model import add_policy
+from vlm_batch.cli.model import add_policy, amount_of_bytes
 
 if TYPE_CHECKING:
     from vlm_batch.server.config import ServerConfig
@@ -78,6 +78,7 @@ def open_batcher(args: argparse.Namespace) -> Batcher:
         str(args.model or default_checkpoint()),
         max_rows=args.max_num_seqs,
         max_prompt_tokens=args.max_prompt_tokens,
+        max_bytes=args.max_bytes,
         max_image_pixels=args.max_image_pixels,
         min_pixels=args.min_pixels,
         max_pixels=args.max_pixels,
@@ -173,6 +174,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="of an answer, unless it says so (default: %(default)s)",
     )
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="of a prompt, pictures included")
+    group.add_argument(
+        "--max-bytes",
+        type=amount_of_bytes,
+        metavar="N",
+        help="memory for keys and values of the batch, as 4GB (default: what the device has beside weights and caches)",
+    )
     group.add_argument(
         "--max-queue", type=int, default=256, metavar="N", help="requests that may wait (default: %(default)s)"
     )

@@ -16,12 +16,13 @@ from dataclasses import replace
 from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.encoding import Encoder
-from vlm_batch.engine.memory import RowMemory
+from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.prefill import Guard, Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
+from vlm_batch.runtime.memory import usual_limit
 from vlm_batch.runtime.threads import num_cores
 
 #: Requests of one lane that are with the loaders at a time: they are served there in the order in which they came, so a few
@@ -80,6 +81,7 @@ class Admission:
         self._idle_budget = idle_budget
         self._guard = guard
         self._memory = memory
+        self._encoding = EncoderMemory(usual_limit())
         config = scheduler.config
         self._inbox: dict[tuple[Hashable, bool], list[_Entry]] = {}  # a heap for each lane, with and without videos
         self._arrivals = itertools.count()
@@ -204,6 +206,7 @@ class Admission:
         rules = row.answer.rules = replace(row.answer.rules, bad_words=prepared.bad_words)
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
         row.prompt.inputs = as_mlx(prepared.inputs)
+        self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         row.keep_given(row.prompt.inputs)
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
@@ -217,6 +220,7 @@ class Admission:
         as fill a step. Returns the seconds that encoding took.
         """
         begin = time.perf_counter()
+        self._encoding.step()
         if not self._prepared:
             return 0.0
         config = self._scheduler.config
@@ -231,12 +235,14 @@ class Admission:
             if not _is_encoded(row):
                 if self._reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
+                if live and not self._encoding.fits(_picture_bytes(row)):
+                    break  # nobody overtakes it: it is encoded once those beside it have ended
                 if num_encoded >= num_together:
                     if num_encoded and (not has_place or self._has_encoded_enough(is_decoding, begin)):
                         break
                     unencoded = [other for other in near[index:] if not _is_encoded(other)]
                     num_together = num_encoded + self._encoder.encode_together(unencoded, others, is_decoding)
-                self._guard(row, self._encoder.encode, row)
+                self._guard(row, self._encode, row)
                 others.append(row)
                 num_encoded += 1
             if has_place and _is_encoded(row):
@@ -251,6 +257,12 @@ class Admission:
                 del self._prepared[row.request_id]
                 self._prefill.add(row)
         return time.perf_counter() - begin
+
+    def _encode(self, row: Row) -> None:
+        """Encode a row. Raises what that raises, and DoesNotFit for one that would wait for ever."""
+        self._encoding.begin(_picture_bytes(row))
+        self._encoder.encode(row)
+        self._memory.check(row)
 
     def _has_encoded_enough(self, is_decoding: bool, begin: float) -> bool:
         """Whether a step that began to encode at ``begin`` goes on with what else it has to do."""
@@ -268,6 +280,11 @@ _Entry = tuple[float, int, Row]  # urgency, order of arrival
 
 def _nbytes(row: Row) -> int:
     return 0 if row.prompt is None else row.prompt.nbytes
+
+
+def _picture_bytes(row: Row) -> int:
+    """Bytes of what the encoder gets of a row that has pictures or videos."""
+    return _nbytes(row) if row.image_sizes or row.video_sizes else 0
 
 
 def _is_encoded(row: Row) -> bool:

@@ -272,6 +272,8 @@ class BatchGenerator:
             logits = self.recovery.together(live, self._decoder.logits, group, live) if live else None
             if logits is None:
                 continue
+            for row in live:
+                row.answer.num_fed = row.answer.num_sampled
             if self.batch.is_apart(live[0]):
                 flights += self.chooser.choose(logits, live)
             else:

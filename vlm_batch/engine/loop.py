@@ -22,6 +22,7 @@ from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
+from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
 from vlm_batch.types import Event, Request, Result, Stats, failed_result
 
@@ -72,6 +73,10 @@ class _Stop:
     """Ends the loop."""
 
 
+#: Messages that are followed before the engine takes a turn, however many more there are: who floods the inbox stops nobody.
+MESSAGES_A_TURN = 256
+
+
 _Message = _Add | _Cancel | _Read | _Loaded | _Stop
 
 
@@ -89,6 +94,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._several: dict[str, Several] = {}  # by the names of their rows
+        self._cancelling: set[str] = set()  # those of whom the inbox has a cancel
+        self._followed = 0  # messages since the last turn
         self._is_busy = False
         self._process = os.getpid()
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
@@ -122,6 +129,10 @@ class EngineLoop:
         if self._gone is not None:
             raise self._gone
 
+    def check_fits(self, question: Question) -> None:
+        """Raise DoesNotFit for a prompt of which it is known already that its keys and values never fit."""
+        self.generator.memory.check_length(question.least_tokens)
+
     def is_alive(self, request_id: str) -> bool:
         """Whether a request of that id has not ended."""
         return request_id in self._alive
@@ -130,7 +141,9 @@ class EngineLoop:
         """Have a request end soon; False if none of that id is alive."""
         if not self.is_alive(request_id):
             return False
-        self._inbox.put(_Cancel(request_id))
+        if request_id not in self._cancelling:
+            self._cancelling.add(request_id)
+            self._inbox.put(_Cancel(request_id))
         return True
 
     def stop(self) -> None:
@@ -222,8 +235,10 @@ class EngineLoop:
             return False
         try:
             if message is not None:
+                self._followed += 1
                 self._follow(message)
-            if self._inbox.empty():
+            if self._followed >= MESSAGES_A_TURN or self._inbox.empty():
+                self._followed = 0
                 self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
             self._recover(error, message)
@@ -235,6 +250,7 @@ class EngineLoop:
                 self._several.update(dict.fromkeys(message.several.row_ids, message.several))
             self.generator.add(message.row)
         elif isinstance(message, _Cancel):
+            self._cancelling.discard(message.request_id)
             self._cancel(message.request_id)
         elif isinstance(message, _Read):
             self.generator.admission.note_read(message.row)
@@ -364,4 +380,5 @@ def _work(make: Callable[[], Made], ready: Future[Made]) -> None:
     except InvalidStateError:
         return
     del make, engine, ready
-    loop.run()
+    with wired():
+        loop.run()

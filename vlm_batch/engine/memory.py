@@ -1,68 +1,155 @@
-"""Bytes of the rows' keys and values, and the rows that fit beside each other."""
+"""Bytes that rows take: keys and values while they live, and the encoder's work on their pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from vlm_batch.caches.layers import row_bytes
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
-from vlm_batch.errors import OutOfMemory
+from vlm_batch.errors import DoesNotFit
 
 #: Lengths at which a row's bytes are noted, to be read off between them.
 LENGTHS = tuple(1 << power for power in range(4, 21))
 #: Steps between two looks at whether rows have grown beyond the bound.
 GROWTH = 16
+#: Steps after which an encoding is done, whatever it was launched behind.
+STEPS_OF_ENCODING = 2
+#: A prompt of ids that every vocabulary has: long enough that what is allocated in steps counts as it does later.
+PROBE = (5,) * 256
 
 
 class RowMemory:
-    """Bytes of live rows under a bound. What a row takes is learned from rows that were prefilled; before the first one
-    nothing is known, and all fit. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the
-    longest; None where every row takes its own."""
+    """Bytes of live rows under a bound. A row's bytes are known before it enters: from ``probe``, and from rows that were
+    prefilled. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the longest;
+    None where every row takes its own.
+
+    ``check_length`` may be called from any thread, the rest belongs to the engine's.
+    """
 
     def __init__(self, max_bytes: int | None, places: Callable[[int], int] | None) -> None:
         self.max_bytes = max_bytes
         self._places = places
-        self._at: tuple[
-            int, ...
-        ] = ()  # bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen
+        #: Bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen.
+        self._at: tuple[int, ...] = ()
+        self._is_probed = False  # by a prompt without pictures, and not by a row
+
+    def probe(self, adapter: ModelAdapter, kv: KVQuantisation | None) -> None:
+        """Learn what a row takes from the shapes of a short prompt's caches, of which nothing is computed.
+
+        A family that takes no prompt without a picture is learned from its first row.
+        """
+        if self.max_bytes is None:
+            return
+        try:
+            encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)))
+            fresh = adapter.make_cache()
+            caches = fresh if kv is None else kv.caches(fresh)
+            adapter.prefill(encoded, caches, 0, encoded.length)
+            self.learn(caches, encoded.length)
+        except Exception:
+            return
+        self._is_probed = True
 
     def learn(self, caches: Sequence[Any], seen: int) -> None:
         """A row's caches, which have seen so many tokens."""
         if self.max_bytes is None:
             return
         found = tuple(row_bytes(caches, tokens, seen) for tokens in LENGTHS)
-        self._at = tuple(map(max, found, self._at)) if self._at else found
+        known, self._is_probed = () if self._is_probed else self._at, False
+        self._at = tuple(map(max, found, known)) if known else found
 
     def of(self, tokens: int) -> int:
         """Bytes of a row of so many tokens; 0 while that is not known."""
-        if not self._at or tokens <= 0:
+        at = self._at
+        if not at or tokens <= 0:
             return 0
         below = max(0, tokens.bit_length() - LENGTHS[0].bit_length())
         if below + 1 >= len(LENGTHS):
-            return self._at[-1] * tokens // LENGTHS[-1]
-        least, most = self._at[below : below + 2]
+            return at[-1] * tokens // LENGTHS[-1]
+        least, most = at[below : below + 2]
         share = (tokens - LENGTHS[below]) / (LENGTHS[below + 1] - LENGTHS[below])
         return least + int(max(0.0, share) * (most - least))
 
-    def together(self, rows: Sequence[Row]) -> int:
-        """Bytes of rows that live at once, each with its next ``GROWTH`` tokens."""
-        each = [self.of(tokens(row) + GROWTH) for row in rows]
+    def together(self, lengths: Sequence[int]) -> int:
+        """Bytes of rows of so many tokens that live at once, each with its next ``GROWTH`` tokens."""
+        each = [self.of(tokens + GROWTH) for tokens in lengths]
         return self._places(len(each)) * max(each, default=0) if self._places else sum(each)
 
     def fits(self, row: Row, others: Sequence[Row]) -> bool:
         """Whether a row may live beside others now."""
-        return self.max_bytes is None or self.together([*others, row]) <= self.max_bytes
+        return self.max_bytes is None or self.together([tokens(one) for one in (*others, row)]) <= self.max_bytes
 
     def check(self, row: Row) -> None:
-        """Raise OutOfMemory, with the numbers, for a row that does not even fit alone."""
-        if self.max_bytes is not None and not self.fits(row, ()):
-            raise OutOfMemory(
-                f"the request has {tokens(row)} tokens (pictures included), whose keys and values take "
-                f"{self.together([row]) / 1e6:,.1f} MB; max_bytes is {self.max_bytes / 1e6:,.1f} MB"
+        """Raise DoesNotFit, with the numbers, for a row that does not even fit alone."""
+        self.check_length(tokens(row), "")
+
+    def check_length(self, length: int, how: str = "at least ") -> None:
+        """Raise DoesNotFit, with the numbers, for a prompt of at least so many tokens that never fits, even alone."""
+        if self.max_bytes is not None and (needed := self.together([length])) > self.max_bytes:
+            most = f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
+            raise DoesNotFit(
+                f"the request has {how}{length:,} tokens (pictures included), whose keys and values take "
+                f"{needed / 1e6:,.1f} MB; {most}"
             )
+
+    def _most_tokens(self) -> int:
+        """The longest row that fits alone."""
+        assert self.max_bytes is not None
+        least, most = 0, LENGTHS[-1]
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self.together([middle]) <= self.max_bytes else (least, middle - 1)
+        return least
 
 
 def tokens(row: Row) -> int:
     """Positions that a row has: those of its prompt and of its answer so far, also while it is on its way back to it."""
     return row.facts.length + max(row.answer.num_sampled, len(row.answer.token_ids))
+
+
+class EncoderMemory:
+    """Bytes that the encoder takes for a moment, learned from the process's peak around each encoding.
+
+    A row's pictures are encoded beside others only where the device has room for that; alone always. ``limit`` is what
+    the device bears, None for no bound.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._seen: dict[int, int] = {}  # by the power of two of what goes in, the least that was enough
+        self._running: list[tuple[int, int, int]] = []  # (bytes that go in, active before, steps since)
+
+    def begin(self, nbytes: int) -> None:
+        """The encoding of so many bytes is about to be launched."""
+        if nbytes:
+            self._running.append((nbytes, mx.get_active_memory(), 0))
+
+    def step(self) -> None:
+        """A step has begun: what was launched two steps ago is done by now."""
+        if not self._running:
+            return
+        peak, still = mx.get_peak_memory(), []
+        for nbytes, before, steps in self._running:
+            if steps < STEPS_OF_ENCODING:
+                still.append((nbytes, before, steps + 1))
+                continue
+            power, enough = nbytes.bit_length(), max(0, peak - before)
+            self._seen[power] = min(enough, self._seen.get(power, enough))
+        self._running = still
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the encoding of so many bytes has room now; unknown sizes do."""
+        return self._limit is None or mx.get_active_memory() + self.expected(nbytes) <= self._limit
+
+    def expected(self, nbytes: int) -> int:
+        """Bytes that it may take, by those of its size, or in proportion to the nearest larger or the largest."""
+        if not nbytes or not self._seen:
+            return 0
+        power = nbytes.bit_length()
+        nearest = min((seen for seen in self._seen if seen >= power), default=max(self._seen))
+        return self._seen[nearest] << max(0, power - nearest)

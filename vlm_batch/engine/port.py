@@ -64,6 +64,9 @@ class Question(Protocol):
     def lane(self) -> Hashable: ...
     @property
     def videos(self) -> Sequence[Any]: ...
+    @property
+    def least_tokens(self) -> int:
+        """The fewest positions that its prompt can have, by what is known before it is prepared."""
 
 
 class Prepared(Protocol):

@@ -238,7 +238,7 @@ class Reuse:
         book = row.reuse
         if not self.wants(row) or book is None or book.left is None:
             return None
-        saved = self._saved(row, book, book.left, row.answer.num_sampled - 1)
+        saved = self._saved(row, book, book.left, row.answer.num_fed)
         book.left = None
         if book.is_returned:  # another thread may read it
             mx.eval(saved.arrays())

@@ -97,6 +97,7 @@ class Answer:
     max_tokens: int = 0  # what was asked for, cut to the model's context
     next_token: mx.array | None = None
     num_sampled: int = 0  # the last of them perhaps not read yet
+    num_fed: int = 0  # of them in its caches: all that were sampled when its last forward was launched
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     rules: RowRules = NO_RULES
     guide: Guide | None = None  # for rows whose last token decides what may be the next
@@ -244,7 +245,7 @@ class Row:
         self.reuse = None
         if book is not None and (book.continues is not None or book.is_returned):
             self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
-        answer.next_token, answer.num_sampled, answer.history = None, 0, None
+        answer.next_token, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
 
     @property
     def position(self) -> int:

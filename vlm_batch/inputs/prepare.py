@@ -123,6 +123,13 @@ class Question:
         return None if self.media else 0
 
     @property
+    def least_tokens(self) -> int:
+        """The fewest positions that its prompt can have: exact for ids without pictures."""
+        if self.inputs is not None:
+            return int(self.inputs["input_ids"].shape[-1])
+        return len(self.token_ids) if self.prompt is None else len(self.prompt) // CHARACTERS_PER_TOKEN
+
+    @property
     def media(self) -> tuple[ImageInput | Video, ...]:
         """The pictures, then the videos."""
         return self.images + self.videos

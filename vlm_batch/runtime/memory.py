@@ -7,6 +7,8 @@ import ctypes
 import gc
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,6 +31,35 @@ def give_back() -> None:
 def usual_limit() -> int:
     """Bytes that arrays may take with room left for everything else: nine tenths of what the device has."""
     return (_total_bytes() or mx.get_memory_limit()) * 9 // 10
+
+
+_wiring = threading.Lock()
+_wired: list[int] = []  # for each engine that runs, the limit that its start replaced
+
+
+@contextlib.contextmanager
+def wired() -> Iterator[None]:
+    """Keep arrays resident on a Mac while an engine runs, up to the working set that Metal recommends; elsewhere nothing.
+
+    Without it the system may page weights out between two steps, which makes large models slow; mlx-vlm's generators do
+    the same. The limit is the process's: it is the last engine to end that puts back what the first one found.
+    """
+    limit = mx.device_info().get("max_recommended_working_set_size") if mx.metal.is_available() else None
+    if not isinstance(limit, int):
+        yield
+        return
+    with _wiring:
+        try:
+            _wired.append(mx.set_wired_limit(limit))
+        except (RuntimeError, ValueError):  # a macOS that has none, or a lower one by sysctl: as it was
+            _wired.append(-1)
+    try:
+        yield
+    finally:
+        with _wiring:
+            if len(_wired) == 1 and _wired[0] >= 0:
+                mx.set_wired_limit(_wired[0])
+            del _wired[-1]
 
 
 #: Of all memory that there is: the rest is the system's, and for work in progress (a prompt's chunk, a picture's encoding).

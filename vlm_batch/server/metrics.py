@@ -25,6 +25,11 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:num_requests_waiting", "Requests that wait for a place.", lambda s: s.queued + s.waiting),
     ("vlm_batch:rows_prefilling", "Rows whose prompts are being prefilled.", lambda s: s.prefilling),
     ("vlm_batch:rows_decoding", "Rows in the decode batch.", lambda s: s.decoding),
+    (
+        "vlm_batch:stalled_seconds",
+        "Seconds of a step that does not end; 0 where steps end in time.",
+        lambda s: s.stalled,
+    ),
     ("vlm_batch:kv_cache_bytes", "Bytes of the live rows' keys and values.", lambda s: s.kv_bytes),
     ("vlm_batch:prefix_cache_bytes", "Bytes kept for later requests.", lambda s: s.cache_bytes),
     ("vlm_batch:tokens_per_second", "Tokens generated a second, lately.", lambda s: s.tokens_per_second),

@@ -134,12 +134,12 @@ class Service:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether unfinished requests have made no progress for ``stall_seconds``."""
+        """Whether unfinished requests have made no progress for ``stall_seconds``, or the engine's own watchdog says so."""
         stats = self.stats()
         if stats is None:
             return False
         self._note_progress(stats)
-        return time.monotonic() - self._progress[1] > self.config.stall_seconds
+        return stats.stalled > 0 or time.monotonic() - self._progress[1] > self.config.stall_seconds
 
     @property
     def is_ready(self) -> bool:
@@ -308,7 +308,7 @@ class Service:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if self.is_stalled:
-                logger.error("the engine has made no progress for %.0f s", self.config.stall_seconds)
+                logger.error("the engine makes no progress: it is not ready until it does")
             idle = self.config.idle_unload
             if idle is None or self._loaded is None or self._visits or time.monotonic() - self._last_used < idle:
                 continue
