@@ -140,12 +140,14 @@ def test_rows_end_where_they_stop_paying_and_chunks_where_longer_ones_gain_nothi
         "encode_together": 1,
     }
     assert settings_of(measured, POLICIES[Device.CUDA])["idle_budget"] == 4 * 512
+    noisy = replace(measured, decode={"rows": {1: 0.01, 2: 0.05, 4: 0.012, 8: 0.014, 16: 0.027}})
+    assert settings_of(noisy, CPU)["most_rows"] == 8
     slow = replace(measured, decode={"rows": {1: 0.09, 2: 0.095, 4: 0.12}})
     assert settings_of(slow, CPU)["most_rows"] == 2, "four would take longer than the gap between tokens may be"
 
 
 def test_a_layout_changes_only_for_a_gain() -> None:
-    for slab, placement in ((0.0099, "rows"), (0.005, "slab")):
+    for slab, placement in ((0.0095, "rows"), (0.005, "slab")):
         measured = Measured(decode={"rows": {1: 0.01}, "slab": {1: slab}})
         assert settings_of(measured, CPU)["placement"] == placement
     assert settings_of(Measured(), CPU) == {}

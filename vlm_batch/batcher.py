@@ -47,26 +47,24 @@ __all__ = ["Handle", "PromptCache", "Stats", "VLMBatcher"]
 class VLMBatcher:
     """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
 
-    ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests
-    decode together; None lets their number follow what is measured: it grows while a step becomes cheaper for each of
-    them and memory allows, up to the device's most. Prompts are prefilled beside them in chunks that keep the gap between
-    two tokens near ``token_gap`` seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens
-    a step if that is given. ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is
-    checked before a picture
-    is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be
-    seen, and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of
-    them and for how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides;
-    ``generate`` keeps that many in flight beside a batch's worth. What is read and prepared ahead is at most
-    ``look_ahead_bytes`` large, but for a request that is larger by itself, which goes alone.
-    ``max_bytes`` bounds the keys and values of the requests that decode or are prefilled: as many as fit go on together, the
-    last in line waits where they grow beyond it, and a request that does not fit alone is refused with DoesNotFit and the
-    numbers: by ``submit`` where ids or the length of the text show it, else once its processor has run, before anything is
-    encoded. None takes four fifths of the device's memory without the weights and ``cache_bytes``.
-    ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or the same
-    pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes to
-    files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in
-    so many bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
+    ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests decode
+    together; None lets their number follow what is measured: it grows while a step becomes cheaper for each of them and
+    memory allows, up to the device's most. Prompts are prefilled beside them in chunks that keep the gap between two tokens
+    near ``token_gap`` seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if
+    that is given. ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a
+    picture is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
+    lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be seen,
+    and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of them and for
+    how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides; ``generate`` keeps
+    that many in flight beside a batch's worth. What is read and prepared ahead is at most ``look_ahead_bytes`` large, but for
+    a request that is larger by itself, which goes alone. ``max_bytes`` bounds the keys and values of the requests that decode
+    or are prefilled: as many as fit go on together, the last in line waits where they grow beyond it, and a request that does
+    not fit alone is refused with DoesNotFit and the numbers: by ``submit`` where ids or the length of the text show it, else
+    once its processor has run, before anything is encoded. None takes four fifths of the device's memory without the weights
+    and ``cache_bytes``. ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or
+    the same pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes
+    to files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in so many
+    bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
     and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``policy`` has
     settings of the device in the place of its table's, by name (docs/tuning.md). By default, "tuned", they are what

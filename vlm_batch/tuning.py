@@ -40,6 +40,8 @@ FOLDER = "tuned"
 CONTEXT, PROMPT, SHORT = 256, 2048, 96
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 TOGETHER = (1, 2, 4, 8, 16, 32)
+#: Lengths of the rows that decode, up to the context: in a batch they differ, which costs a slab.
+LENGTHS = 4
 #: Steps of which the median is taken, and runs of everything else; one before them, which makes what is made once.
 STEPS, RUNS = 8, 3
 MOST_ROWS = 64
@@ -131,11 +133,9 @@ def measure(
     decode: dict[str, dict[int, float]] = {}
     if adapter.max_rows != 1 and context > 8:
         say("decode steps")
-        row = _Row.prefilled(adapter, kv, context)
+        rows = [_Row.prefilled(adapter, kv, max(2, context * part // LENGTHS)) for part in range(1, LENGTHS + 1)]
         for layout in Placement:
-            decode[layout.value] = _climb(
-                clock, _rows(adapter), lambda n, layout=layout: _step(adapter, layout, row, n)
-            )
+            decode[layout.value] = _climb(clock, _rows(adapter), partial(_step, adapter, layout, rows))
     say("prompts in chunks")
     prompt = _encoded(adapter, _most(adapter, PROMPT + 8) - 8)
     sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
@@ -237,23 +237,23 @@ class _Row:
         return cls(encoded, copied)
 
 
-def _step(adapter: Adapter, layout: Placement, row: _Row, count: int) -> Callable[[], None]:
-    """A decode step of so many copies of a row, one token further each time that it is called."""
-    layers = [make_layer_cache(state.restore(0), layout, count) for state in row.caches]
+def _step(adapter: Adapter, layout: Placement, rows: Sequence[_Row], count: int) -> Callable[[], None]:
+    """A decode step of so many rows, copies of these in turns, one token further each time that it is called."""
+    live = [rows[place % len(rows)] for place in range(count)]
+    layers = [make_layer_cache(state.restore(0), layout, count) for state in live[0].caches]
     for layer in layers:
         layer.resize(count)
-    for place in range(count):
+    for place, row in enumerate(live):
         for layer, state in zip(layers, row.caches, strict=True):
             layer.put(place, state.restore(0))
     mx.eval([array for layer in layers for array in layer.arrays()])
     tokens = mx.full((count, 1), FIRST_ID, dtype=mx.int32)
-    at = row.encoded.length + row.encoded.position.delta
-    done = 0
+    at = mx.array([row.encoded.length + row.encoded.position.delta for row in live], dtype=mx.int32)
+    extras, done = [row.encoded.decode for row in live], 0
 
     def step() -> None:
         nonlocal done
-        positions = mx.full((count,), at + done, dtype=mx.int32)
-        logits = adapter.decode(DecodeStep(tokens, positions, layers, [row.encoded.decode] * count))
+        logits = adapter.decode(DecodeStep(tokens, at + done, layers, extras))
         mx.eval(mx.argmax(logits, axis=-1))
         done += 1
 
@@ -287,15 +287,15 @@ def _looked(adapter: Adapter, pictures: Sequence[Inputs]) -> None:
 def settings_of(measured: Measured, policy: Policy, *, gap: float = 0.1) -> dict[str, Any]:
     """The settings that were found to be better than a policy's, by name; none where nothing was measured.
 
-    Rows as ``RowLimit`` would climb; the layout whose step takes less time a row at its own best number of rows; the
-    chunks, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
+    The rows beyond which a step's time a row does not fall any more; the layout whose step takes less time a row at its own
+    best number of rows; the chunks, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
     """
     found: dict[str, Any] = {}
     rows = {layout: _pays(times, gap) for layout, times in measured.decode.items() if times}
     if rows:
         shares = {layout: measured.decode[layout][most] / most for layout, most in rows.items()}
         placement = min(shares, key=lambda layout: shares[layout])
-        if policy.placement in shares and shares[policy.placement] <= shares[placement] * (1 + MARGIN):
+        if policy.placement in shares and shares[policy.placement] <= shares[placement] * (1 + 2 * MARGIN):
             placement = policy.placement
         found |= {"placement": placement, "first_rows": rows[placement], "most_rows": rows[placement]}
     if len(measured.chunks) > 1:
@@ -310,13 +310,11 @@ def settings_of(measured: Measured, policy: Policy, *, gap: float = 0.1) -> dict
 
 
 def _pays(times: Mapping[int, float], gap: float) -> int:
-    """The number of rows at which more of them stop paying, or a step takes longer than ``gap``."""
-    best, *others = sorted(times)
-    for rows in others:
-        if times[rows] / rows > times[best] / best * (1 - RowLimit.GAIN) or times[rows] > gap:
-            break
-        best = rows
-    return best
+    """The least number of rows from which on no more of them cost a row less by ``RowLimit.GAIN``, in a step within ``gap``."""
+    counts = [rows for rows in sorted(times) if times[rows] <= gap] or [min(times)]
+    shares = {rows: times[rows] / rows for rows in counts}
+    cheapest = min(shares.values())
+    return next(rows for rows in counts if cheapest >= shares[rows] * (1 - RowLimit.GAIN))
 
 
 def _cheap(costs: Mapping[int, float]) -> list[int]:

@@ -84,8 +84,8 @@ class DecodeGroups:
         return self._places
 
     def places_for(self, num_rows: int) -> int:
-        """Places that they would have with so many rows."""
-        places = self._places
+        """Places that they would have with so many rows; a lone one is in slabs as narrow as at the beginning."""
+        places = self._places if num_rows > 1 else self._first
         while places < min(num_rows, self._most):
             places = self._at_most(2 * places)
         return places

@@ -25,8 +25,8 @@ PROBE = (5,) * 256
 
 class RowMemory:
     """Bytes of live rows under a bound. A row's bytes are known before it enters: from ``probe``, and from rows that were
-    prefilled. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the longest; None
-    where every row takes its own.
+    prefilled. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the longest;
+    None where every row takes its own.
 
     ``check_length`` may be called from any thread, the rest belongs to the engine's.
     """

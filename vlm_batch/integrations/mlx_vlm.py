@@ -50,7 +50,6 @@ from vlm_batch.types import Event, Request, SamplingParams
 
 #: Threads of the event loop's own pool: their application holds one for each request that is not streamed.
 NUM_THREADS = 256
-DEFAULT_ROWS = 16
 LOOPBACK = "127.0.0.1"
 THINKING = ("<think>", "</think>")
 
@@ -191,7 +190,7 @@ class Engine:
         return VLMBatcher(
             self.model,
             processor,
-            max_rows=get_max_num_seqs() or DEFAULT_ROWS,
+            max_rows=get_max_num_seqs() or None,
             kv_bits=bits or None,
             kv_group_size=group,
             kv_quant_scheme=scheme,
