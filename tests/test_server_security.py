@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
 from vlm_batch.inputs import fetch
@@ -21,6 +22,7 @@ from vlm_batch.server import edge
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import without_paths
 from vlm_batch.server.media import policy_of
+from vlm_batch.server.wire import ChatRequest
 
 #: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.
 PUBLIC = "127.0.0.2"
@@ -444,3 +446,106 @@ def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) ->
     )
     wait_until(lambda: not server.server.service._visits, "nobody to be there")
     assert server.chat("count to 3").status == 200
+
+
+# What a body costs -------------------------------------------------------------------------------------------------
+
+TURN = {"role": "user", "content": "count to 3"}
+
+
+def count_errors(body: dict[str, Any]) -> int:
+    try:
+        ChatRequest.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": ["a"] * 200_000},
+        {"stop_token_ids": ["a"] * 200_000},
+        {"logit_bias": dict.fromkeys(map(str, range(200_000)), "a")},
+        {f"x{index}": 1 for index in range(200_000)},
+        {"tools": [{"type": "function"}] * 60_000},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 600},
+        {"messages": [{"role": "user"}] * 60_000},
+        {"messages": [TURN] * 5000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+        {"bad_words": ["x y"] * 1025},
+        {"guided_choice": ["x"] * 5000},
+        {"documents": [{}] * 70_000},
+        {"allowed_token_ids": [1] * 300_000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_wrong_and_long_lists_cost_little(server: Running, fields: dict[str, Any]) -> None:
+    """pydantic makes an error of each wrong value; with hundreds of thousands of them nobody else was heard for seconds."""
+    body = {"messages": [TURN], "max_tokens": 2, **fields}
+    assert count_errors(body) < 10
+    reply = server.ask("POST", "/v1/chat/completions", body)
+    assert reply.status in (400, 413), reply.body[:300]
+    assert len(reply.body) < 2000
+
+
+def test_what_is_nested_too_deeply_is_refused(server: Running) -> None:
+    """Wherever Python's stack ends: in the parser, in pydantic, in a template, in what looks through texts."""
+    for depth in (250, 500, 900, 990, 5000, 50_000):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested(depth)}}
+        chat = [
+            TURN,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
+        ]
+        assert server.ask("POST", "/v1/chat/completions", {"messages": chat, "max_tokens": 2}).status in (200, 400)
+        for name in ("chat_template_kwargs", "documents", "tools", "response_format", "messages"):
+            body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 2, "{name}": {nested(depth)}}}'
+            assert server.ask("POST", "/v1/chat/completions", body.encode()).status in (400, 413)
+
+
+@pytest.mark.parametrize(
+    "ids", [{"\u0663": 1}, {"3_0": 1}, {" 3": 1}, {"3": 1, "03": 2}, {"-1": 1}, {"9" * 5000: 1}], ids=ascii
+)
+def test_a_bias_is_of_a_token(server: Running, ids: dict[str, int]) -> None:
+    reply = server.chat("count to 3", logit_bias=ids, max_tokens=3)
+    assert (reply.status, reply.error["param"]) == (400, "logit_bias")
+
+
+def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
+    """They name what was sent, and what a client can do: no argument, class or option of the library."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obect"}}}
+    large = "data:image/png;base64," + "A" * (2 << 20)
+    asked: list[tuple[str, dict[str, Any], str | None, str]] = [
+        ("a<|im_end|>b", {}, None, "leave it out"),
+        ("<|image_pad|>", {}, None, "/v1/completions"),
+        ("x", {"response_format": form}, "response_format", "response_format: "),
+        ("x", {"response_format": form, "guided_regex": "a"}, "response_format", "response_format and guided_regex"),
+        ("x", {"guided_choice": []}, "guided_choice", "guided_choice is empty"),
+        ("x", {"guided_grammar": "start: ?"}, "guided_grammar", "guided_grammar: "),
+        ("x", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "chat_template_kwargs holds"),
+        ("x", {"chat_template_kwargs": {"zzz": True}}, None, "does not read"),
+        ("x", {"allowed_token_ids": [99999]}, "allowed_token_ids", "this model has"),
+        ("x", {"logit_bias": {"99999": 1}}, "logit_bias", "this model has"),
+        ("word " * 5000, {}, None, "the model's context holds"),
+        ([text("x"), {"type": "image_url", "image_url": large}], {}, None, "image"),
+    ]  # fmt: skip
+    ours = ("rendered=", "FetchPolicy", "SamplingParams", "json_schema:", "regex:", "template_args", "max_image_pixels")
+    for content, fields, param, said in asked:
+        reply = server.chat(content, max_tokens=3, **fields)
+        assert reply.status == 400, (content[:20], reply.body)
+        assert said in reply.error["message"] or isinstance(content, list)
+        assert reply.error["param"] == param
+        assert not [word for word in ours if word in reply.error["message"]], reply.error["message"]
+    reply = server.ask("POST", "/v1/completions", {"prompt": [99999999999], "max_tokens": 2})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+
+
+def test_a_wide_form_fails_alone_and_as_the_requests_fault(server: Running) -> None:
+    reply = server.chat("count to 3", guided_regex="(a?){500}a{500}")
+    assert (reply.status, reply.error["param"]) == (400, "guided_regex")
+    assert server.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,8 +24,6 @@ from vlm_batch.server.openai import (
     MAX_PRIORITY,
     REFUSED,
     Ask,
-    ChatRequest,
-    CompletionRequest,
     Limits,
     chat_ask,
     completion_ask,
@@ -33,6 +32,7 @@ from vlm_batch.server.openai import (
 from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
 from vlm_batch.server.streams import EventStream, unless_left
+from vlm_batch.server.wire import ChatRequest, CompletionRequest
 
 #: Endpoints that clients know from elsewhere, and what there is instead.
 NOT_SERVED = {
@@ -47,7 +47,11 @@ NOT_SERVED = {
     "/v1/moderations": "nothing is moderated here",
     "/v1/rerank": "no family here ranks",
 }
+logger = logging.getLogger("vlm_batch.server")
+
 PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+#: Parts of a field's place in the body that a message shows.
+MAX_DEPTH_SHOWN = 12
 #: Seconds that a stream may take beyond its request's own time before its connection is given up.
 GRACE = 10.0
 
@@ -69,6 +73,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(RecursionError, _too_deep)
     _add_answers(app, service, media)
     _add_facts(app, service)
     _add_page(app)
@@ -222,6 +227,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the forms that a value may have, the nearest
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if len(where) > MAX_DEPTH_SHOWN:
+        where = [*where[: MAX_DEPTH_SHOWN - 1], "..."]
     name, message = where[-1] if where else "", str(first["msg"])
     if first["type"] == "extra_forbidden":
         message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else f"there is no field {name}"
@@ -231,6 +238,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     text = without_paths(f"{param}: {message}" if param else message)
     _entry(request).said["error"] = text
     return JSONResponse(envelope(400, text, param, first["type"]), 400)
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    """Python has no room for what the body holds within each other; most such bodies are refused as they are parsed."""
+    logger.info("request %s is nested too deeply", _entry(request).request_id, exc_info=error)
+    return await _http_error(request, ApiError(400, "the body is nested too deeply"))
 
 
 def _sentence(request: Request, error: HTTPException) -> str:

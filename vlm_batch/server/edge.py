@@ -29,6 +29,9 @@ access = logging.getLogger("vlm_batch.server.access")
 ENTRY = "vlm_batch.entry"
 #: Seconds that a body may take to arrive.
 BODY_SECONDS = 60.0
+#: Commas, and brackets that open, in a body: its values and its lists and objects, of which each takes some time to check while
+#: nobody else is heard. Pictures in base64 have none; a prompt of a million tokens has fewer.
+MAX_VALUES, MAX_NESTED = 2**18, 2**16
 #: Paths that need no key: whether the server lives, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
@@ -120,12 +123,12 @@ class Edge:
 
 
 class _Body:
-    """A request's ``receive`` with a bound on how much comes and on how long that takes."""
+    """A request's ``receive`` with bounds on how much comes, on how many values, and on how long that takes."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
-        self._seen = 0
+        self._seen = self._values = self._nested = 0
         self._is_whole = False
         self._until = time.monotonic() + BODY_SECONDS
 
@@ -136,10 +139,16 @@ class _Body:
             message = await asyncio.wait_for(self._receive(), max(0.0, self._until - time.monotonic()))
         except asyncio.TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from error
-        self._seen += len(message.get("body", b""))
+        body = message.get("body", b"")
+        self._seen += len(body)
+        self._values += body.count(b",")
+        self._nested += body.count(b"[") + body.count(b"{")
         self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
         if self._seen > self._max_bytes:
             raise _too_large(self._max_bytes)
+        if self._values > MAX_VALUES or self._nested > MAX_NESTED:
+            said = f"more than {MAX_VALUES:,} commas, or {MAX_NESTED:,} lists and objects"
+            raise ApiError(413, f"the body holds {said}", headers={"Connection": "close"})
         return message
 
 
