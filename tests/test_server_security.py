@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,11 +19,13 @@ from pydantic import ValidationError
 from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
 from vlm_batch.inputs import fetch
 from vlm_batch.inputs.fetch import FetchPolicy
-from vlm_batch.server import edge
+from vlm_batch.inputs.grammar import Forms
+from vlm_batch.server import edge, run
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import without_paths
 from vlm_batch.server.media import policy_of
 from vlm_batch.server.wire import ChatRequest
+from vlm_batch.types import SamplingParams
 
 #: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.
 PUBLIC = "127.0.0.2"
@@ -399,6 +402,41 @@ def test_bodies_that_do_not_come_are_not_waited_for(small: Running, monkeypatch:
     connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
     assert b"408" in connection.recv(1000)
     connection.close()
+
+
+def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then keeps no place: neither on a new connection nor on one that was used before."""
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.5)
+    health = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    for before in (b"", health + b"\r\n"):
+        connection = socket.create_connection(("127.0.0.1", small.port), timeout=60)
+        connection.sendall(before)
+        if before:
+            assert b"200" in connection.recv(4000)
+        with suppress(ConnectionError):
+            for byte in health * 20:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+            pytest.fail("the connection was kept")
+        connection.close()
+    assert small.ask("GET", "/health").status == 200
+
+
+def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, is_done = Forms.check, threading.Event()
+
+    def slowly(self: Forms, params: SamplingParams) -> bool:
+        assert params.form is None or is_done.wait(60)
+        return checks(self, params)
+
+    monkeypatch.setattr(Forms, "check", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(small.chat, "count to 3", guided_choice=["yes", "no"])
+        wait_until(lambda: bool(small.server.service._visits), "the form to come in")
+        assert small.chat("count to 3").status == 200
+        assert not held.done()
+        is_done.set()
+        assert held.result(60).status == 200
 
 
 def test_counts_are_bounded(small: Running) -> None:

@@ -46,6 +46,9 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 #: A name and a password in a URL.
 _SECRET = re.compile(r"(?<=:)//[^/?#\s]*@")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: The only IPv6 addresses that are handed out to be reached by everyone (IANA); Python calls others global, too, such as the
+#: deprecated ones that carry an IPv4 address (``::127.0.0.1``) or belong to a site, and local translations (64:ff9b:1::/48).
+_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class Unreadable(Exception):
@@ -437,6 +440,8 @@ def is_public(address: str) -> bool:
         carried = [one for one in inner if one is not None]
         if carried:
             return all(one.is_global and not one.is_multicast for one in carried)
+        if number not in _UNICAST:
+            return False
     return bool(number.is_global and not number.is_multicast)
 
 
