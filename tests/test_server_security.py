@@ -51,6 +51,9 @@ class Hostile(BaseHTTPRequestHandler):
     def _picture(self) -> None:
         self._send(200, PICTURE)
 
+    def _large(self) -> None:
+        self._send(200, bytes(100_000))
+
     def _secret(self) -> None:
         self._send(200, PICTURE)
 
@@ -437,6 +440,30 @@ def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeyp
         assert not held.done()
         is_done.set()
         assert held.result(60).status == 200
+
+
+def test_bodies_of_all_requests_are_bounded_together(hostile: int) -> None:
+    """Each may be small enough, and all of them too much: whoever comes then is sent away until one is gone."""
+    policy = FetchPolicy(allow_http=True, allow_private=True, allow_files=False)
+    with serving(policy=policy, max_body=100_000, max_held=150_000, warm_up=False) as server:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        connection.sendall(f"{head}Content-Length: 99000\r\n\r\n".encode() + b" " * 98_000)
+        body = b" " * 70_000 + b'{"messages": [{"role": "user", "content": "count to 3"}]}'
+        replies: list[Reply] = []
+
+        def ask(status: int) -> bool:
+            replies.append(server.ask("POST", "/v1/chat/completions", body))
+            return replies[-1].status == status
+
+        wait_until(lambda: ask(429), "the first body to be counted")
+        assert replies[-1].error["code"] == "busy"
+        assert replies[-1].headers["retry-after"] == "1"
+        connection.close()
+        wait_until(lambda: ask(200), "the first body to be gone")
+        urls = [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{hostile}/large"}}] * 2
+        assert server.chat(urls).status == 429, "what is fetched counts as well"
+        assert server.chat("count to 3").status == 200
 
 
 def test_counts_are_bounded(small: Running) -> None:

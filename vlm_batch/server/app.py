@@ -92,10 +92,11 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
 
-        async def prepare(dialect: Dialect) -> Ask:
-            return chat_ask(body, await media.read(wire_messages(body)), limits, dialect.writer)
+        entry = _entry(request)
 
-        entry = request.scope[ENTRY]
+        async def prepare(dialect: Dialect) -> Ask:
+            return chat_ask(body, await media.read(wire_messages(body), entry.hold), limits, dialect.writer)
+
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
 
     @app.post("/v1/completions", responses=_RESPONSES)
