@@ -581,11 +581,43 @@ def test_a_bias_is_of_a_token(server: Running, ids: dict[str, int]) -> None:
     assert (reply.status, reply.error["param"]) == (400, "logit_bias")
 
 
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {HALF: 1},
+        {"model": HALF},
+        {"stop": [HALF]},
+        {"bad_words": [HALF]},
+        {"guided_regex": HALF},
+        {"guided_choice": [HALF]},
+        {"guided_grammar": f'start: "{HALF}"'},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [HALF]}}}},
+        {"tools": [{"type": "function", "function": {"name": HALF}}]},
+        {"chat_template_kwargs": {HALF: 1}},
+        {"logit_bias": {HALF: 1}},
+        {"tool_choice": {"type": "function", "function": {"name": HALF}}},
+        {"messages": [{"role": HALF, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": HALF}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": HALF, "arguments": HALF}}]}]},
+    ],
+    ids=ascii,
+)
+def test_half_a_character_is_the_requests_fault(server: Running, fields: dict[str, Any]) -> None:
+    """It is no text: no tokenizer takes it, and no message can be written with it as it is."""
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": [TURN], "max_tokens": 2, **fields})
+    assert reply.status in (400, 404), reply.body
+    assert reply.error["message"]
+    assert server.chat("count to 3", user=HALF, max_tokens=2).status == 200
+
+
 def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
     """They name what was sent, and what a client can do: no argument, class or option of the library."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obect"}}}
     large = "data:image/png;base64," + "A" * (2 << 20)
-    asked: list[tuple[str, dict[str, Any], str | None, str]] = [
+    asked: list[tuple[Any, dict[str, Any], str | None, str]] = [
         ("a<|im_end|>b", {}, None, "leave it out"),
         ("<|image_pad|>", {}, None, "/v1/completions"),
         ("x", {"response_format": form}, "response_format", "response_format: "),

@@ -11,14 +11,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.edge import ENTRY, Edge, Entry
-from vlm_batch.server.errors import ApiError, envelope, without_paths
+from vlm_batch.server.errors import ApiError, JsonResponse, envelope, without_paths
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.openai import (
     MAX_PRIORITY,
@@ -129,10 +129,10 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return {"status": "ok"}
 
     @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
-    async def ready() -> JSONResponse:
+    async def ready() -> JsonResponse:
         """Answer 200 if a request would be answered: the model is there, and the engine steps."""
         state = "stalled" if service.is_stalled else service.state
-        return JSONResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
+        return JsonResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -176,7 +176,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> Response:
     """The answer in whole, or its stream; an error that comes before the first token has its own status."""
     if not stream:
-        return JSONResponse(await unless_left(request, exchange.whole()))
+        return JsonResponse(await unless_left(request, exchange.whole()))
     chunks = exchange.stream()
     first = await unless_left(request, anext(chunks))  # type: ignore[arg-type]
     return EventStream(first, chunks, seconds=exchange.seconds + GRACE)
@@ -221,7 +221,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
     _entry(request).said["error"] = str(error.detail)
-    return JSONResponse(error.body, error.status_code, error.headers)
+    return JsonResponse(error.body, error.status_code, error.headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -238,7 +238,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     param = ".".join(where)[:200] or None
     text = without_paths(f"{param}: {message}" if param else message)
     _entry(request).said["error"] = text
-    return JSONResponse(envelope(400, text, param, first["type"]), 400)
+    return JsonResponse(envelope(400, text, param, first["type"]), 400)
 
 
 async def _too_deep(request: Request, error: Exception) -> Response:

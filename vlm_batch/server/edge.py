@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.errors import ApiError
+from vlm_batch.server.errors import ApiError, JsonResponse
 from vlm_batch.server.metrics import Metrics
 
 logger = logging.getLogger("vlm_batch.server")
@@ -127,7 +126,7 @@ class Edge:
             answer = _answer_to(error, entry)
             if entry.status:  # half an answer is out: all that is left is to close the connection
                 raise
-            await JSONResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
+            await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
             self._held.give(entry.num_held)
             self._metrics.responded(_known_path(scope), entry.status)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.server.wire import SAMPLING, TEMPLATE
@@ -35,6 +37,19 @@ _TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+class JsonResponse(JSONResponse):
+    """JSON in which half of a surrogate pair is a question mark: clients may send one, and then get it back in a message."""
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as JSON in UTF-8, whatever its texts hold."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
 
 
 class ApiError(HTTPException):
