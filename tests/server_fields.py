@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlm_batch.server.openai import ChatRequest, CompletionRequest, field_status
+from vlm_batch.server.openai import field_status
+from vlm_batch.server.wire import ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
 HEAD = "| field | `/v1/chat/completions` | `/v1/completions` |\n| --- | --- | --- |\n"

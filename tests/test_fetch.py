@@ -224,6 +224,12 @@ def test_what_is_public() -> None:
     assert is_public("93.184.216.34")
     assert is_public("2606:2800:220:1:248:1893:25c8:1946")
     assert not is_public("2002:7f00:1::")  # 6to4 of 127.0.0.1
+    for carries in ("::127.0.0.1", "64:ff9b:1::7f00:1", "64:ff9b::7f00:1", "::ffff:10.0.0.1", "::ffff:0:127.0.0.1"):
+        assert not is_public(carries)
+    for local in ("fec0::1", "fe80::1%eth0", "fd00::1", "::", "::1", "100::1", "4000::1", "ff0e::1", "2001:db8::1"):
+        assert not is_public(local)
+    assert is_public("::ffff:93.184.216.34")
+    assert is_public("64:ff9b::93.184.216.34")
 
 
 def test_a_redirect_is_checked_like_the_first_address(site: str, monkeypatch: pytest.MonkeyPatch) -> None:

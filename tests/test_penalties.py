@@ -98,7 +98,7 @@ def test_a_step_looks_at_no_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of ids become arrays once for a row: with 100,000 of them every step of every row would wait."""
     params, rules = (
         SamplingParams(logit_bias={3: 5}, allowed_token_ids=[3, 4], bad_words=["x"]),
-        RowRules(((6,),), ((3, 4),)),
+        RowRules(bad_words=((6,), (3, 4))),
     )
     processed(params, [1, 3], rules)
     monkeypatch.setattr(penalties, "_check_within", None)

@@ -448,7 +448,7 @@ def test_bodies_that_are_none(server: Running) -> None:
     path = "/v1/chat/completions"
     assert server.ask("POST", path, b"{").error["message"] == "the body is not JSON"
     assert server.ask("POST", path, b"\xff\xfe").status == 400
-    assert server.ask("POST", path, b"[" * 100_000).status == 400
+    assert server.ask("POST", path, b"[" * 60_000).status == 400
     assert server.ask("POST", path, b"[]").status == 400
     assert server.ask("POST", path, b'{"messages": [{"role": "user", "content": "\\ud800"}]}').status == 400
     assert server.ask("POST", path, b'{"messages": [{"role": "user", "content": "x"}], "top_p": NaN}').status == 400

@@ -7,20 +7,25 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
 from vlm_batch.inputs import fetch
 from vlm_batch.inputs.fetch import FetchPolicy
-from vlm_batch.server import edge
+from vlm_batch.inputs.grammar import Forms
+from vlm_batch.server import edge, run
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import without_paths
 from vlm_batch.server.media import policy_of
+from vlm_batch.server.wire import ChatRequest
+from vlm_batch.types import SamplingParams
 
 #: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.
 PUBLIC = "127.0.0.2"
@@ -45,6 +50,9 @@ class Hostile(BaseHTTPRequestHandler):
 
     def _picture(self) -> None:
         self._send(200, PICTURE)
+
+    def _large(self) -> None:
+        self._send(200, bytes(100_000))
 
     def _secret(self) -> None:
         self._send(200, PICTURE)
@@ -399,6 +407,65 @@ def test_bodies_that_do_not_come_are_not_waited_for(small: Running, monkeypatch:
     connection.close()
 
 
+def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then keeps no place: neither on a new connection nor on one that was used before."""
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.5)
+    health = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    for before in (b"", health + b"\r\n"):
+        connection = socket.create_connection(("127.0.0.1", small.port), timeout=60)
+        connection.sendall(before)
+        if before:
+            assert b"200" in connection.recv(4000)
+        with suppress(ConnectionError):
+            for byte in health * 20:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+            pytest.fail("the connection was kept")
+        connection.close()
+    assert small.ask("GET", "/health").status == 200
+
+
+def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, is_done = Forms.check, threading.Event()
+
+    def slowly(self: Forms, params: SamplingParams) -> bool:
+        assert params.form is None or is_done.wait(60)
+        return checks(self, params)
+
+    monkeypatch.setattr(Forms, "check", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(small.chat, "count to 3", guided_choice=["yes", "no"])
+        wait_until(lambda: bool(small.server.service._visits), "the form to come in")
+        assert small.chat("count to 3").status == 200
+        assert not held.done()
+        is_done.set()
+        assert held.result(60).status == 200
+
+
+def test_bodies_of_all_requests_are_bounded_together(hostile: int) -> None:
+    """Each may be small enough, and all of them too much: whoever comes then is sent away until one is gone."""
+    policy = FetchPolicy(allow_http=True, allow_private=True, allow_files=False)
+    with serving(policy=policy, max_body=100_000, max_held=150_000, warm_up=False) as server:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        connection.sendall(f"{head}Content-Length: 99000\r\n\r\n".encode() + b" " * 98_000)
+        body = b" " * 70_000 + b'{"messages": [{"role": "user", "content": "count to 3"}]}'
+        replies: list[Reply] = []
+
+        def ask(status: int) -> bool:
+            replies.append(server.ask("POST", "/v1/chat/completions", body))
+            return replies[-1].status == status
+
+        wait_until(lambda: ask(429), "the first body to be counted")
+        assert replies[-1].error["code"] == "busy"
+        assert replies[-1].headers["retry-after"] == "1"
+        connection.close()
+        wait_until(lambda: ask(200), "the first body to be gone")
+        urls = [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{hostile}/large"}}] * 2
+        assert server.chat(urls).status == 429, "what is fetched counts as well"
+        assert server.chat("count to 3").status == 200
+
+
 def test_counts_are_bounded(small: Running) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGVsbG8="}}
@@ -444,3 +511,138 @@ def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) ->
     )
     wait_until(lambda: not server.server.service._visits, "nobody to be there")
     assert server.chat("count to 3").status == 200
+
+
+# What a body costs -------------------------------------------------------------------------------------------------
+
+TURN = {"role": "user", "content": "count to 3"}
+
+
+def count_errors(body: dict[str, Any]) -> int:
+    try:
+        ChatRequest.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": ["a"] * 200_000},
+        {"stop_token_ids": ["a"] * 200_000},
+        {"logit_bias": dict.fromkeys(map(str, range(200_000)), "a")},
+        {f"x{index}": 1 for index in range(200_000)},
+        {"tools": [{"type": "function"}] * 60_000},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 600},
+        {"messages": [{"role": "user"}] * 60_000},
+        {"messages": [TURN] * 5000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+        {"bad_words": ["x y"] * 1025},
+        {"guided_choice": ["x"] * 5000},
+        {"documents": [{}] * 70_000},
+        {"allowed_token_ids": [1] * 300_000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_wrong_and_long_lists_cost_little(server: Running, fields: dict[str, Any]) -> None:
+    """pydantic makes an error of each wrong value; with hundreds of thousands of them nobody else was heard for seconds."""
+    body = {"messages": [TURN], "max_tokens": 2, **fields}
+    assert count_errors(body) < 10
+    reply = server.ask("POST", "/v1/chat/completions", body)
+    assert reply.status in (400, 413), reply.body[:300]
+    assert len(reply.body) < 2000
+
+
+def test_what_is_nested_too_deeply_is_refused(server: Running) -> None:
+    """Wherever Python's stack ends: in the parser, in pydantic, in a template, in what looks through texts."""
+    for depth in (250, 500, 900, 990, 5000, 50_000):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested(depth)}}
+        chat = [
+            TURN,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
+        ]
+        assert server.ask("POST", "/v1/chat/completions", {"messages": chat, "max_tokens": 2}).status in (200, 400)
+        for name in ("chat_template_kwargs", "documents", "tools", "response_format", "messages"):
+            body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 2, "{name}": {nested(depth)}}}'
+            assert server.ask("POST", "/v1/chat/completions", body.encode()).status in (400, 413)
+
+
+@pytest.mark.parametrize(
+    "ids", [{"\u0663": 1}, {"3_0": 1}, {" 3": 1}, {"3": 1, "03": 2}, {"-1": 1}, {"9" * 5000: 1}], ids=ascii
+)
+def test_a_bias_is_of_a_token(server: Running, ids: dict[str, int]) -> None:
+    reply = server.chat("count to 3", logit_bias=ids, max_tokens=3)
+    assert (reply.status, reply.error["param"]) == (400, "logit_bias")
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {HALF: 1},
+        {"model": HALF},
+        {"stop": [HALF]},
+        {"bad_words": [HALF]},
+        {"guided_regex": HALF},
+        {"guided_choice": [HALF]},
+        {"guided_grammar": f'start: "{HALF}"'},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [HALF]}}}},
+        {"tools": [{"type": "function", "function": {"name": HALF}}]},
+        {"chat_template_kwargs": {HALF: 1}},
+        {"logit_bias": {HALF: 1}},
+        {"tool_choice": {"type": "function", "function": {"name": HALF}}},
+        {"messages": [{"role": HALF, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": HALF}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": HALF, "arguments": HALF}}]}]},
+    ],
+    ids=ascii,
+)
+def test_half_a_character_is_the_requests_fault(server: Running, fields: dict[str, Any]) -> None:
+    """It is no text: no tokenizer takes it, and no message can be written with it as it is."""
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": [TURN], "max_tokens": 2, **fields})
+    assert reply.status in (400, 404), reply.body
+    assert reply.error["message"]
+    assert server.chat("count to 3", user=HALF, max_tokens=2).status == 200
+
+
+def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
+    """They name what was sent, and what a client can do: no argument, class or option of the library."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obect"}}}
+    large = "data:image/png;base64," + "A" * (2 << 20)
+    asked: list[tuple[Any, dict[str, Any], str | None, str]] = [
+        ("a<|im_end|>b", {}, None, "leave it out"),
+        ("<|image_pad|>", {}, None, "/v1/completions"),
+        ("x", {"response_format": form}, "response_format", "response_format: "),
+        ("x", {"response_format": form, "guided_regex": "a"}, "response_format", "response_format and guided_regex"),
+        ("x", {"guided_choice": []}, "guided_choice", "guided_choice is empty"),
+        ("x", {"guided_grammar": "start: ?"}, "guided_grammar", "guided_grammar: "),
+        ("x", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "chat_template_kwargs holds"),
+        ("x", {"chat_template_kwargs": {"zzz": True}}, None, "does not read"),
+        ("x", {"allowed_token_ids": [99999]}, "allowed_token_ids", "this model has"),
+        ("x", {"logit_bias": {"99999": 1}}, "logit_bias", "this model has"),
+        ("word " * 5000, {}, None, "the model's context holds"),
+        ([text("x"), {"type": "image_url", "image_url": large}], {}, None, "image"),
+    ]  # fmt: skip
+    ours = ("rendered=", "FetchPolicy", "SamplingParams", "json_schema:", "regex:", "template_args", "max_image_pixels")
+    for content, fields, param, said in asked:
+        reply = server.chat(content, max_tokens=3, **fields)
+        assert reply.status == 400, (content[:20], reply.body)
+        assert said in reply.error["message"] or isinstance(content, list)
+        assert reply.error["param"] == param
+        assert not [word for word in ours if word in reply.error["message"]], reply.error["message"]
+    reply = server.ask("POST", "/v1/completions", {"prompt": [99999999999], "max_tokens": 2})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+
+
+def test_a_wide_form_fails_alone_and_as_the_requests_fault(server: Running) -> None:
+    reply = server.chat("count to 3", guided_regex="(a?){500}a{500}")
+    assert (reply.status, reply.error["param"]) == (400, "guided_regex")
+    assert server.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"

@@ -172,3 +172,74 @@ def test_forms_that_cannot_be_forced_say_so() -> None:
     loose = [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"anyOf": []}}}}}]
     with pytest.raises(CannotForce, match="single type"):
         CallWriter("qwen3_coder", {}).grammar(loose, several=False)
+
+
+NAMES = (
+    "get_weather",
+    "get-weather",
+    "a.b",
+    "a:b",
+    "a/b",
+    "7a",
+    "a b",
+    "ü",
+    'a"b',
+    "a<b",
+    "a{b",
+    "class",
+    "a|b",
+    "a\nb",
+)
+KEYS = ("x", "my-key", "a.b", "a b", "ü", "7", "class", 'q"k', "a>b", "$ref", "a:b", "x\ny")
+
+
+@pytest.mark.parametrize("parser", _FORMS)
+def test_odd_names_are_written_so_that_they_are_read_or_refused(parser: str) -> None:
+    made, words = tokenizer(parser, "added")
+    writer, taken = CallWriter(parser, marks_of(made)), set()
+    number = {"type": "integer", "minimum": 1, "maximum": 9}
+    for name, key in [*((name, "x") for name in NAMES), *(("put", key) for key in KEYS)]:
+        schema = {"type": "object", "properties": {key: number}, "required": [key], "additionalProperties": False}
+        tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
+        odd = key if name == "put" else name
+        try:
+            grammar = writer.grammar(tools, several=False)
+        except CannotForce as error:
+            said = str(error)
+        else:
+            said = ""
+        if said:
+            assert f"name {odd!r} cannot be written" in said
+            continue
+        text = drawn(grammar, words, made, 1)
+        assert text is not None
+        ((called, arguments),) = read(text, parser, tools)
+        assert (called, list(arguments)) == (name, [key])
+        taken.add((name, key))
+    assert {("get_weather", "x"), ("ü", "x"), ("put", "class")} <= taken
+    assert parser == "pythonic" or {("get-weather", "x"), ("put", "my-key")} <= taken
+
+
+@pytest.mark.parametrize("parser", _FORMS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 5},
+        {"properties": {"x": 5}},
+        {"properties": {"x": {"enum": 3}}},
+        {"properties": {"x": {"type": "array", "items": {"type": "integer"}, "minItems": "many"}}},
+        {"properties": {"x": {"type": "integer"}}, "required": 7},
+    ],
+    ids=str,
+)
+def test_parameters_that_are_no_schema_are_refused_or_said_to_be_by_the_grammar(
+    parser: str, schema: dict[str, Any]
+) -> None:
+    """What is wrong in the middle of a schema is met here, or by llguidance."""
+    made, _ = tokenizer(parser, "added")
+    tools = [{"type": "function", "function": {"name": "put", "parameters": {"type": "object", **schema}}}]
+    try:
+        grammar = CallWriter(parser, marks_of(made)).grammar(tools, several=False)
+    except CannotForce:
+        return
+    assert LLMatcher.validate_grammar(grammar)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -46,6 +46,16 @@ def non_empty_texts(name: str, value: Any) -> tuple[str, ...]:
     if not all(isinstance(text, str) and text for text in texts):
         raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty texts")
     return texts
+
+
+def check_unicode(name: str, texts: Iterable[str]) -> None:
+    """Raise InvalidParameters for a text that holds half of a surrogate pair: nothing that reads UTF-8 takes it."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            said = f"{name} holds half of a surrogate pair, which is no Unicode text: {shown(text)}"
+            raise InvalidParameters(said) from error
 
 
 def json_schema_of(given: Any) -> Any:

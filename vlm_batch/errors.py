@@ -25,7 +25,16 @@ class VLMBatchError(Exception):
 
 
 class InvalidRequest(VLMBatchError, ValueError):
-    """The request cannot be answered; the message says what is wrong with it and what would be right."""
+    """The request cannot be answered; the message says what is wrong with it and what would be right.
+
+    The end of the message, ``advice``, speaks of this library's own arguments; ``reason`` is what comes before, for those who
+    reach it otherwise.
+    """
+
+    def __init__(self, reason: str = "", *, advice: str = "") -> None:
+        super().__init__(reason + advice)
+        self.reason = reason
+        self.advice = advice
 
 
 class InvalidParameters(InvalidRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from vlm_batch.checks import MOST, as_tuple, is_real, is_whole, json_schema_of, non_empty_texts, put_pixels
+from vlm_batch.checks import (
+    MOST,
+    as_tuple,
+    check_unicode,
+    is_real,
+    is_whole,
+    json_schema_of,
+    non_empty_texts,
+    put_pixels,
+)
 from vlm_batch.errors import InvalidParameters, InvalidRequest, RequestFailed, describe, shown
 
 if TYPE_CHECKING:
@@ -199,6 +209,12 @@ class SamplingParams:
                 raise InvalidParameters(f"{name} is {shown(value)}; it must be non-empty text, or None")
         if self.json_schema is not None:
             put("json_schema", json_schema_of(self.json_schema))
+        if self.json_schema is not None:
+            check_unicode("json_schema", (json.dumps(self.json_schema, ensure_ascii=False),))
+        for name in ("stop", "bad_words", "choice"):
+            check_unicode(name, getattr(self, name) or ())
+        for name in ("regex", "grammar"):
+            check_unicode(name, (getattr(self, name) or "",))
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidParameters(f"{' and '.join(given)} exclude each other: an answer has one form")

@@ -55,7 +55,7 @@ class _Arrays:
         if params.allowed_token_ids is not None:
             _check_within("allowed_token_ids", params.allowed_token_ids, size)
             made["allowed"] = mx.zeros((size,), dtype=mx.bool_)
-            made["allowed"][mx.array(params.allowed_token_ids)] = True
+            made["allowed"][mx.array(list(params.allowed_token_ids))] = True
         known = [tuple(word) for word in bad_words if word[-1] < size]
         if single := [word[0] for word in known if len(word) == 1]:
             made["single"] = mx.array(single)

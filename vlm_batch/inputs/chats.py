@@ -100,7 +100,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidPrompt(f"the arguments of a tool call are no JSON: {shown(arguments)}: {error}") from error
     named = {**function, "arguments": arguments}
     return {**call, "function": named} if "function" in call else named

@@ -46,10 +46,18 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 #: A name and a password in a URL.
 _SECRET = re.compile(r"(?<=:)//[^/?#\s]*@")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: The only IPv6 addresses that are handed out to be reached by everyone (IANA); Python calls others global, too, such as the
+#: deprecated ones that carry an IPv4 address (``::127.0.0.1``) or belong to a site, and local translations (64:ff9b:1::/48).
+_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class Unreadable(Exception):
-    """A source could not be read; the message names it and says why."""
+    """A source could not be read; ``reason`` names it and says why, ``advice`` which of our settings decides that."""
+
+    def __init__(self, reason: str, setting: str = "") -> None:
+        self.reason = reason
+        self.advice = f" (FetchPolicy.{setting})" if setting else ""
+        super().__init__(reason + self.advice)
 
 
 class OperationCancelled(Exception):
@@ -187,7 +195,7 @@ def _of_data_uri(uri: str, policy: FetchPolicy) -> bytes:
     if not data or not head.lower().endswith(";base64"):
         raise Unreadable("the data URI is malformed: data:image/...;base64,... is expected")
     if len(data) // 4 * 3 > policy.max_bytes + 2:
-        raise Unreadable(f"the data URI holds more than {policy.max_bytes:,} bytes (FetchPolicy.max_bytes)")
+        raise Unreadable(f"the data URI holds more than {policy.max_bytes:,} bytes", "max_bytes")
     try:
         return base64.b64decode("".join(data.split()), validate=True)
     except ValueError as error:
@@ -202,7 +210,7 @@ def local_path(source: str | Path, policy: FetchPolicy) -> Path:
     """The path that a text or Path names, if the policy allows to read it. Raises Unreadable."""
     text, name = str(source), shown(source)
     if not policy.allow_files:
-        raise Unreadable(f"{name} is a local path, and none may be read here (FetchPolicy.allow_files)")
+        raise Unreadable(f"{name} is a local path, and none may be read here", "allow_files")
     if len(text) > MAX_PATH_CHARACTERS:
         raise Unreadable(f"{name} is no path; pictures in base64 go as data:image/png;base64,...")
     if scheme := _SCHEME.match(text):
@@ -216,7 +224,7 @@ def local_path(source: str | Path, policy: FetchPolicy) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a null character
         raise Unreadable(f"{name} is no path: {_said(error)}") from error
     if roots and not any(resolved.is_relative_to(root) for root in roots):
-        raise Unreadable(f"{name} is not in a folder that may be read (FetchPolicy.directories)")
+        raise Unreadable(f"{name} is not in a folder that may be read", "directories")
     return resolved
 
 
@@ -240,9 +248,7 @@ def _read_file(path: Path, name: str, policy: FetchPolicy, cancelled: Cancelled,
     with _opened(path, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > policy.max_bytes:
-            raise Unreadable(
-                f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read (FetchPolicy.max_bytes)"
-            )
+            raise Unreadable(f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read", "max_bytes")
         while block := file.read(min(BLOCK_BYTES, max(size, 1))):  # what is appended meanwhile is left out
             cancelled.check()
             write(block)
@@ -279,8 +285,8 @@ class _Download:
         except Exception as error:  # of sockets, TLS, HTTP, URLs and codecs: every library has its own
             self._cancelled.check()
             late = time.monotonic() >= self._deadline
-            said = f"it took longer than {self._policy.seconds:g} s (FetchPolicy.seconds)" if late else _said(error)
-            raise Unreadable(f"{self.name} cannot be fetched: {said}") from error
+            said = f"it took longer than {self._policy.seconds:g} s" if late else _said(error)
+            raise Unreadable(f"{self.name} cannot be fetched: {said}", "seconds" if late else "") from error
         finally:
             timer.cancel()
             self._network.close()
@@ -290,13 +296,13 @@ class _Download:
             if url.scheme not in ("http", "https") or not url.host:
                 raise self._refused(f"it leads to {shown(str(url))}, which is no http or https URL")
             if not self._policy.allow_http:
-                raise self._refused("URLs are not read here (FetchPolicy.allow_http)")
+                raise self._refused("URLs are not read here", "allow_http")
             self._cancelled.check()
             found = self._ask(url, write)
             if found is None:
                 return
             url = url.join(found)
-        raise self._refused(f"it redirects more than {self._policy.max_redirects} times (FetchPolicy.max_redirects)")
+        raise self._refused(f"it redirects more than {self._policy.max_redirects} times", "max_redirects")
 
     def _ask(self, url: httpx.URL, write: Callable[[bytes], Any]) -> str | None:
         """Read the body and return None, or return the address that a redirect leads to."""
@@ -337,13 +343,13 @@ class _Download:
                 break
             write(block)
         if max(size, received) > most:
-            raise self._refused(f"it has more than {most:,} bytes (FetchPolicy.max_bytes)")
+            raise self._refused(f"it has more than {most:,} bytes", "max_bytes")
         if time.monotonic() >= self._deadline:  # a body without an announced length ends where it was interrupted
             raise TimeoutError
         self._cancelled.check()
 
-    def _refused(self, reason: str) -> Unreadable:
-        return Unreadable(f"{self.name} cannot be fetched: {reason}")
+    def _refused(self, reason: str, setting: str = "") -> Unreadable:
+        return Unreadable(f"{self.name} cannot be fetched: {reason}", setting)
 
 
 class _CheckedNetwork(httpcore.NetworkBackend):
@@ -438,6 +444,8 @@ def is_public(address: str) -> bool:
         carried = [one for one in inner if one is not None]
         if carried:
             return all(one.is_global and not one.is_multicast for one in carried)
+        if number not in _UNICAST:
+            return False
     return bool(number.is_global and not number.is_multicast)
 
 

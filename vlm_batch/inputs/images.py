@@ -69,7 +69,8 @@ def load_image(
 def _check_size(name: str, width: int, height: int, max_pixels: int | None) -> None:
     if max_pixels is not None and width * height > max_pixels:
         raise InvalidImage(
-            f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read (max_image_pixels)"
+            f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read",
+            advice=" (max_image_pixels)",
         )
     if max(width, height) > MAX_SIDE:
         raise InvalidImage(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")
@@ -205,7 +206,7 @@ def fetch_image(source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | 
     try:
         return fetch(source, policy, cancelled)
     except Unreadable as error:
-        raise InvalidImage(str(error)) from error
+        raise InvalidImage(error.reason, advice=error.advice) from error
 
 
 def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: Cancelled | None) -> Image.Image:
@@ -221,8 +222,8 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
     except Image.UnidentifiedImageError as error:
         if file.getvalue()[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
             raise InvalidImage(
-                f"{name} is a HEIC picture, which Pillow reads with pillow-heif: `pip install pillow-heif`, then "
-                "`pillow_heif.register_heif_opener()`"
+                f"{name} is a HEIC picture, which is not read here",
+                advice="; Pillow does with pillow-heif: `pip install pillow-heif`, then `pillow_heif.register_heif_opener()`",
             ) from error
         raise InvalidImage(f"{name} is not a picture that Pillow can read") from error
     except Exception as error:

@@ -99,7 +99,8 @@ class Processing:
                 rendered = self.template.fill(messages, options, thinks=self._thinks)
         except Exception as error:
             raise InvalidPrompt(
-                f"the chat template cannot render this prompt: {error}; a prompt that is final already goes with rendered=True"
+                f"the chat template cannot render this prompt: {error}",
+                advice="; a prompt that is final already goes with rendered=True",
             ) from error
         if isinstance(rendered, Mapping):  # families without a template get their last message back
             rendered = rendered.get("content", "")
@@ -301,7 +302,8 @@ def moved(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) ->
         if not all(len(value) == 1 for value in values):
             raise InvalidPrompt(
                 f"this model's processor says by position what a prompt holds ({name}): token ids with pictures cannot be "
-                "given to it; give a prompt with rendered=True, or inputs="
+                "given to it",
+                advice="; give a prompt with rendered=True, or inputs=",
             )
         inside, outside = (value[0] for value in values)
         result[name] = mx.array(np.where(will_be, inside, outside))

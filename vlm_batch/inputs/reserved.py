@@ -108,7 +108,8 @@ class ReservedWords:
             meaning = "the beginning or end of a turn" if found[0] in self.turns else "a picture's or video's place"
             raise InvalidPrompt(
                 f"the text holds {found[0]!r}, which this model's processor reads as {meaning}; leave it out "
-                f"(pictures get their places by themselves), or {way_out}"
+                "(pictures get their places by themselves)",
+                advice=f", or {way_out}",
             )
 
     @cached_property

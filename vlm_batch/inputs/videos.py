@@ -174,7 +174,7 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
         try:
             return replace(video, source=fetch_to_file(source, policy, cancelled))
         except Unreadable as error:
-            raise InvalidVideo(str(error)) from error
+            raise InvalidVideo(error.reason, advice=error.advice) from error
     if not is_to_be_fetched(video):
         return video
     wanted = _thinned(len(source), video).tolist()
@@ -257,8 +257,9 @@ def _resized(picture: np.ndarray, width: int, height: int) -> np.ndarray:
 def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels: int | None) -> None:
     if max_pixels is not None and count * width * height > max_pixels:
         raise InvalidVideo(
-            f"{describe_video(video)}: {count} frames of {width} x {height} are {count * width * height:,} pixels; at "
-            f"most {max_pixels:,} are read (max_video_pixels). Video(..., fps=, max_frames= or max_pixels=) takes less"
+            f"{describe_video(video)}: {count} frames of {width} x {height} are {count * width * height:,} pixels; at most "
+            f"{max_pixels:,} are read. Its fps, max_frames or max_pixels can make it less",
+            advice=" (max_video_pixels; Video(..., max_frames=))",
         )
 
 

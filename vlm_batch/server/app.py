@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,21 +11,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.edge import ENTRY, Edge, Entry
-from vlm_batch.server.errors import ApiError, envelope, without_paths
+from vlm_batch.server.errors import ApiError, JsonResponse, envelope, without_paths
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.openai import (
     MAX_PRIORITY,
     REFUSED,
     Ask,
-    ChatRequest,
-    CompletionRequest,
     Limits,
     chat_ask,
     completion_ask,
@@ -33,6 +32,7 @@ from vlm_batch.server.openai import (
 from vlm_batch.server.replies import ChatExchange, Exchange, TextExchange
 from vlm_batch.server.service import Service
 from vlm_batch.server.streams import EventStream, unless_left
+from vlm_batch.server.wire import ChatRequest, CompletionRequest
 
 #: Endpoints that clients know from elsewhere, and what there is instead.
 NOT_SERVED = {
@@ -47,7 +47,11 @@ NOT_SERVED = {
     "/v1/moderations": "nothing is moderated here",
     "/v1/rerank": "no family here ranks",
 }
+logger = logging.getLogger("vlm_batch.server")
+
 PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+#: Parts of a field's place in the body that a message shows.
+MAX_DEPTH_SHOWN = 12
 #: Seconds that a stream may take beyond its request's own time before its connection is given up.
 GRACE = 10.0
 
@@ -69,6 +73,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(RecursionError, _too_deep)
     _add_answers(app, service, media)
     _add_facts(app, service)
     _add_page(app)
@@ -87,10 +92,11 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
 
-        async def prepare(dialect: Dialect) -> Ask:
-            return chat_ask(body, await media.read(wire_messages(body)), limits, dialect.writer)
+        entry = _entry(request)
 
-        entry = request.scope[ENTRY]
+        async def prepare(dialect: Dialect) -> Ask:
+            return chat_ask(body, await media.read(wire_messages(body), entry.hold), limits, dialect.writer)
+
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
 
     @app.post("/v1/completions", responses=_RESPONSES)
@@ -123,10 +129,10 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return {"status": "ok"}
 
     @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
-    async def ready() -> JSONResponse:
+    async def ready() -> JsonResponse:
         """Answer 200 if a request would be answered: the model is there, and the engine steps."""
         state = "stalled" if service.is_stalled else service.state
-        return JSONResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
+        return JsonResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -170,7 +176,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 async def _reply(exchange: Exchange, stream: bool | None, request: Request) -> Response:
     """The answer in whole, or its stream; an error that comes before the first token has its own status."""
     if not stream:
-        return JSONResponse(await unless_left(request, exchange.whole()))
+        return JsonResponse(await unless_left(request, exchange.whole()))
     chunks = exchange.stream()
     first = await unless_left(request, anext(chunks))  # type: ignore[arg-type]
     return EventStream(first, chunks, seconds=exchange.seconds + GRACE)
@@ -215,13 +221,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, _sentence(request, error), headers=error.headers)
     _entry(request).said["error"] = str(error.detail)
-    return JSONResponse(error.body, error.status_code, error.headers)
+    return JsonResponse(error.body, error.status_code, error.headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the forms that a value may have, the nearest
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if len(where) > MAX_DEPTH_SHOWN:
+        where = [*where[: MAX_DEPTH_SHOWN - 1], "..."]
     name, message = where[-1] if where else "", str(first["msg"])
     if first["type"] == "extra_forbidden":
         message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else f"there is no field {name}"
@@ -230,7 +238,13 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     param = ".".join(where)[:200] or None
     text = without_paths(f"{param}: {message}" if param else message)
     _entry(request).said["error"] = text
-    return JSONResponse(envelope(400, text, param, first["type"]), 400)
+    return JsonResponse(envelope(400, text, param, first["type"]), 400)
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    """Python has no room for what the body holds within each other; most such bodies are refused as they are parsed."""
+    logger.info("request %s is nested too deeply", _entry(request).request_id, exc_info=error)
+    return await _http_error(request, ApiError(400, "the body is nested too deeply"))
 
 
 def _sentence(request: Request, error: HTTPException) -> str:

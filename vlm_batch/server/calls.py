@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +28,12 @@ INNER_MARKS: Mapping[str, tuple[str, ...]] = {
 #: JSON as ``json.dumps`` writes it: whitespace that is left to the model can go on for ever.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+
+
+#: Names that nearly every form can write, those of programs, and all (within JSON).
+_PLAIN_NAMES, _IDENTIFIERS, _ANY = r"[\w.:/$-]+", r"[^\W\d]\w*", r"(?s:.*)"
+#: Names within a tag.
+_IN_TAGS = r"[^<>\"\n]+"
 
 
 class CannotForce(ValueError):
@@ -49,10 +55,7 @@ class CallWriter:
         ``is_free`` lets text come before and after, and calls be left out. Raises CannotForce.
         """
         form, grammar = self._form(), _Grammar(self.marks)
-        calls = []
-        for tool in tools:
-            function = tool["function"]
-            calls.append(form.call(grammar, function["name"], function.get("parameters") or {}))
+        calls = [form.call_of(grammar, tool["function"]) for tool in tools]
         one = grammar.rule(" | ".join(calls))
         more = f"({grammar.text(form.between)} {one})*" if several and form.repeats else ""
         whole = f"{grammar.text(form.begin)} {one} {more} {grammar.text(form.end)}"
@@ -69,7 +72,9 @@ class CallWriter:
 
     def _form(self) -> _Form:
         if self.parser == "mistral" and "[ARGS]" not in self.template:  # the older tokenizers'
-            return _Form(_in_json('{"name": NAME, "arguments": ', "}"), begin="[TOOL_CALLS][", between=", ", end="]")
+            return _Form(
+                _in_json('{"name": NAME, "arguments": ', "}"), begin="[TOOL_CALLS][", between=", ", end="]", keys=_ANY
+            )
         if self.parser not in _FORMS:
             raise CannotForce(
                 f"calls in the form of {self.parser} are this model's own choice: no grammar is made of them"
@@ -129,13 +134,35 @@ class _Grammar:
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of calls: one, and what stands before, between and behind them."""
+    """The form of calls: one, and what stands before, between and behind them.
+
+    ``names`` are the tools' names that the form can write so that its parser reads the same, ``keys`` their parameters'.
+    """
 
     call: Callable[[_Grammar, str, Schema], str]
     begin: str = ""
     between: str = "\n"
     end: str = ""
     repeats: bool = True
+    names: str = _PLAIN_NAMES
+    keys: str = _PLAIN_NAMES
+
+    def call_of(self, grammar: _Grammar, function: Mapping[str, Any]) -> str:
+        """A call of one of OpenAI's functions. Raises CannotForce."""
+        name, schema = function["name"], function.get("parameters") or {}
+        if not re.fullmatch(self.names, name):
+            raise CannotForce(f"the tool's name {name[:100]!r} cannot be written in this model's form of calls")
+        try:
+            for key in _names_in(schema):
+                if not re.fullmatch(self.keys, key):
+                    raise CannotForce(
+                        f"the parameter's name {key[:100]!r} cannot be written in this model's form of calls"
+                    )
+            return self.call(grammar, name, schema)
+        except CannotForce:
+            raise
+        except Exception as error:  # wherever it is no schema: a list for an object, a number for a list, too deep
+            raise CannotForce(f"the parameters of {name[:100]!r} are no JSON schema that can be followed") from error
 
 
 def _in_json(before: str, after: str) -> Callable[[_Grammar, str, Schema], str]:
@@ -234,6 +261,15 @@ def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
     return [(name, part, name in needed) for name, part in (schema.get("properties") or {}).items()]
 
 
+def _names_in(schema: Schema) -> Iterator[str]:
+    """Names of the parameters, and of what objects and lists among them hold."""
+    for name, part, _ in _properties(schema):
+        yield name
+        yield from _names_in(part)
+    if isinstance(items := schema.get("items"), Mapping):
+        yield from _names_in(items)
+
+
 def _kind(schema: Schema, root: Schema) -> str:
     kind = schema.get("type")
     if kind not in _KINDS:
@@ -248,11 +284,12 @@ def _quoted(words: str) -> str:
 
 
 _FORMS: Mapping[str, _Form] = {
-    "json_tools": _Form(_in_json('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>")),
-    "longcat": _Form(_in_json('<longcat_tool_call>{"name": NAME, "arguments": ', "}</longcat_tool_call>")),
-    "mistral": _Form(_in_json("[TOOL_CALLS]BARE[ARGS]", ""), repeats=False),
+    "json_tools": _Form(_in_json('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"), keys=_ANY),
+    "longcat": _Form(_in_json('<longcat_tool_call>{"name": NAME, "arguments": ', "}</longcat_tool_call>"), keys=_ANY),
+    "mistral": _Form(_in_json("[TOOL_CALLS]BARE[ARGS]", ""), repeats=False, keys=_ANY),
     "cohere2_moe": _Form(
         _in_json('{"tool_call_id": "0", "tool_name": NAME, "parameters": ', "}"),
+        keys=_ANY,
         begin="<|START_ACTION|>[\n    ",
         between=",\n    ",
         end="\n]<|END_ACTION|>",
@@ -263,12 +300,17 @@ _FORMS: Mapping[str, _Form] = {
         between="",
         end="<|tool_calls_section_end|>",
         repeats=False,
+        keys=_ANY,
     ),
     "qwen3_coder": _Form(
-        _in_tags("<tool_call>\n<function=BARE>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>")
+        _in_tags(
+            "<tool_call>\n<function=BARE>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
+        ),
+        keys=_IN_TAGS,
     ),
     "glm47": _Form(
-        _in_tags("<tool_call>BARE\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
+        _in_tags("<tool_call>BARE\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+        keys=_IN_TAGS,
     ),
     "minimax_m2": _Form(
         _in_tags(
@@ -276,12 +318,14 @@ _FORMS: Mapping[str, _Form] = {
             '<parameter name="KEY">',
             "</parameter>\n",
             "</invoke>\n</minimax:tool_call>",
-        )
+        ),
+        keys=_IN_TAGS,
     ),
     "minicpm5": _Form(
         _in_tags(
             '<function name="BARE">', '<param name="KEY">', "</param>", "</function>", "<&\\x00-\\x1f\\ufffe\\uffff"
-        )
+        ),
+        keys=_IN_TAGS,
     ),
     "gemma4": _Form(
         _in_braces(
@@ -292,11 +336,15 @@ _FORMS: Mapping[str, _Form] = {
             {"true": "true", "false": "false", "null": "null"},
         ),
         between="",
+        names=r"[\w.:$-]+",
+        keys=r"[\w./$-]+",
     ),
     "pythonic": _Form(
         _in_braces("BARE(", "KEY=", ")", "", {"true": "True", "false": "False", "null": "None"}),
         begin="<|tool_call_start|>[",
         between=", ",
         end="]<|tool_call_end|>",
+        names=_IDENTIFIERS,
+        keys=_IDENTIFIERS,
     ),
 }

@@ -25,7 +25,8 @@ class ServerConfig:
     ``api_key`` or ``no_auth``. ``allowed_hosts`` are further names for the ``Host`` header of a server without a key.
     ``allow_urls`` lets requests name pictures and videos by http(s) URL, ``allow_dirs`` by files under these folders;
     each may have ``max_file`` bytes and take ``fetch_seconds``.
-    Times are in seconds, sizes in bytes. ``max_queue`` requests may wait for a place before others are sent away (429), and
+    Times are in seconds, sizes in bytes. Bodies and what was fetched for them have ``max_held`` bytes, of all requests
+    that are not answered yet. ``max_queue`` requests may wait for a place before others are sent away (429), and
     none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
     so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
     the server is told to stop. ``stall_seconds`` without any progress of unfinished requests make it not ready.
@@ -44,6 +45,7 @@ class ServerConfig:
     allow_urls: bool = False
     allow_dirs: tuple[Path, ...] = ()
     max_body: int = 64 * MEGABYTE
+    max_held: int = 1024 * MEGABYTE
     max_file: int = 256 * MEGABYTE
     fetch_seconds: float = 30.0
     max_images: int = 32
@@ -64,6 +66,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in (
             "max_body",
+            "max_held",
             "max_file",
             "max_images",
             "max_choices",

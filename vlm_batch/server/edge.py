@@ -10,16 +10,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.errors import ApiError
+from vlm_batch.server.errors import ApiError, JsonResponse
 from vlm_batch.server.metrics import Metrics
 
 logger = logging.getLogger("vlm_batch.server")
@@ -29,6 +28,11 @@ access = logging.getLogger("vlm_batch.server.access")
 ENTRY = "vlm_batch.entry"
 #: Seconds that a body may take to arrive.
 BODY_SECONDS = 60.0
+#: Commas, and brackets that open, in a body: its values and its lists and objects, of which each takes some time to check while
+#: nobody else is heard. Pictures in base64 have none; a prompt of a million tokens has fewer.
+MAX_VALUES, MAX_NESTED = 2**18, 2**16
+#: Seconds after which to come again while others' bodies take the room.
+RETRY = 1
 #: Paths that need no key: whether the server lives, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
@@ -42,6 +46,28 @@ _HEADERS = {
 }
 
 
+class Held:
+    """Bytes of bodies, and of what was fetched for them, that all requests keep; ``most`` at a time, or any number for 0."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.size = 0
+
+    def take(self, size: int) -> None:
+        """Count more bytes. Raises ApiError 429 where that would be too many."""
+        if self._most and self.size + size > self._most:
+            raise ApiError(
+                429,
+                f"requests that wait hold {self.size} bytes of {self._most}; try again in {RETRY} s",
+                code="busy",
+                headers={"Retry-After": str(RETRY), "Connection": "close"},
+            )
+        self.size += size
+
+    def give(self, size: int) -> None:
+        self.size -= size
+
+
 @dataclass
 class Entry:
     """One line of the access log in the making; ``said`` is what the routes add."""
@@ -53,6 +79,13 @@ class Entry:
     began: float = field(default_factory=time.perf_counter)
     status: int = 0
     said: dict[str, Any] = field(default_factory=dict)
+    held: Held = field(default_factory=lambda: Held(0))
+    num_held: int = 0
+
+    def hold(self, size: int) -> None:
+        """Count bytes that the request keeps until it is answered. Raises ApiError 429 where others keep too many."""
+        self.held.take(size)
+        self.num_held += size
 
     def line(self) -> str:
         """The line, as JSON."""
@@ -68,6 +101,7 @@ class Edge:
         self._app = app
         self._config = config
         self._metrics = metrics
+        self._held = Held(config.max_held)
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +110,7 @@ class Edge:
             return
         headers = Headers(scope=scope)
         client = scope["client"][0] if scope["client"] else ""
-        entry = Entry(_request_id(headers), scope["method"], scope["path"], client)
+        entry = Entry(_request_id(headers), scope["method"], scope["path"], client, held=self._held)
         scope[ENTRY] = entry
 
         async def sending(message: Message) -> None:
@@ -87,13 +121,14 @@ class Edge:
 
         try:
             self._check(scope, headers)
-            await self._app(scope, _Body(receive, self._config.max_body).receive, sending)
+            await self._app(scope, _Body(receive, self._config.max_body, entry.hold).receive, sending)
         except Exception as error:
             answer = _answer_to(error, entry)
             if entry.status:  # half an answer is out: all that is left is to close the connection
                 raise
-            await JSONResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
+            await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
+            self._held.give(entry.num_held)
             self._metrics.responded(_known_path(scope), entry.status)
             access.info(entry.line())
 
@@ -120,12 +155,13 @@ class Edge:
 
 
 class _Body:
-    """A request's ``receive`` with a bound on how much comes and on how long that takes."""
+    """A request's ``receive`` with bounds on how much comes, on how many values, and on how long that takes."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, hold: Callable[[int], None]) -> None:
         self._receive = receive
+        self._hold = hold
         self._max_bytes = max_bytes
-        self._seen = 0
+        self._seen = self._values = self._nested = 0
         self._is_whole = False
         self._until = time.monotonic() + BODY_SECONDS
 
@@ -136,10 +172,17 @@ class _Body:
             message = await asyncio.wait_for(self._receive(), max(0.0, self._until - time.monotonic()))
         except asyncio.TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from error
-        self._seen += len(message.get("body", b""))
+        body = message.get("body", b"")
+        self._seen += len(body)
+        self._values += body.count(b",")
+        self._nested += body.count(b"[") + body.count(b"{")
         self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
         if self._seen > self._max_bytes:
             raise _too_large(self._max_bytes)
+        self._hold(len(body))
+        if self._values > MAX_VALUES or self._nested > MAX_NESTED:
+            said = f"more than {MAX_VALUES:,} commas, or {MAX_NESTED:,} lists and objects"
+            raise ApiError(413, f"the body holds {said}", headers={"Connection": "close"})
         return message
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from vlm_batch.errors import InvalidRequest
+from vlm_batch.server.wire import SAMPLING, TEMPLATE
 from vlm_batch.types import Result
 
 #: Absolute paths of two folders or more, which tell a stranger about this machine; not the path of a URL.
 _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+){2,}")
 _FILE = re.compile(r"file://\S+")
+#: The library's names of fields, and the wire's.
+_ON_THE_WIRE = {ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items()} | {"token_ids": "prompt"}
+_FIELDS = re.compile(r"(?:(?:, | and )?\b(?:" + "|".join(_ON_THE_WIRE) + r")\b)+")
 #: The most characters of an exception's text that a client gets.
 MAX_MESSAGE = 600
 
@@ -31,6 +37,19 @@ _TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+class JsonResponse(JSONResponse):
+    """JSON in which half of a surrogate pair is a question mark: clients may send one, and then get it back in a message."""
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as JSON in UTF-8, whatever its texts hold."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
 
 
 class ApiError(HTTPException):
@@ -62,8 +81,13 @@ def envelope(status: int, message: str, param: str | None = None, code: str | No
 
 
 def refusal(error: InvalidRequest) -> ApiError:
-    """400, for what the library refuses."""
-    return ApiError(400, without_paths(str(error)), code=type(error).__name__)
+    """400, for what the library refuses, in the words of the wire: its fields' names, and no advice to users of the library."""
+    text, param = error.reason, None
+    if fields := _FIELDS.match(text):
+        names = [_ON_THE_WIRE[name] for name in re.findall(r"\w+", fields[0]) if name != "and"]
+        text, param = " and ".join(names) + text[fields.end() :], names[0]
+    instead = "; text that is final already goes to /v1/completions" if "rendered=True" in error.advice else ""
+    return ApiError(400, without_paths(text) + instead, param=param, code=type(error).__name__)
 
 
 def failure(result: Result) -> ApiError:

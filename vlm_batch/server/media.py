@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,11 +31,16 @@ class MediaReader:
         """Stop the readers."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with every picture and video as bytes or a data URI. Raises ApiError."""
+    async def read(
+        self, messages: Sequence[Mapping[str, Any]], hold: Callable[[int], None] = lambda size: None
+    ) -> list[dict[str, Any]]:
+        """The messages with every picture and video as bytes or a data URI; ``hold`` is told of bytes that are read.
+
+        Raises ApiError.
+        """
         parts = [part for message in messages for part in _media(message)]
         self._check_counts(parts)
-        payloads = iter(await self._payloads(parts))
+        payloads = iter(await self._payloads(parts, hold))
         return [
             {**message, "content": [_with_payload(part, payloads) for part in message["content"]]}
             if isinstance(message["content"], list)
@@ -53,10 +58,10 @@ class MediaReader:
             if count > most:
                 raise ApiError(400, f"{count} {noun}; at most {most} go into one request", param="messages")
 
-    async def _payloads(self, parts: Sequence[Mapping[str, Any]]) -> list[bytes | str]:
+    async def _payloads(self, parts: Sequence[Mapping[str, Any]], hold: Callable[[int], None]) -> list[bytes | str]:
         """The contents that the parts name, read side by side; a failure, or a client that leaves, stops the others."""
         cancelled = Cancelled()
-        tasks = [asyncio.ensure_future(self._payload(part, cancelled)) for part in parts]
+        tasks = [asyncio.ensure_future(self._payload(part, cancelled, hold)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -65,7 +70,7 @@ class MediaReader:
                 task.cancel()
             raise
 
-    async def _payload(self, part: Mapping[str, Any], cancelled: Cancelled) -> bytes | str:
+    async def _payload(self, part: Mapping[str, Any], cancelled: Cancelled, hold: Callable[[int], None]) -> bytes | str:
         named = part[part["type"]]
         source: str = named["url"] if isinstance(named, Mapping) else named
         noun = "picture" if part["type"] == "image_url" else "video"
@@ -77,7 +82,9 @@ class MediaReader:
             raise _refused(f"this server fetches no URLs; send the {noun} as a data URI", "url")
         if not is_url(source) and not self._policy.allow_files:
             raise _refused(f"a {noun} is no data URI, and this server reads no files", "file")
-        return await self._fetch(source, noun, cancelled)
+        data = await self._fetch(source, noun, cancelled)
+        hold(len(data))
+        return data
 
     async def _fetch(self, source: str, noun: str, cancelled: Cancelled) -> bytes:
         loop = asyncio.get_running_loop()

@@ -1,246 +1,36 @@
-"""OpenAI's wire format: the bodies of requests as types, and what becomes of each field.
+"""From the bodies of requests (``wire``) to the engine's requests: what becomes of each of OpenAI's fields.
 
-A field is honoured or refused with its name, never ignored. ``SAMPLING`` and ``TEMPLATE`` say which field of
-``SamplingParams`` and ``Request`` a field of the wire becomes.
+A field is honoured or refused with its name, never ignored.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
-
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictFloat, StrictInt
+from typing import Any
 
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.errors import ApiError, refusal
+from vlm_batch.server.wire import (
+    SAMPLING,
+    TEMPLATE,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    NamedTool,
+    StreamOptions,
+    TextFormat,
+    Wire,
+)
 from vlm_batch.types import FORMS, Request, SamplingParams
 
-#: Bounds of what one request may hold beside its body's bytes.
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
+#: The largest priority that a client may give its request.
 MAX_PRIORITY = 100
-
-Number: TypeAlias = StrictFloat | StrictInt
-
-
-class Wire(BaseModel):
-    """A JSON object whose fields are all known."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-# Messages ----------------------------------------------------------------------------------------------------------
-
-
-class Url(Wire):
-    """A picture: a data URI, base64, an http(s) URL or a file, the last two where the server allows them."""
-
-    url: str
-    detail: Literal["auto", "high"] | None = None  # pictures are taken as they are; "low" would resize them
-
-
-class VideoUrl(Wire):
-    """A video, named like a picture."""
-
-    url: str
-
-
-class TextPart(Wire):
-    type: Literal["text"]
-    text: str
-
-
-class ImagePart(Wire):
-    type: Literal["image_url"]
-    image_url: Url | str
-
-
-class VideoPart(Wire):
-    """A video and how its frames are taken (``vlm_batch.Video``)."""
-
-    type: Literal["video_url"]
-    video_url: VideoUrl | str
-    fps: Number | None = None
-    num_frames: int | None = None
-    max_frames: int | None = None
-    max_pixels: int | None = None
-
-
-Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
-
-
-class FunctionCall(Wire):
-    name: str
-    arguments: str
-
-
-class ToolCall(Wire):
-    """A call that the model made in an earlier turn."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class SystemMessage(Wire):
-    role: Literal["system", "developer"]
-    content: str | list[TextPart]
-
-
-class UserMessage(Wire):
-    role: Literal["user"]
-    content: str | list[Part]
-
-
-class AssistantMessage(Wire):
-    """An earlier answer. What OpenAI's client writes into every answer may come back: empty."""
-
-    role: Literal["assistant"]
-    content: str | list[TextPart] | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-
-
-class ToolMessage(Wire):
-    role: Literal["tool"]
-    content: str | list[TextPart | ImagePart]
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-Message: TypeAlias = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
-
-
-# Requests ----------------------------------------------------------------------------------------------------------
-
-
-class Function(Wire):
-    name: str
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-
-
-class Tool(Wire):
-    type: Literal["function"]
-    function: Function
-
-
-class ToolName(Wire):
-    name: str
-
-
-class NamedTool(Wire):
-    """The one tool that the answer has to call."""
-
-    type: Literal["function"]
-    function: ToolName
-
-
-class StreamOptions(Wire):
-    include_usage: bool = False
-
-
-class Schema(Wire):
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    schema_: dict[str, JsonValue] = Field(alias="schema")
-
-
-class TextFormat(Wire):
-    type: Literal["text"]
-
-
-class ObjectFormat(Wire):
-    type: Literal["json_object"]
-
-
-class SchemaFormat(Wire):
-    type: Literal["json_schema"]
-    json_schema: Schema
-
-
-ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
-
-
-class Common(Wire):
-    """The fields that chat and text completions have in common."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    repetition_context_size: int | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
-    min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    # Nothing to do: they say who asks and what belongs together, and prefixes are found by content.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    # One value is what is done anyway; another is refused.
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-
-
-class ChatRequest(Common):
-    """The body of ``POST /v1/chat/completions``."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    documents: list[dict[str, JsonValue]] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    thinking_budget: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    modalities: list[Literal["text"]] | None = None
-
-
-class CompletionRequest(Common):
-    """The body of ``POST /v1/completions``: prompts that are final, as text or token ids; pictures need a chat."""
-
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
-
+#: A token's id as JSON's objects name it.
+_TOKEN = re.compile(r"[0-9]{1,10}")
 
 #: Fields of OpenAI's and vLLM's that are refused whatever they hold, and why.
 REFUSED: Mapping[str, str] = {
@@ -259,43 +49,6 @@ REFUSED: Mapping[str, str] = {
     "web_search_options": "nothing is searched",
 }
 
-#: Fields of the wire, and the field of ``SamplingParams`` that each becomes.
-SAMPLING: Mapping[str, str] = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "repetition_context_size": "repetition_context_size",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "min_tokens": "min_tokens",
-    "bad_words": "bad_words",
-    "allowed_token_ids": "allowed_token_ids",
-    "prompt_logprobs": "prompt_logprobs",
-    "seed": "seed",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "thinking_budget": "thinking_budget",
-    "response_format": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-#: And the field of ``Request``.
-TEMPLATE: Mapping[str, str] = {
-    "tools": "tools",
-    "documents": "documents",
-    "enable_thinking": "enable_thinking",
-    "reasoning_effort": "reasoning_effort",
-    "chat_template_kwargs": "template_args",
-    "add_generation_prompt": "add_generation_prompt",
-    "continue_final_message": "continue_final_message",
-    "min_pixels": "min_pixels",
-    "max_pixels": "max_pixels",
-}
 #: Values that ask for nothing, so that clients that always send them are served.
 NEUTRAL: Mapping[str, Any] = {
     "presence_penalty": 0,
@@ -362,6 +115,9 @@ def chat_ask(
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ApiError(400, f"tools: two of them are named {twice[:100]!r}", param="tools")
     template = _template(body, tools)
     if limits.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
         template.setdefault("enable_thinking", True)
@@ -477,10 +233,10 @@ def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bias(value: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in value.items()}
-    except ValueError as error:
-        raise ApiError(400, "logit_bias maps token ids to numbers", param="logit_bias") from error
+    found = {int(token): bias for token, bias in value.items() if _TOKEN.fullmatch(token)}
+    if len(found) < len(value):
+        raise ApiError(400, "logit_bias maps token ids, each given once, to numbers", param="logit_bias")
+    return found
 
 
 _CONVERSIONS = {"response_format": _format, "logit_bias": _bias}
@@ -512,6 +268,6 @@ def _arguments(text: str) -> Any:
     """A call's arguments as the mapping that templates iterate over; as they are if they are none."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text

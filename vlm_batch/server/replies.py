@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from vlm_batch.handle import Handle
 from vlm_batch.server.answers import AnswerReader, Delta, Dialect, UnreadableCall
 from vlm_batch.server.edge import Entry
-from vlm_batch.server.errors import ApiError, failure
+from vlm_batch.server.errors import ApiError, failure, json_bytes
 from vlm_batch.server.openai import Ask
 from vlm_batch.server.service import Service, Visit
 from vlm_batch.types import Event, Result, TokenLogprobs
@@ -374,8 +373,7 @@ def _finite(logprob: float) -> float:
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+    return b"data: " + json_bytes(value) + b"\n\n"
 
 
 async def _merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, Event]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable
 from socket import socket
 
+import h11
 import mlx.core as mx
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server.app import create_app
@@ -22,8 +25,39 @@ CUT_AFTER = 5
 BACKLOG, MAX_CONNECTIONS = 1024, 2048
 #: Seconds for which an idle connection is kept.
 KEEP_ALIVE = 30
+#: Seconds that the head of a request may take to arrive; the edge bounds the body's.
+HEAD_SECONDS = 30.0
 
 logger = logging.getLogger("vlm_batch.server")
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, closed if the head of a request does not arrive in time: it would take a place for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
+            self._stop_waiting()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class Server(uvicorn.Server):
@@ -49,6 +83,7 @@ def make_server(
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,
+        http=Connection,
         host=config.host,
         port=config.port,
         log_config=None,

@@ -108,6 +108,9 @@ class Service:
         self._loaded: Loaded | None = None
         self._stopping = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit")
+        self._form_worker = ThreadPoolExecutor(
+            1, thread_name_prefix="vlm-batch-submit-form"
+        )  # checking one may take a second
         self._visits: set[Visit] = set()
         self._last_used = time.monotonic()
         self._ends: deque[float] = deque(maxlen=RECENT)
@@ -186,6 +189,7 @@ class Service:
                 await asyncio.gather(task, return_exceptions=True)
         await self._unload()
         self._worker.shutdown(wait=False)
+        self._form_worker.shutdown(wait=False)
 
     # Requests
     # -----------------------------------------------------------------------------------------------------------
@@ -219,7 +223,8 @@ class Service:
             for request in requests:
                 visit.handles.append(batcher.submit_request(request))
 
-        submitting = asyncio.ensure_future(self._on_worker(submit_all))
+        worker = self._form_worker if any(request.params.form for request in requests) else self._worker
+        submitting = asyncio.get_running_loop().run_in_executor(worker, submit_all)
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
