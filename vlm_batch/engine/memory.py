@@ -23,9 +23,8 @@ class RowMemory:
     def __init__(self, max_bytes: int | None, placement: Placement, places: int) -> None:
         self.max_bytes = max_bytes
         self._places = places if placement is Placement.SLAB else 0
-        self._at: tuple[
-            int, ...
-        ] = ()  # bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen
+        #: Bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen.
+        self._at: tuple[int, ...] = ()
 
     def learn(self, caches: Sequence[Any], seen: int) -> None:
         """A row's caches, which have seen so many tokens."""
