@@ -101,7 +101,8 @@ def way_of_a_request() -> Way:
     from vlm_batch.runtime import threads
 
     way = Way()
-    threads._idle.clear()  # those of earlier batchers would be used again, and have no profile
+    for idle in threads._idle.values():
+        idle.clear()  # those of earlier batchers would be used again, and have no profile
     threading.setprofile(way)  # threads that start from here on
     sys.setprofile(way)
     try:

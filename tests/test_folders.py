@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import write_checkpoint
 from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
-from vlm_batch import InvalidPrompt, Result, SamplingParams, UnsupportedModel, VLMBatcher
+from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
+from vlm_batch.arrays import as_numpy
 from vlm_batch.checkpoints import normalise_config, older_processor_files, read_model
 from vlm_batch.loading import adapt, load_model
 from vlm_batch.models._aya_vision import best_grid as cohere_grid
@@ -235,6 +237,139 @@ def test_settings_of_pictures_are_found_where_transformers_5_puts_them(tmp_path:
     (folder / "preprocessor_config.json").write_text("{}", encoding="utf-8")
     with older_processor_files(folder, "llava") as path:
         assert path == folder
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A processor as transformers 5 writes it: ids of its markers, the text of a picture, its class and that of its part for
+    pictures, and the settings of both."""
+
+    markers: Mapping[str, int]
+    picture: str
+    whole: str
+    part: str
+    pictures: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)  # attributes of the tokenizer
+    has_template: bool = (
+        True  # whether its chat template is asked: mlx-vlm writes chats of some types in words of its own
+    )
+
+
+QWEN_MARKS = {"<|vision_start|>": 128, "<|vision_end|>": 129, "<|image_pad|>": 130, "<|video_pad|>": 131}
+QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+GLM_MARKS = {"<|begin_of_image|>": 128, "<|end_of_image|>": 129, "<|image|>": 130, "<|video|>": 131}
+GLM_PICTURE = "<|begin_of_image|><|image|><|end_of_image|>"
+GRIDS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 4096}
+GRIDS |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
+SMALL = {
+    "size": {"longest_edge": 16},
+    "max_image_size": {"longest_edge": 16},
+    "do_image_splitting": False,
+    "do_pad": True,
+}
+SMOL_MARKS = {"<image>": 128, "<fake_token_around_image>": 129, "<global-img>": 130, "<end_of_utterance>": 131}
+INTERN_MARKS = {"<IMG_CONTEXT>": 128, "<img>": 129, "</img>": 130}
+LFM = {
+    "encoder_patch_size": 4,
+    "downsample_factor": 2,
+    "do_image_splitting": False,
+    "max_num_patches": 64,
+    "tile_size": 16,
+}
+#: By the zoo's names of the families.
+PROCESSORS = {
+    "qwen2_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen2VLProcessor", "Qwen2VLImageProcessor", GRIDS),
+    "qwen2_5_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", GRIDS),
+    "qwen3_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen3VLProcessor", "Qwen2VLImageProcessor", GRIDS),
+    "glm4v": Saved(GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS),
+    "glm_ocr": Saved(GLM_MARKS, GLM_PICTURE, "Glm46VProcessor", "Glm46VImageProcessor", GRIDS),
+    "lfm2_vl": Saved(
+        {"<image>": 130, "<|image_start|>": 128, "<|image_end|>": 129},
+        "<image>",
+        "Lfm2VlProcessor",
+        "Lfm2VlImageProcessor",
+        {**LFM, "min_image_tokens": 4, "max_image_tokens": 16},
+    ),
+    "smolvlm": Saved(SMOL_MARKS, "<image>", "SmolVLMProcessor", "SmolVLMImageProcessor", SMALL, {"image_seq_len": 4}),
+    "idefics3": Saved(
+        SMOL_MARKS, "<image>", "Idefics3Processor", "Idefics3ImageProcessor", SMALL, {"image_seq_len": 4}
+    ),
+    "kimi_k25": Saved(
+        {"<|media_pad|>": 128, "<|media_start|>": 129, "<|media_end|>": 130},
+        "<|media_pad|>",
+        "Kimi_K25Processor",
+        "Kimi_K25ImageProcessor",
+        {"patch_size": 4, "merge_kernel_size": 2, "in_patch_limit": 64},
+    ),
+    "internvl": Saved(
+        INTERN_MARKS,
+        "<IMG_CONTEXT>",
+        "InternVLProcessor",
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 16, "width": 16}},
+        {"image_seq_length": 4},
+    ),
+    "internvl_chat": Saved(
+        INTERN_MARKS,
+        "<IMG_CONTEXT>",
+        "InternVLProcessor",
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 16, "width": 16}},
+        {"image_seq_length": 4},
+    ),
+    "multi_modality": Saved(
+        {"<image_placeholder>": 128},
+        "<image_placeholder>",
+        "DeepseekVLProcessor",
+        "DeepseekVLImageProcessor",
+        {"size": {"height": 16, "width": 16}, "min_size": 14},
+        {"num_image_tokens": 16},
+        {"image_token": "<image_placeholder>"},
+        has_template=False,
+    ),
+    "mistral3": Saved(
+        {"[IMG]": 128, "[IMG_BREAK]": 129, "[IMG_END]": 130},
+        "[IMG]",
+        "PixtralProcessor",
+        "PixtralImageProcessor",
+        {"patch_size": 4, "size": {"longest_edge": 32}},
+        {"patch_size": 4, "spatial_merge_size": 2},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Image.Image.getdata is deprecated")  # kimi_k25's, which Pillow 14 will not have
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_saved_folder_takes_pictures(name: str, tmp_path: Path) -> None:
+    """Through its own processor, two sizes together; the oracle has the same inputs on a model of its own."""
+    saved, folder = PROCESSORS[name], write_checkpoint(tmp_path / name, name)
+    write_tokenizer(folder, saved.markers, saved.picture, **saved.named)
+    write_processor(folder, saved.whole, {"image_processor_type": saved.part, **saved.pictures}, **saved.settings)
+    images = [picture(16, 16), picture(40, 24, seed=1)]
+    with VLMBatcher(folder) as batcher:
+        asked: dict[str, Any] = (
+            {"prompt": "w5 w6"} if saved.has_template else {"prompt": f"{saved.picture} w5 w6", "rendered": True}
+        )
+        requests = [Request(images=image, params=ANSWER, **asked) for image in images]
+        results = [handle.result(timeout=60) for handle in map(batcher.submit_request, requests)]
+        questions = map(batcher._preparer.check, requests)
+        inputs = [as_numpy(batcher._preparer.prepare(question).inputs) for question in questions]
+    model = read_model(folder, in_float32=True)
+    for result, given in zip(results, inputs, strict=True):
+        assert result.ok, result.error
+        assert result.usage.image_tokens > 0
+        assert list(result.token_ids) == family(name).greedy(model, given, STEPS).tokens
+
+
+def test_a_processor_that_cannot_be_read_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    """mlx-vlm passes over its own processor's failure and reports that of transformers', which has no torch."""
+    folder = write_checkpoint(tmp_path / "ernie", "ernie4_5_moe_vl")
+    write_tokenizer(folder, {"<|IMAGE_PLACEHOLDER|>": 130}, "<|IMAGE_PLACEHOLDER|>")
+    write_processor(folder, "Ernie4_5_VLMoeProcessor", {"image_processor_type": "Ernie4_5_VLMoeImageProcessor"})
+    with pytest.raises(UnsupportedModel, match=r"its processor cannot be read: .*model_file") as found:
+        load_model(folder)
+    assert "torch" not in str(found.value).lower()
 
 
 # Tokenizers and prompts

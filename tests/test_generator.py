@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Status
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.store.budget import ByteBudget
@@ -247,6 +249,21 @@ def test_usage_and_timings() -> None:
     assert 0 < result.timings.ttft <= result.timings.total
     assert result.timings.encode > 0
     assert result.timings.prefill > 0
+
+
+def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None:
+    generator = engine(config=SchedulerConfig(max_rows=1))
+    generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=8))
+    generator.insert("next", inputs(IMAGE), SamplingParams(max_tokens=2))
+    row, encoded, last = generator._rows["next"], 0.0, 0.0
+    while row.status is Status.WAITING:
+        last = time.perf_counter()
+        generator.step()
+        encoded = encoded or (row.prompt is not None and row.prompt.encoded is not None and time.perf_counter())
+    timings = finish(generator)["next"].timings
+    assert 0 < encoded < last, "it was not encoded ahead"
+    assert timings.queue + timings.encode >= last - row.clock.submitted
+    assert timings.queue + timings.encode + timings.prefill == pytest.approx(timings.ttft, abs=1e-3)
 
 
 # Priorities and processors ----------------------------------------------------------------------------------------------

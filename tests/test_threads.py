@@ -15,7 +15,7 @@ NAME = "engine-of-test-threads"
 
 @pytest.fixture(autouse=True)
 def no_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(threads, "_idle", {True: [], False: []})
 
 
 def on_thread(work: Callable[[], None]) -> None:
@@ -28,6 +28,14 @@ def test_one_thread_serves_one_after_another() -> None:
         on_thread(lambda: seen.append(threading.get_ident()))
     assert len(seen) == 4
     assert len(set(seen)) == 1
+
+
+def test_a_thread_that_has_been_in_mlx_does_nothing_that_the_exit_does_not_await() -> None:
+    """It would be woken while the interpreter ends, by a wait for more to read, and abort the process as it goes."""
+    seen: list[int] = []
+    for is_awaited in (True, False, True, False):
+        threads.start(lambda: seen.append(threading.get_ident()), NAME, is_awaited=is_awaited).join()
+    assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
 def test_two_at_a_time_have_two_threads() -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ import mlx.nn as nn
 import mlx_vlm.utils
 from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_type
+from transformers import AutoProcessor
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models._layouts import layout_of
@@ -82,20 +83,47 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
 def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     """The processor of a folder, with mlx-vlm's additions: a detokeniser, stop tokens, its own part for pictures."""
     config = read_config(path, **options)
-    load_image_processor = with_names(mlx_vlm.utils.load_image_processor, load_config=lambda *_, **__: config)
-    images = load_image_processor(path, **options)
+    model_type, lying = str(config["model_type"]), str(mlx_vlm.utils.load_config(path, **options).get("model_type"))
+    images = None
+    if layout_of(lying).keeps_processor:
+        model_type = lying
+    else:
+        load_image_processor = with_names(mlx_vlm.utils.load_image_processor, load_config=lambda *_, **__: config)
+        images = load_image_processor(path, **options)
     eos_token_ids = vars(model.config).get("eos_token_id")
-    with older_processor_files(path, str(config["model_type"])) as folder:
+    with older_processor_files(path, model_type) as folder:
         load_processor = mlx_vlm.utils.load_processor
         if config["model_type"] == "cohere2_vision" and find_spec("torchvision") is None:
             from vlm_batch.models import _aya_vision
 
             load_processor = with_names(load_processor, AutoProcessor=_aya_vision)
-        processor = load_processor(folder, True, eos_token_ids=eos_token_ids, **options)
+        try:
+            processor = load_processor(folder, True, eos_token_ids=eos_token_ids, **options)
+        except Exception as error:
+            raise processor_error(folder, model_type, **options) or error from error
     if images is not None:
         processor.image_processor = images
     layout_of(str(get_model_type(config))).processor(processor, config)
     return processor
+
+
+def processor_error(folder: Path, model_type: str, **options: Any) -> Exception | None:
+    """The reason for which mlx-vlm's own processor of a model type cannot be read; None if it can, or if there is none.
+
+    mlx-vlm passes over it and asks transformers for its processor (models/base.py:675), whose complaint, often that there is
+    no torch, says nothing of what is wrong.
+    """
+    function: Any = AutoProcessor.from_pretrained.__func__
+    while function is not None:  # each of mlx-vlm's hands on to the one that it replaced
+        held = inspect.getclosurevars(function)
+        if model_type in held.nonlocals.get("target_model_types", ()):
+            try:
+                held.nonlocals["processor_cls"].from_pretrained(folder, **options)
+            except Exception as error:
+                return error
+        methods = [one for one in (*held.nonlocals.values(), *held.globals.values()) if isinstance(one, MethodType)]
+        function = next((one.__func__ for one in methods if one.__self__ is AutoProcessor), None)
+    return None
 
 
 @contextmanager

@@ -403,7 +403,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of a request's life: waiting for a place, being encoded, from there to its first token, then to its end.
+    """Seconds of a request's life: waiting for a place, being encoded (some are before they have one), from its place to its
+    first token, then to its end.
 
     Within ``queue``, ``read`` is from the beginning of its reading until its files and URLs were in memory, and ``process``
     their decoding and the processor. ``ttft`` is from submit to the first token. While it is prefilled and decodes, a
@@ -512,9 +513,7 @@ class Stats:
     cached_tokens: int = 0  # prompt positions that they took
     cache_bytes: int = 0  # kept for later requests
     steps: int = 0  # that the engine has taken: while anything runs, this grows, or the engine hangs
-    recomputed: int = (
-        0  # requests that began again, after a failed step or for want of memory; they end as if nothing had been
-    )
+    recomputed: int = 0  # requests that began again, after a failed step or for want of memory: they say nothing twice
     input_bytes: int = 0  # processors' outputs of requests that are alive, on the host
     max_kv_bytes: int | None = None  # the bound on kv_bytes
     mlx_bytes: int = 0  # all that MLX holds in this process: weights, and everything here but input_bytes

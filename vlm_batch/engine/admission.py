@@ -253,7 +253,7 @@ class Admission:
                     num_free = 0  # nobody overtakes it: it is the first in line
                     continue
                 live.append(row)
-                row.clock.started = row.clock.started or begin
+                row.clock.placed = row.clock.placed or time.perf_counter()
                 del self._prepared[row.request_id]
                 self._prefill.add(row)
         return time.perf_counter() - begin

@@ -34,7 +34,6 @@ class Encoder:
         prompt = row.prompt
         assert prompt is not None and prompt.inputs is not None
         begin = time.perf_counter()
-        row.clock.started = row.clock.started or begin
         cached = self.reuse.begin(row, self._fresh_cache())
         encoded = self.adapter.encode(prompt.inputs, cached)
         if row.params.prompt_logprobs is not None:

@@ -47,6 +47,28 @@ class Rate:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
+@dataclass
+class _Totals:
+    """Counters since the engine was made, as in ``Stats``."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    cached_tokens: int = 0
+    cache_hits: int = 0
+    busy_seconds: float = 0.0
+
+    def add(self, result: Result) -> None:
+        """Count a request's end."""
+        self.failed += result.finish_reason == "error"
+        self.cancelled += result.finish_reason == "cancelled"
+        self.finished += result.ok
+        self.cached_tokens += result.usage.cached_tokens
+        self.cache_hits += result.usage.cached_tokens > 0
+
+
 @dataclass(frozen=True)
 class _Add:
     row: Row
@@ -99,10 +121,9 @@ class EngineLoop:
         self._is_busy = False
         self._process = os.getpid()
         self._gone: BatcherClosed | None = None  # why nothing is answered any more
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "generated": 0, "steps": 0, "cached": 0, "hits": 0}
+        self._totals = _Totals()
         self._rate = Rate()
         self._watchdog = Watchdog()
-        self._busy_seconds = 0.0
 
     # From any thread
 
@@ -177,7 +198,7 @@ class EngineLoop:
 
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
-        generator, counts = self.generator, self._counts
+        generator, totals = self.generator, self._totals
         waiting, prefilling, decoding = generator.admission.num_prepared, len(generator.prefill), len(generator.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
@@ -185,15 +206,15 @@ class EngineLoop:
             prefilling=prefilling,
             decoding=decoding,
             kv_bytes=generator.batch.nbytes,
-            finished=counts["finished"],
-            failed=counts["failed"],
-            cancelled=counts["cancelled"],
-            generated_tokens=counts["generated"],
+            finished=totals.finished,
+            failed=totals.failed,
+            cancelled=totals.cancelled,
+            generated_tokens=totals.generated_tokens,
             tokens_per_second=self._rate.value,
-            cache_hits=counts["hits"],
-            cached_tokens=counts["cached"],
+            cache_hits=totals.cache_hits,
+            cached_tokens=totals.cached_tokens,
             cache_bytes=generator.reuse.nbytes,
-            steps=counts["steps"],
+            steps=totals.steps,
             recomputed=generator.recovery.num_recomputed,
             input_bytes=generator.input_bytes,
             max_kv_bytes=generator.memory.max_bytes,
@@ -201,7 +222,7 @@ class EngineLoop:
             stalled=self._watchdog.stalled,
             ahead_bytes=generator.admission.nbytes,
             most_rows=generator.scheduler.num_places,
-            busy_seconds=self._busy_seconds,
+            busy_seconds=totals.busy_seconds,
         )
 
     # On its own thread
@@ -276,10 +297,10 @@ class EngineLoop:
             return False
         begin = time.perf_counter()
         events = self.generator.step()
-        self._counts["steps"] += 1
+        self._totals.steps += 1
         for event in events:
             self._hand_out(event)
-        self._busy_seconds += time.perf_counter() - begin
+        self._totals.busy_seconds += time.perf_counter() - begin
         return True
 
     def _recover(self, error: BaseException, message: _Message | None = None) -> None:
@@ -316,24 +337,18 @@ class EngineLoop:
         if handle is None:
             return
         if event.token is not None:
-            self._counts["generated"] += 1
+            self._totals.generated_tokens += 1
             self._rate.count(time.perf_counter())
         if event.result is not None:
             del self._alive[event.request_id]
             self._forget_several(event.request_id)
-            self._count(event.result)
+            self._totals.add(event.result)
         handle.push(event)
 
     def _forget_several(self, request_id: str) -> None:
         several = self._several.get(request_id)
         for row_id in () if several is None else several.row_ids:
             del self._several[row_id]
-
-    def _count(self, result: Result) -> None:
-        kind = {"error": "failed", "cancelled": "cancelled"}.get(result.finish_reason, "finished")
-        self._counts[kind] += 1
-        self._counts["cached"] += result.usage.cached_tokens
-        self._counts["hits"] += result.usage.cached_tokens > 0
 
 
 class HasLoop(Protocol):

@@ -155,19 +155,19 @@ class Clock:
     submitted: float = field(default_factory=time.perf_counter)
     read_seconds: float = 0.0
     process_seconds: float = 0.0
-    started: float = 0.0
     encode_seconds: float = 0.0
+    placed: float = 0.0
     first_token: float = 0.0
 
     def timings(self) -> Timings:
         now = time.perf_counter()
-        started, first = self.started or now, self.first_token
+        placed, first = self.placed or now, self.first_token
         return Timings(
             read=self.read_seconds,
             process=self.process_seconds,
-            queue=started - self.submitted,
+            queue=placed - self.submitted - self.encode_seconds,
             encode=self.encode_seconds,
-            prefill=first - started - self.encode_seconds if first else 0.0,
+            prefill=first - placed if first else 0.0,
             decode=now - first if first else 0.0,
             ttft=first - self.submitted if first else float("nan"),
             total=now - self.submitted,
@@ -239,6 +239,8 @@ class Row:
     def begin_again(self) -> None:
         """Go back to where its prompt was not encoded yet: what is in its caches is lost. What it has said stays said."""
         answer, book = self.answer, self.reuse
+        if not self.clock.first_token:
+            self.clock.placed = 0.0
         self.losses += 1
         self.status = Status.WAITING
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))

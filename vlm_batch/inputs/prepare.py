@@ -212,9 +212,8 @@ class Preparer:
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
         self._long_lock = Lock()
-        self._long: tuple[str, Processing] | None = (
-            None  # a copy for very long prompts, and the settings that it was made with
-        )
+        #: A copy for very long prompts, and the settings that it was made with.
+        self._long: tuple[str, Processing] | None = None
 
     # In the submitter's thread
     # -----------------------------------------------------------------------------------------------------------------

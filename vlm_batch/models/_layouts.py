@@ -3,144 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.errors import UnsupportedModel
-
-Config = dict[str, Any]
-Weights = dict[str, mx.array]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Changes to one family's ``config.json`` and tensors before mlx-vlm's classes read them."""
-
-    config: Callable[[Config], Config] = lambda config: config
-    weights: Callable[[Weights, Config], Weights] = lambda weights, config: weights
-    #: (tensors on disk, tensors as mlx-vlm has changed them) -> corrections of the latter.
-    finish: Callable[[Weights, Weights, Config], Weights] = lambda lying, put, config: put
-    #: Norms whose weights count from one (a pattern): they are kept in float32, as transformers multiplies them.
-    from_one: str = ""
-    #: Sets attributes of the processor, from the configuration, that mlx-vlm does not read from the files.
-    processor: Callable[[Any, Config], None] = lambda processor, config: None
+from vlm_batch.models._rules import (
+    Config,
+    Layout,
+    Weights,
+    after,
+    filled,
+    full_attention_interval,
+    in_order,
+    joined_attention,
+    names,
+    own_vision_type,
+    part,
+    refused,
+    renamed,
+    text_at_the_root,
+    without,
+)
 
 
 def layout_of(model_type: str) -> Layout:
     """The rules of a model type; for most there are none beyond those of ``checkpoints``."""
     return LAYOUTS.get(model_type, Layout())
-
-
-# Configurations
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def in_order(*steps: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """Several rules, one after the other."""
-
-    def run(config: Config) -> Config:
-        for step in steps:
-            config = step(config)
-        return config
-
-    return run
-
-
-def part(name: str, change: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """A rule for a part of the configuration, "text" or "vision"; nothing where there is no such part."""
-    key = f"{name}_config"
-    return lambda config: config | {key: change(dict(config[key]))} if isinstance(config.get(key), Mapping) else config
-
-
-def renamed(**names: str) -> Callable[[Config], Config]:
-    """Entries known under other names: old name -> the one that mlx-vlm reads, where that is not there yet."""
-    return lambda config: (
-        config | {new: config[old] for old, new in names.items() if old in config and config.get(new) is None}
-    )
-
-
-def filled(**values: Any) -> Callable[[Config], Config]:
-    """Entries that transformers' class has as constants and mlx-vlm's asks for."""
-    return lambda config: config | {name: value for name, value in values.items() if config.get(name) is None}
-
-
-def without(*names: str) -> Callable[[Config], Config]:
-    """Entries left out, because mlx-vlm's class takes no other than its own."""
-    return lambda config: {name: value for name, value in config.items() if name not in names}
-
-
-def own_vision_type(config: Config) -> Config:
-    """A tower's type without transformers' suffix, which mlx-vlm's tower refuses: qwen2_vl for qwen2_vl_vision."""
-    own = str(config["model_type"])
-
-    def strip(tower: Config) -> Config:
-        return tower | {"model_type": own} if tower.get("model_type") == f"{own}_vision" else tower
-
-    return part("vision", strip)(config)
-
-
-def text_at_the_root(config: Config) -> Config:
-    """The decoder's settings beside the model's, where mlx-vlm takes them from: its class overwrites ``text_config``."""
-    text = config.get("text_config")
-    return {**text, **config} if isinstance(text, Mapping) else config
-
-
-def full_attention_interval(name: str = "full_attention_interval") -> Callable[[Config], Config]:
-    """``layer_types`` as mlx-vlm counts them: every n-th layer has full attention.
-
-    Raises UnsupportedModel for layers that lie otherwise, which mlx-vlm has no way to be told.
-    """
-
-    def change(config: Config) -> Config:
-        types = config.get("layer_types")
-        return config | {name: _interval(types)} if isinstance(types, Sequence) and types else config
-
-    return change
-
-
-def _interval(types: Sequence[str]) -> int:
-    full = [kind == "full_attention" for kind in types]
-    interval = full.index(True) + 1 if any(full) else len(full) + 1
-    if full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
-        raise UnsupportedModel(f"layer_types {list(types)} have full attention at no regular distance")
-    return interval
-
-
-# Weights
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def names(*rules: tuple[str, str]) -> Callable[[Weights, Config], Weights]:
-    """Tensors renamed by patterns, in order."""
-
-    def rename(weights: Weights, config: Config) -> Weights:
-        return {_renamed(name, rules): value for name, value in weights.items()}
-
-    return rename
-
-
-def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def after(*steps: Callable[[Weights, Config], Weights]) -> Callable[[Weights, Config], Weights]:
-    """Several rules for tensors, one after the other."""
-
-    def run(weights: Weights, config: Config) -> Weights:
-        for step in steps:
-            weights = step(weights, config)
-        return weights
-
-    return run
-
-
-# Families
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def gemma3_text(config: Config) -> Config:
@@ -316,15 +206,6 @@ def internvl_chat_weights(weights: Weights, config: Config) -> Weights:
         (r"^multi_modal_projector\.linear_2\.", "mlp1.3."),
     )(weights, config)
     return joined_attention(found, r"\.attention\.q_proj\.(weight|bias)$", ".attention.", ".attn.qkv.")
-
-
-def joined_attention(weights: Weights, queries: str, before: str, after: str) -> Weights:
-    """Queries, keys and values as one tensor: of each name that ``queries`` finds, ``before`` and q_proj become ``after``."""
-    found = dict(weights)
-    for name in [name for name in weights if re.search(queries, name)]:
-        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
-        found[name.replace(f"{before}q_proj.", after)] = mx.concatenate(parts)
-    return found
 
 
 def kimi_tower(tower: Config) -> Config:
@@ -595,15 +476,6 @@ def deepseek_vl_weights(weights: Weights, config: Config) -> Weights:
     return found | {f"{tower}attn_pool.{name}": mx.zeros(shape) for name, shape in shapes.items()}
 
 
-def refused(reason: str) -> Callable[[Config], Config]:
-    """A rule for what cannot be put. Raises UnsupportedModel, with the reason."""
-
-    def refuse(config: Config) -> Config:
-        raise UnsupportedModel(f"model type {config['model_type']!r} cannot be read: {reason}")
-
-    return refuse
-
-
 def deepseek_v4(config: Config) -> Config:
     """Raises UnsupportedModel for a folder of transformers' own: it knows only the published names of tensors to read, and
     saves others (layers by ``layer_types``, joined experts), of which mlx-vlm has none."""
@@ -648,7 +520,7 @@ LAYOUTS: dict[str, Layout] = {
     **{model_type: Layout(refused(reason)) for model_type, reason in UNREADABLE.items()},
     "aya_vision": Layout(part("text", full_attention_interval("sliding_window_pattern"))),
     "deepseek_v4": Layout(deepseek_v4),
-    "deepseek_vl": Layout(deepseek_vl),
+    "deepseek_vl": Layout(deepseek_vl, keeps_processor=True),
     "ernie4_5_moe_vl": Layout(weights=names((r"^model\.vision_model\.", "vision_model."))),
     "ernie4_5_vl_moe": Layout(ernie_moe),
     "falcon_h1": Layout(weights=falcon_h1),
@@ -680,7 +552,7 @@ LAYOUTS: dict[str, Layout] = {
         names((r"^lm_head\.", "language_model.lm_head.")),
     ),
     "inkling": Layout(part("text", inkling_text)),
-    "internvl": Layout(internvl),
+    "internvl": Layout(internvl, keeps_processor=True),
     "internvl_chat": Layout(weights=internvl_chat_weights),
     "kimi_k25": Layout(
         in_order(part("vision", kimi_tower), renamed(image_token_id="media_placeholder_token_id")),

@@ -37,7 +37,9 @@ INTERRUPTED, HUNG = 130, 70
 
 #: The parent process, in a child that was forked after threads of this module had begun.
 _forked_from: int | None = None
-_idle: list[_Tasks] = []
+#: Threads that wait for work, by whether the exit awaits what they do: one that has been in MLX does nothing else again, or it
+#: could be woken while the interpreter ends.
+_idle: dict[bool, list[_Tasks]] = {True: [], False: []}
 _running: set[Running] = set()
 
 
@@ -121,10 +123,10 @@ class Running:
 
 
 def start(work: Work, name: str, *, is_awaited: bool = False) -> Running:
-    """Run ``work`` on an idle thread, or on a new one of that name."""
+    """Run ``work`` on an idle thread, or on a new one of that name. What may be in MLX must be ``is_awaited``."""
     running = Running(is_awaited=is_awaited)
     try:
-        tasks = _idle.pop()
+        tasks = _idle[is_awaited].pop()
     except IndexError:
         tasks = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
@@ -140,7 +142,7 @@ def _serve(tasks: _Tasks) -> None:
 
 def _run(tasks: _Tasks, work: Work, running: Running) -> None:
     running.run(work)
-    _idle.append(tasks)
+    _idle[running.is_awaited].append(tasks)
     running.end()
 
 
@@ -206,9 +208,10 @@ def _lose_all() -> None:
     """In a child process: a fork takes no threads along, and locks may be held for ever."""
     global _forked_from
     lost = tuple(_running)
-    if lost or _idle:
+    if lost or any(_idle.values()):
         _forked_from = os.getppid()
-    _idle.clear()
+    for idle in _idle.values():
+        idle.clear()
     _running.clear()
     for running in lost:
         running._lock, running._ended = threading.Lock(), threading.Event()
