@@ -816,7 +816,7 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
 def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> None:
     """Twelve answers where three rows fit, and a request behind them that fits at any time: it does not go before them."""
     adapter = shared_adapter(family)
-    memory = RowMemory(2**62, Placement.ROWS, 8)
+    memory = RowMemory(2**62, None)
     memory.learn(adapter_caches(adapter, family), 26)
     bound = int(3.5 * memory.of(40))
     params = SamplingParams(n=12, temperature=1.0, seed=3, max_tokens=NUM_TOKENS)

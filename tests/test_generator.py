@@ -120,7 +120,7 @@ def test_too_long_names_both_numbers() -> None:
     assert isinstance(results["long"].exception, PromptTooLong)
     length = inputs(OTHER)["input_ids"].shape[1]
     assert f"{length} tokens" in str(results["long"].error)
-    assert "max_prompt_tokens is 20" in str(results["long"].error)
+    assert "20 are taken (max_prompt_tokens)" in str(results["long"].error)
     assert results["short"].token_ids == right_tokens(TEXT, 3)
 
 
