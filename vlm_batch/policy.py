@@ -214,7 +214,7 @@ def chosen_of(given: Mapping[str, Any] | str, kind: Device, tuned: Mapping[str, 
 
 
 def check_policy(given: Any) -> Mapping[str, Any] | str:
-    """What a caller said of a policy, copied. Raises ValueError for what is none."""
+    """A caller's choice of a policy, copied. Raises ValueError for anything else."""
     said = check_choice(given)
     return given if isinstance(given, str) else said
 
