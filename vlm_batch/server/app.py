@@ -244,7 +244,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
-    """What the library refuses is the request's fault, wherever on its way that is found."""
+    """Answer 400 to what the library refuses, wherever on the way that is found."""
     assert isinstance(error, InvalidRequest)
     return await _http_error(request, refusal(error))
 
