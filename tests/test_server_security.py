@@ -24,7 +24,7 @@ from vlm_batch.server import edge, run
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import without_paths
 from vlm_batch.server.media import policy_of
-from vlm_batch.server.wire import ChatRequest
+from vlm_batch.server.wire import ChatRequest, CompletionRequest
 from vlm_batch.types import SamplingParams
 
 #: Stands for a public address in these tests: loopback's second address, which the machine answers on as well.
@@ -581,6 +581,20 @@ def test_a_bias_is_of_a_token(server: Running, ids: dict[str, int]) -> None:
     assert (reply.status, reply.error["param"]) == (400, "logit_bias")
 
 
+@pytest.mark.parametrize("value", [-1, 2**40, 1.5, "x", True, [], {}, [{}]], ids=str)
+def test_no_value_of_any_field_is_a_fault(server: Running, value: Any) -> None:
+    """Each field by itself, numbers that no field takes among the values: 200, or a refusal that is about something."""
+    kinds = (
+        ("/v1/chat/completions", ChatRequest, {"messages": [TURN]}),
+        ("/v1/completions", CompletionRequest, {"prompt": "x"}),
+    )
+    for path, kind, least in kinds:
+        for name in kind.model_fields:
+            reply = server.ask("POST", path, {"max_tokens": 1, **least, name: value})
+            assert reply.status in (200, 400, 404), (name, value, reply.body)
+            assert reply.status == 200 or reply.error["message"], (name, value)
+
+
 HALF = "\ud800"
 
 
@@ -646,3 +660,53 @@ def test_a_wide_form_fails_alone_and_as_the_requests_fault(server: Running) -> N
     reply = server.chat("count to 3", guided_regex="(a?){500}a{500}")
     assert (reply.status, reply.error["param"]) == (400, "guided_regex")
     assert server.chat("count to 3").json["choices"][0]["message"]["content"] == "1 2 3"
+
+
+# Ways around the key -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "get"])
+def test_no_method_and_no_spelling_of_a_path_goes_around_the_key(locked: Running, method: str) -> None:
+    """Whatever is not the page's own file, or whether the server lives, is refused before it is looked at."""
+    paths = ("/metrics", "/stats", "/openapi.json", "/v1/models", "/v1/chat/completions", "/v1/models/qwen2_vl")
+    odd = (
+        "//v1/models",
+        "/page/../v1/models",
+        "/page/%2e%2e/v1/models",
+        "/v1/models/",
+        "/health/",
+        "/./v1/models",
+        "/%2fv1/models",
+    )
+    for path in (*paths, *odd, "/page", "/Page/app.js", "/healthy", "/?/v1/models", "/v1/models?x=/page/"):
+        reply = locked.ask(method, path, headers={"X-Original-URL": "/health", "X-Forwarded-For": "127.0.0.1"})
+        is_page = path.startswith(("/page/", "/?"))
+        assert reply.status in ((401, 404, 405, 415, 200) if is_page else (401,)), (path, reply.status)
+        assert b"qwen2_vl" not in reply.body
+        assert b"vllm:" not in reply.body
+
+
+def test_files_are_named_by_no_way_out_of_their_folder(tmp_path: Path) -> None:
+    inside, secret = tmp_path / "in", tmp_path / "secret.png"
+    inside.mkdir()
+    for path in (inside / "a.png", secret):
+        path.write_bytes(PICTURE)
+    (inside / "link.png").symlink_to(secret)
+    (inside / "up").symlink_to(tmp_path)
+    with serving(allow_dirs=(inside,), warm_up=False) as server:
+        assert describe(server, str(inside / "a.png")).status == 200
+        assert describe(server, (inside / "a.png").as_uri()).status == 200
+        ways = [
+            f"{inside}/../secret.png",
+            f"{inside}/up/secret.png",
+            f"{inside}/link.png",
+            f"file://{inside}/../secret.png",
+            f"file://{inside}/%2e%2e/secret.png",
+            f"file://localhost{inside}/%2e%2e%2fsecret.png",
+            f"{inside}/./.././secret.png",
+            f"{inside}/a.png\0/../../secret.png",
+            f"~root/../{secret}",
+            f"{inside}-other/../secret.png",
+        ]
+        for way in ways:
+            refused(describe(server, way))

@@ -21,7 +21,7 @@ class RowRules:
     _made: list[tuple[SamplingParams, _Arrays]] = field(init=False, compare=False, repr=False, default_factory=list)
 
     def arrays(self, params: SamplingParams, size: int) -> _Arrays:
-        """What a step needs of the rules, made once: a list of ids may be long, and every row waits for a step."""
+        """Arrays of the rules, made once: a list of ids may be long, and every row waits for a step."""
         if not self._made or self._made[0][0] is not params or self._made[0][1].size != size:
             self._made[:] = [(params, _Arrays.of(params, self.bad_words, size))]
         return self._made[0][1]
@@ -110,7 +110,7 @@ def forbid(logits: mx.array, params: SamplingParams, rules: RowRules, history: m
 
 
 def _ends_with(history: mx.array, words: mx.array) -> mx.array:
-    """Whether the tokens so far (T,) end with each word (B, L), whose -1 at the left stand for anything: (B,)."""
+    """A truth value (B,) for each word (B, L): the tokens so far (T,) end with it. Its -1 at the left stand for anything."""
     width = min(words.shape[1], history.shape[0])
     tail = history[history.shape[0] - width :]
     padding = words[:, : words.shape[1] - width]

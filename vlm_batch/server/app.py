@@ -15,10 +15,11 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from vlm_batch._version import __version__
+from vlm_batch.errors import InvalidRequest
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.edge import ENTRY, Edge, Entry
-from vlm_batch.server.errors import ApiError, JsonResponse, envelope, without_paths
+from vlm_batch.server.errors import ApiError, JsonResponse, envelope, refusal, without_paths
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.openai import (
     MAX_PRIORITY,
@@ -73,6 +74,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(InvalidRequest, _invalid_request)
     app.add_exception_handler(RecursionError, _too_deep)
     _add_answers(app, service, media)
     _add_facts(app, service)
@@ -239,6 +241,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     text = without_paths(f"{param}: {message}" if param else message)
     _entry(request).said["error"] = text
     return JsonResponse(envelope(400, text, param, first["type"]), 400)
+
+
+async def _invalid_request(request: Request, error: Exception) -> Response:
+    """Answer 400 to what the library refuses, wherever on the way that is found."""
+    assert isinstance(error, InvalidRequest)
+    return await _http_error(request, refusal(error))
 
 
 async def _too_deep(request: Request, error: Exception) -> Response:
