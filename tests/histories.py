@@ -26,11 +26,13 @@ import numpy as np
 from tests.zoo import PLAIN, Inputs
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
@@ -394,7 +396,16 @@ class FaultyAdapter:
 class History:
     """An engine, its requests, and what is known of them. Every operation leaves it in a state that ``check`` looks at."""
 
-    def __init__(self, family: str, placement: Placement, *, is_quantised: bool = False, keeps: bool = True) -> None:
+    def __init__(
+        self,
+        family: str,
+        placement: Placement,
+        *,
+        is_quantised: bool = False,
+        keeps: bool = True,
+        most_rows: int | None = None,
+    ) -> None:
+        """``most_rows``: as many fit into memory at a time; of slabs, which have all of their places at once, as many slabs."""
         self.family, self.is_quantised = family, is_quantised
         self.adapter = adapter_of(family)
         self.budget = ByteBudget(CACHE_BYTES if keeps else 0)
@@ -406,12 +417,21 @@ class History:
         self.generator = BatchGenerator(
             faulty,
             text=TEXT,
-            config=SchedulerConfig(max_rows=ROWS, prefill_budget=16, look_ahead=4),
+            config=SchedulerConfig(
+                max_rows=ROWS,
+                prefill_budget=16,
+                look_ahead=4,
+                max_bytes=None
+                if most_rows is None
+                else _rows_of(family, placement, is_quantised).together([64]) * most_rows,
+            ),
             placement=placement,
             reuse=Reuse(faulty, self.prefix, budget=self.budget),
             kv=_kv(is_quantised),
             sampler=self._sample,
         )
+        if most_rows is not None:
+            self.generator.memory._at = _rows_of(family, placement, is_quantised)._at  # what would be learned in time
         self.loaders = ManualLoaders()
         self.loop = EngineLoop(self.generator, self.loaders)
         self.told: dict[str, Told] = {}
@@ -606,6 +626,9 @@ class History:
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
         assert set(everywhere) == set(generator._rows.values()), "a row is nowhere"
         assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
+        memory = generator.memory
+        taken = memory.together([tokens(row) - GROWTH for row in (*placed, *prefilling)])
+        assert memory.max_bytes is None or taken <= memory.max_bytes, "rows have places that memory has no room for"
         assert all(row.status is Status.DECODE for row in placed) and all(
             row.status is Status.PREFILL for row in prefilling
         )
@@ -747,6 +770,20 @@ class History:
         self.check()
 
 
+@cache
+def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory:
+    """The bytes of rows of all requests, pictures included."""
+    adapter, memory = adapter_of(family, "alone"), RowMemory(2**62, placement, ROWS)
+    for key in (*TEXTS, *PICTURES):
+        encoded = adapter.encode(as_mlx(inputs_of(family, key)))
+        fresh, kv = adapter.make_cache(), _kv(is_quantised)
+        caches = fresh if kv is None else kv.caches(fresh)
+        adapter.prefill(encoded, caches, 0, encoded.length)
+        adapter.finish_prefill(encoded, caches)
+        memory.learn(caches, encoded.length)
+    return memory
+
+
 def _arrays(tree: Any) -> Iterator[mx.array]:
     for item in tree:
         if isinstance(item, mx.array):
@@ -817,7 +854,8 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     family = KINDS[seed % len(KINDS)]
     placement = list(Placement)[seed // len(KINDS) % 2]
     is_quantised = family in QUANTISED and draw.random() < 0.2
-    history = History(family, placement, is_quantised=is_quantised, keeps=draw.random() < 0.8)
+    keeps, most_rows = draw.random() < 0.8, draw.choice((None, None, 2, 4))
+    history = History(family, placement, is_quantised=is_quantised, keeps=keeps, most_rows=most_rows)
     for _ in range(length):
         act(history, draw)
         history.counts["operations"] += 1

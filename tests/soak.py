@@ -2,7 +2,7 @@
 
     python -m tests.soak --seconds 3600
     python -m tests.soak --seconds 600 --http
-    python -m tests.soak --plot docs/pictures/soak.png --from batcher.json --from http.json
+    python -m tests.soak --plot docs/images/soak.png --from batcher.json --from http.json
 
 Requests with and without pictures, damaged pictures, cancelled ones, seeds, several answers and failing processors go
 through the embedded checkpoint; over HTTP whole and streamed, from clients that leave, too. Every answer is compared with

@@ -43,6 +43,7 @@ from vlm_batch import (
 )
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
@@ -836,6 +837,18 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
     assert answers[0] == answers[1] and len(answers[0]) == 13
 
 
+@pytest.mark.parametrize("kv", [None, KVQuantisation(8, 32, "uniform", 0)], ids=["exact", "8 bits"])
+def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) -> None:
+    """By steps of 256 positions, not by the positions that are filled."""
+    adapter = shared_adapter(FAMILY)
+    memory = RowMemory(2**62, Placement.ROWS, 8)
+    memory.probe(adapter, kv)
+    encoded, fresh = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache()
+    caches = fresh if kv is None else kv.caches(fresh)
+    adapter.prefill(encoded, caches, 0, encoded.length)
+    assert memory.of(26) == sum(cache.nbytes for cache in caches)
+
+
 def adapter_caches(adapter: Any, family: str) -> list[Any]:
     """A row's caches after a prompt of 26 tokens."""
     encoded, caches = adapter.encode(as_mlx(inputs_of(family, "text:5:26"))), adapter.make_cache()
@@ -857,9 +870,15 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
             with pytest.raises(DoesNotFit, match=numbers) as error:
                 own.submit(**known)  # type: ignore[arg-type]
             most = int(re.search(numbers, str(error.value))[1])  # type: ignore[index]
-        encoded = []
-        encode = own._loop.generator.adapter.encode
-        monkeypatch.setattr(own._loop.generator.adapter, "encode", lambda *given: encoded.append(1) or encode(*given))
+        encoded: list[int] = []
+        adapter = own._loop.generator.adapter
+        encode = adapter.encode
+
+        def watched(*given: Any) -> Any:
+            encoded.append(1)
+            return encode(*given)
+
+        monkeypatch.setattr(adapter, "encode", watched)
         refused = own.submit(CIRCLE, "count to 3 " * 100).result(timeout=60)
         assert isinstance(refused.exception, DoesNotFit) and isinstance(refused.exception, OutOfMemory)
         assert re.search(numbers, str(refused.error)) and not encoded

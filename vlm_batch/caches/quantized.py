@@ -120,6 +120,9 @@ class QuantizedCache(CacheKind):
     def nbytes(self) -> int:
         return sum(part.nbytes for held in (self.keys, self.values) if held is not None for part in held.parts)
 
+    def bytes_at(self, tokens: int, seen: int) -> int:
+        return super().bytes_at(round_up(tokens, STEP), seen)
+
     def saved(self, length: int) -> QuantizedState:
         keys, values = (tuple(own_array(part) for part in states.parts) for states in self.state)
         depths = tuple(states.layout.depth for states in self.state)
