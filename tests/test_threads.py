@@ -102,7 +102,7 @@ def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(threading, "excepthook", fails)
     ended = threading.Event()
-    running = threads.start(lambda: {}["nothing"], NAME)
+    running = threads.start(fails, NAME)
     running.watch(stop=lambda: None, after=ended.set)
     assert running.join(60) and ended.wait(60)
     on_thread(lambda: None)  # its thread serves the next
