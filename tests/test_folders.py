@@ -260,7 +260,13 @@ QWEN_MARKS = {"<|vision_start|>": 128, "<|vision_end|>": 129, "<|image_pad|>": 1
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 GLM_MARKS = {"<|begin_of_image|>": 128, "<|end_of_image|>": 129, "<|image|>": 130, "<|video|>": 131}
 GLM_PICTURE = "<|begin_of_image|><|image|><|end_of_image|>"
-GRIDS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 4096}
+GRIDS: dict[str, Any] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 64,
+    "max_pixels": 4096,
+}
 GRIDS |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
 SMALL = {
     "size": {"longest_edge": 16},

@@ -192,7 +192,7 @@ def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str, monk
             loading.cancel()
         may_end.set()
         assert told.wait(60)
-        held = [weakref.ref(loading), weakref.ref(loading.question)]
+        held: list[weakref.ref[Any]] = [weakref.ref(loading), weakref.ref(loading.question)]
         if ending == "done":
             held.append(weakref.ref(loading.result()))
         elif error := loading._future.exception():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -38,6 +41,37 @@ def test_a_thread_that_has_been_in_mlx_does_nothing_that_the_exit_does_not_await
     assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
+#: Work that wakes all the time, also while the interpreter ends, which the last object here makes long.
+WAKING = """
+import time
+from vlm_batch.runtime import threads
+import mlx.core as mx
+
+double = mx.compile(lambda x: x * 2)
+
+def wake():
+    while True:
+        time.sleep(0.0005)
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+
+threads.start(lambda: mx.eval(double(mx.ones(4))), "engine", is_awaited=True).join()
+while not any(threads._idle.values()):
+    time.sleep(0.001)
+threads.start(wake, "reader")
+slow = Slow()
+"""
+
+
+def test_a_process_ends_while_its_readers_wake() -> None:
+    """A thread with a compiled graph of MLX's aborts the process if it goes then."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", WAKING], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_at_a_time_have_two_threads() -> None:
     both = threading.Barrier(2, timeout=10)
 
@@ -68,7 +102,7 @@ def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(threading, "excepthook", fails)
     ended = threading.Event()
-    running = threads.start(lambda: {}["nothing"], NAME)
+    running = threads.start(fails, NAME)
     running.watch(stop=lambda: None, after=ended.set)
     assert running.join(60) and ended.wait(60)
     on_thread(lambda: None)  # its thread serves the next

@@ -113,7 +113,8 @@ def processor_error(folder: Path, model_type: str, **options: Any) -> Exception 
     mlx-vlm passes over it and asks transformers for its processor (models/base.py:675), whose complaint, often that there is
     no torch, says nothing of what is wrong.
     """
-    function: Any = AutoProcessor.from_pretrained.__func__
+    reader: Any = AutoProcessor.from_pretrained
+    function = reader.__func__
     while function is not None:  # each of mlx-vlm's hands on to the one that it replaced
         held = inspect.getclosurevars(function)
         if model_type in held.nonlocals.get("target_model_types", ()):

@@ -365,10 +365,10 @@ class Request:
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
-        name = self.request_id
-        if name is not None and not (isinstance(name, str) and name and "\0" not in name):
+        called = self.request_id
+        if called is not None and not (isinstance(called, str) and called and "\0" not in called):
             raise InvalidRequest(
-                f"request_id is {shown(name)}; it must be text, not empty and without null characters, or None"
+                f"request_id is {shown(called)}; it must be text, not empty and without null characters, or None"
             )
         put_pixels(self, self.min_pixels, self.max_pixels)
         if self.params.prompt_logprobs is not None and (self.cache is not None or self.return_cache):
