@@ -868,6 +868,18 @@ def test_the_report_is_one_page_that_shows_markup_as_text(folder: Path) -> None:
     assert "http://" not in page and "https://" not in page and "<link" not in page
 
 
+def test_a_run_without_rows_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No totals of nothing, and an earlier run's report stays."""
+    command = [*RUN, "--out", "out.jsonl", "--report", "r.html"]
+    cli.main(command, open_batcher=Echo())
+    before = Path("r.html").read_bytes()
+    capsys.readouterr()
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 1
+    out, err = capsys.readouterr()
+    assert "nothing is left to ask: 18 rows answered before" in out and "0 requests" not in out
+    assert "r.html is not written" in err and Path("r.html").read_bytes() == before
+
+
 @pytest.mark.skipif(not BROWSER, reason="no Chromium: apt-get install chromium")
 def test_the_report_in_a_browser(folder: Path) -> None:
     """Laid out without a network: plots and pictures have sizes."""

@@ -150,8 +150,10 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
         hint = "; --resume goes on from there" if target not in (None, "-") or args.sidecar is not None else ""
         raise type(error)(f"{error}{hint}") from error
     view.show(summary)
-    if args.report is not None and summary.ended_rows:  # nothing was left to ask: an earlier run's page stays
+    if args.report is not None and summary.ended_rows:
         _write_report(args, summary, questions)
+    elif args.report is not None:  # an earlier run's page stays
+        print(f"vlm-batch: {args.report} is not written: a report is about the rows of its own run", file=sys.stderr)
     if summary.interrupted:
         return INTERRUPTED
     if args.shard == "auto":

@@ -145,7 +145,8 @@ class JobView(Watch):
             self._out.print(f"nothing is left to ask: {_count(summary.done_before, 'row')} answered before")
         elif self._answers_in is None or len(self._rows) <= TABLE_ROWS:
             self._out.print(self._table())
-        self._out.print(self._totals(summary), soft_wrap=True)
+        if summary.ended_rows or summary.interrupted or not summary.done_before:
+            self._out.print(self._totals(summary), soft_wrap=True)
         for said in self._advice(summary):
             self._out.print(said, soft_wrap=True)
         if summary.ended_rows >= FIGURES_FROM:
