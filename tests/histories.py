@@ -773,7 +773,8 @@ class History:
 @cache
 def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory:
     """The bytes of rows of all requests, pictures included."""
-    adapter, memory = adapter_of(family, "alone"), RowMemory(2**62, placement, ROWS)
+    adapter = adapter_of(family, "alone")
+    memory = RowMemory(2**62, (lambda _: ROWS) if placement is Placement.SLAB else None)
     for key in (*TEXTS, *PICTURES):
         encoded = adapter.encode(as_mlx(inputs_of(family, key)))
         fresh, kv = adapter.make_cache(), _kv(is_quantised)

@@ -841,7 +841,7 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
 def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) -> None:
     """By steps of 256 positions, not by the positions that are filled."""
     adapter = shared_adapter(FAMILY)
-    memory = RowMemory(2**62, Placement.ROWS, 8)
+    memory = RowMemory(2**62, None)
     memory.probe(adapter, kv)
     encoded, fresh = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache()
     caches = fresh if kv is None else kv.caches(fresh)
