@@ -100,7 +100,6 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         kv=options.kv,
         exact=exact,
     )
-    generator.memory.probe(adapter, options.kv)
     preparer = Preparer(
         processing,
         adapter.spec,

@@ -264,16 +264,17 @@ class Renders(Protocol):
     def rendered(self, request: Request) -> str | None: ...
 
 
-def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, rows: int, cache_bytes: int) -> int:
+def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, rows: int | None, cache_bytes: int) -> int:
     """Ask the first rows without keeping their answers; show prompts, sizes and tokens, and what all would take.
 
-    ``rows`` are as many as are in the batch together, ``cache_bytes`` what the batcher keeps at most for later ones.
+    ``rows`` are as many as are in the batch together, None where their number is found; ``cache_bytes`` what the batcher keeps
+    at most for later ones.
     """
     console = open_console(out)
     plan = job.plan(Ids(), Ids())
     for reason, count in list(plan.wrong.items())[:8]:
         console.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
-    num_asked = max(DRY_ROWS, rows)
+    num_asked = max(DRY_ROWS, rows or 0)
     items = [item for item in islice(job.items(), 4 * num_asked) if item.error is None][:num_asked]
     asked = {item.id: item for item in items}
     if not items:

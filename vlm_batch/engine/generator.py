@@ -75,6 +75,7 @@ class BatchGenerator:
         exact: Exact | None = None,
     ) -> None:
         self.adapter = adapter
+        self.kv = kv
         self.reuse = reuse or Reuse(adapter, exact=exact)
         if exact != self.reuse.exact:
             raise ValueError("what is reused is not what is computed here: reuse and generator need the same exact")

@@ -227,6 +227,10 @@ class EngineLoop:
 
     # On its own thread
 
+    def learn_row_bytes(self) -> None:
+        """Learn what a row takes, before the first one comes. What a model keeps of a forward belongs to its thread."""
+        self.generator.memory.probe(self.generator.adapter, self.generator.kv)
+
     def run(self) -> None:
         """Serve until ``stop``."""
         try:
@@ -386,11 +390,12 @@ def _give_up(ready: Future[Made], running: threads.Running) -> None:
 def _work(make: Callable[[], Made], ready: Future[Made]) -> None:
     try:
         engine = make()
+        loop = engine.loop
+        loop.learn_row_bytes()
     except BaseException as error:
         with contextlib.suppress(InvalidStateError):  # it was given up
             ready.set_exception(error)
         return
-    loop = engine.loop
     try:
         ready.set_result(engine)
     except InvalidStateError:
