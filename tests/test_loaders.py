@@ -71,6 +71,22 @@ def test_a_pool_gives_up_what_hangs_and_goes_on(hung: threading.Event) -> None:
     assert pool.join(60)
 
 
+def test_a_pool_holds_nothing_of_a_call_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread waits for the next: a picture and its arrays would stay for that long."""
+
+    class Large:
+        """Stands for a processor's output."""
+
+    monkeypatch.setattr(module, "IDLE_SECONDS", 300.0)
+    pool = Pool(1, "test")
+    gone = threading.Event()
+    future = pool.submit(Large, Cancelled(), seconds=30)
+    weakref.finalize(future.result(timeout=60), gone.set)
+    del future
+    assert gone.wait(60)
+    pool.close()
+
+
 def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LOST", 3)
     pool = Pool(1, "test")

@@ -131,17 +131,23 @@ class Pool:
             self._threads += 1
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            result, error = None, None
-            try:
-                result = job.call()
-            except Exception as raised:
-                error = raised
-            except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
-                error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
-                error.__cause__ = raised
-            if not self._end(job, result, error):
-                return
+        while self._serve():  # a frame of its own: nothing of a call is held while the next one is waited for
+            pass
+
+    def _serve(self) -> bool:
+        """Do the next call; whether the thread goes on."""
+        job = self._next()
+        if job is None:
+            return False
+        result, error = None, None
+        try:
+            result = job.call()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
+            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
+            error.__cause__ = raised
+        return self._end(job, result, error)
 
     def _next(self) -> _Job | None:
         """The next call; None if the thread may go."""

@@ -17,11 +17,9 @@ import mlx.core as mx
 def give_back() -> None:
     """Return free memory: what MLX keeps for its next arrays, and on Linux what the C library keeps between small ones.
 
-    Many small arrays leave a heap with holes, which glibc does not return by itself. What this thread has launched is
-    waited for: its arrays would be free only afterwards.
+    Many small arrays leave a heap with holes, which glibc does not return by itself.
     """
     gc.collect()
-    mx.synchronize()
     mx.clear_cache()
     if sys.platform == "linux":
         try:
