@@ -8,7 +8,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -97,6 +97,8 @@ class _Stop:
 
 #: Messages that are followed before the engine takes a turn, however many more there are: who floods the inbox stops nobody.
 MESSAGES_A_TURN = 256
+#: Seconds between two looks of whoever waits for an engine: CPython loses a signal for a wait that it comes just before.
+LOOK_SECONDS = 1.0
 
 
 _Message = _Add | _Cancel | _Read | _Loaded | _Stop
@@ -373,6 +375,8 @@ def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
     give_up = partial(_give_up, ready, running)
     running.watch(stop=give_up, after=give_up)
     try:
+        while not wait((ready,), LOOK_SECONDS).done:
+            pass
         engine = ready.result()
     except BaseException:
         give_up()  # nobody waits for it any more
