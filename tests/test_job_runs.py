@@ -30,8 +30,9 @@ from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal, order
-from vlm_batch.jobs.rows import InvalidJob, Shard
-from vlm_batch.jobs.summary import stages_of
+from vlm_batch.jobs.questions import Item
+from vlm_batch.jobs.rows import InvalidJob, Row, Shard
+from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
 from vlm_batch.many import in_turn
 from vlm_batch.types import Event, Request, Result, SamplingParams, Timings, TokenLogprobs, Usage
 
@@ -994,3 +995,11 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"form": 1', '"form": 2'))
     with pytest.raises(InvalidJob, match="another version"):
         journal.read_header(tmp_path / "out.jsonl")
+
+
+def test_a_long_reason_is_marked_where_it_is_cut() -> None:
+    figures = Summary()
+    item = Item(id="a.png", row=Row("a.png"))
+    figures.add(item, Result(request_id="a.png", finish_reason="error", error="a.png: " + "long " * 60))
+    ((reason, count),) = figures.reasons.items()
+    assert (len(reason), count, reason[:3], reason[-3:]) == (MAX_REASON, 1, "...", "...")

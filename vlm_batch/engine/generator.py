@@ -172,6 +172,7 @@ class BatchGenerator:
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
         self._launched = Launched()
+        self.chooser.held, self._forks = (), []
         error = raised_in(error)
         for row in list(self._rows.values()):
             self._end(row, "error", error)

@@ -20,6 +20,8 @@ FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
 #: Failures that are listed, kinds of failure that are counted, answers that are shown, bins of the course of time.
 MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS = 200, 50, 24, 120
+#: Characters of a kind of failure.
+MAX_REASON = 120
 THUMBNAIL_SIDE = 240
 
 STAGES = {
@@ -162,7 +164,8 @@ class Summary:
         self.pictures += len(result.image_sizes)
         if result.error is not None:
             self.failed += 1
-            reason = result.error.replace(item.id, "...")[:120]
+            reason = result.error.replace(item.id, "...")
+            reason = reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
             self.reasons[reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else "others"] += 1
             if len(self.failures) < MAX_FAILURES:
                 self.failures.append((item.id, result.error))
