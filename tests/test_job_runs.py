@@ -999,7 +999,7 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
 
 def test_a_long_reason_is_marked_where_it_is_cut() -> None:
     figures = Summary()
-    item = Item(id="a.png", row=Row("a.png"))
+    item = Item(id="a.png", row=Row(id="a.png"))
     figures.add(item, Result(request_id="a.png", finish_reason="error", error="a.png: " + "long " * 60))
     ((reason, count),) = figures.reasons.items()
     assert (len(reason), count, reason[:3], reason[-3:]) == (MAX_REASON, 1, "...", "...")
