@@ -3,8 +3,9 @@
     python -m benchmarks.servers --rounds 3 --out build/servers
 
 Every server is a process of its own on 127.0.0.1; the load comes from this one (``vlm_batch.cli.load``). Also measured:
-mlx-vlm's server with this library's engine under it, and the batcher without a server. Wants a machine on which nothing
-else runs. The last line is JSON.
+mlx-vlm's server with this library's engine under it, and the batcher without a server. On a Linux CPU all of them multiply
+by OpenBLAS on as many threads as ``vlm-batch serve`` gives it; ``--as-installed`` leaves mlx-vlm's server what MLX brings.
+Wants a machine on which nothing else runs. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ import vlm_batch  # noqa: F401  (before mlx.core)
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import load
 from vlm_batch.cli.load import Answer, Load, Report, Target
+from vlm_batch.runtime import blas
 
 START_SECONDS = 300.0
+#: BLAS threads of everything that is measured: what the command line gives itself.
+THREADS = max(1, (os.cpu_count() or 1) // 2)
 #: What ours must reach: requests/s and TTFT p95 against theirs, and requests/s against the batcher without a server.
 MIN_REQUESTS, MAX_TTFT, MIN_SHARE = 3.0, 0.3, 0.9
 #: The larger model: the embedded checkpoint's family and tokenizer, with random weights; 47 million parameters.
@@ -39,14 +43,27 @@ WIDE_TEXT = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers":
 WIDE_TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def servers(model: str, rows: int) -> dict[str, list[str]]:
+#: Runs a module as ``python -m`` does, with our BLAS.
+WITH_BLAS = """\
+import runpy, sys
+from vlm_batch.runtime import blas
+blas.preload_openblas()
+blas.limit_threads(int(sys.argv[1]))
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def servers(model: str, rows: int, as_installed: bool) -> dict[str, list[str]]:
     """The command of each server, less its port."""
     python = [sys.executable, "-m"]
+    with_blas = [sys.executable, "-c", WITH_BLAS, str(THREADS)]
     ours = ["--host", "127.0.0.1", "--model", model, "--max-num-seqs", str(rows)]
+    theirs = ["mlx_vlm.server", "--host", "127.0.0.1", "--model", model]
     return {
         "vlm-batch serve": [*python, "vlm_batch", "serve", *ours],
-        "mlx_vlm.server": [*python, "mlx_vlm.server", "--host", "127.0.0.1", "--model", model],
-        "mlx_vlm.server, our engine": [*python, "vlm_batch.integrations.mlx_vlm", *ours],
+        "mlx_vlm.server": [*(python if as_installed else with_blas), *theirs],
+        "mlx_vlm.server, our engine": [*with_blas, "vlm_batch.integrations.mlx_vlm", *ours],
     }
 
 
@@ -160,11 +177,13 @@ def _save(folder: Path, weights: dict[str, Any]) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
 
 
-def compare(model: str, some: Load, rows: int, rounds: int, log: Path) -> dict[str, list[dict[str, Any]]]:
+def compare(
+    model: str, some: Load, rows: int, rounds: int, log: Path, as_installed: bool = False
+) -> dict[str, list[dict[str, Any]]]:
     """Figures of every server and of none, round by round, in turn."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
-        for name, command in servers(model, rows).items():
+        for name, command in servers(model, rows, as_installed).items():
             with running(command, log) as url:
                 report = load.measure(Target(url, model), some)
             found.setdefault(name, []).append(report.figures())
@@ -212,8 +231,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4, help="for each stream")
     parser.add_argument("--answer-tokens", type=int, default=48)
+    parser.add_argument(
+        "--as-installed",
+        action="store_true",
+        help="leave mlx-vlm's server the BLAS that MLX's wheel for Linux CPUs brings",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/servers"))
     args = parser.parse_args(arguments)
+    blas.limit_threads(THREADS)  # of the batcher without a server
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     everything: dict[str, Any] = {}
@@ -224,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 some = Load(requests=args.requests * streams, concurrency=streams, sizes=((224, 168), (112, 112)))
                 some = replace(some, picture_share=0.5, prompt_tokens=24, answer_tokens=args.answer_tokens, check=16)
                 print(f"\n{name}, {streams} streams", flush=True)
-                found = compare(model, some, args.rows, args.rounds, args.out / "servers.log")
+                found = compare(model, some, args.rows, args.rounds, args.out / "servers.log", args.as_installed)
                 everything[f"{name}-{streams}"] = {"figures": found, **verdict(found)}
                 print(json.dumps(verdict(found)), flush=True)
     (args.out / "servers.json").write_text(json.dumps(everything, indent=1))
