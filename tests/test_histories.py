@@ -46,7 +46,6 @@ def quiet() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     logging.disable(logging.NOTSET)
 
 
