@@ -27,10 +27,9 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 
 from benchmarks.compare import measure  # noqa: E402
-from benchmarks.compare.engines import Tokens, to_mlx  # noqa: E402
+from benchmarks.compare.engines import Driven  # noqa: E402
 from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
-from benchmarks.compare.workloads import WORKLOADS, Ask, Workload, make_workload  # noqa: E402
-from vlm_batch import SamplingParams  # noqa: E402
+from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
 from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
@@ -97,8 +96,8 @@ class Spent:
         return counted
 
 
-class Engine:
-    """``BatchGenerator`` set in a way, and watched. ``benchmarks.compare`` drives it."""
+class Engine(Driven):
+    """The engine set in a way, and watched. ``benchmarks.compare`` drives it."""
 
     def __init__(self, model: Any, workload: Workload, way: Way) -> None:
         adapter = adapt(model)
@@ -116,19 +115,6 @@ class Engine:
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator
             setattr(owner, name, self.spent.timed(said, getattr(owner, name)))
-
-    def add(self, ask: Ask) -> None:
-        self.generator.insert(ask.name, to_mlx(ask), SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True))
-
-    def step(self) -> Tokens:
-        events = self.generator.step()
-        for event in events:
-            if event.result is not None and event.result.error is not None:
-                raise RuntimeError(event.result.error) from event.result.exception
-        return [(event.request_id, event.token) for event in events if event.token is not None]
-
-    def close(self) -> None:
-        self.generator.reset()
 
 
 def run(model: Any, workload: Workload, way: str) -> dict[str, Any]:

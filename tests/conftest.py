@@ -1,13 +1,30 @@
-"""Settings that must stand before anything imports MLX: the fast BLAS, one thread for each test process, no hub."""
+"""Settings of a test run, beside those of the package (``tests/__init__.py``): no hub, and a folder of the run's own for
+measurements of the device, since the user's own may say otherwise."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import shutil
+import tempfile
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes of pytest -n share the cores
+import pytest
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have it from the process that started them
+    os.environ["VLM_BATCH_CACHE"] = tempfile.mkdtemp(prefix="vlm-batch-tests-")
+    atexit.register(shutil.rmtree, os.environ["VLM_BATCH_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from vlm_batch.runtime.blas import preload_openblas
 
-preload_openblas()
+_modules: list[object] = []  # whose tests run
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before a module's first test: what there is by now stays. Each batcher that is closed looks for garbage, and would look
+    through all that was ever imported."""
+    if isinstance(item, pytest.Function) and item.module not in _modules:
+        _modules[:] = [item.module]
+        gc.collect()
+        gc.freeze()

@@ -2,17 +2,23 @@
 
 The engine's objects are driven without threads, so that a history is a function of its seed:
 
-    python -m tests.histories --steps 1000000
+    python -m tests.histories --steps 1000000 --processes 16
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import logging
 import math
+import multiprocessing
+import queue
 import random
+import sys
 import time
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,16 +165,21 @@ def inputs_of(family: str, key: str | tuple[int, ...]) -> Inputs:
 
 
 def alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
-    """Each answer to a request, as it is with nobody beside it. A shorter one is the beginning of the longest."""
-    params = asked.params
-    seed = params.seed if params.temperature else 1
-    longest = replace(asked, params=replace(params, max_tokens=LONGEST, seed=seed))
-    return tuple(_beginning(whole, params.max_tokens) for whole in _alone(family, longest, is_quantised))
+    """Each answer to a request, as it is with nobody beside it. A shorter one is the beginning of the longest; a
+    conversation that is gone on with is hardly ever asked again, and has what it asks for."""
+    params, found = asked.params, []
+    most = LONGEST if isinstance(asked.key, str) else params.max_tokens
+    for index in range(params.n):
+        assert params.seed is not None
+        seed = params.seed + index if params.temperature else 1
+        longest = replace(asked, params=replace(params, max_tokens=most, seed=seed, n=1))
+        found.append(_beginning(_alone(family, longest, is_quantised), params.max_tokens, most))
+    return tuple(found)
 
 
-def _beginning(whole: Result, count: int) -> Result:
-    """An answer of at most ``count`` tokens, cut from a longer one."""
-    if len(whole.token_ids) <= count and (whole.finish_reason != "length" or count == LONGEST):
+def _beginning(whole: Result, count: int, most: int) -> Result:
+    """An answer of at most ``count`` tokens, cut from one of at most ``most``."""
+    if len(whole.token_ids) <= count and (whole.finish_reason != "length" or count == most):
         return whole
     ids, logprobs = whole.token_ids[:count], whole.logprobs and whole.logprobs[:count]
     return replace(
@@ -183,24 +194,20 @@ def _beginning(whole: Result, count: int) -> Result:
 
 
 @lru_cache(maxsize=20_000)
-def _alone(family: str, asked: Asked, is_quantised: bool) -> tuple[Result, ...]:
-    """``alone`` in an engine of its own, from the beginning."""
-    adapter = adapter_of(family, "alone")
-    found = []
-    for index in range(asked.params.n):
-        seed = None if asked.params.seed is None else asked.params.seed + index
-        params = replace(asked.params, n=1, seed=seed)
-        generator = BatchGenerator(adapter, text=TEXT, config=SchedulerConfig(max_rows=1), kv=_kv(is_quantised))
-        loop = EngineLoop(generator, ManualLoaders())
-        handle = Handle("alone", loop.cancel)
-        loop.submit(Asking(replace(asked, params=params)), Request(prompt="alone", params=params), handle)
-        loaders: Any = loop._loaders
-        while not handle.done():
-            loop._serve()
-            for loading in loaders.take():
-                loading.finish(Prepared(inputs_of(family, asked.key), Stairs() if asked.has_form else None))
-        found.append(handle.result())
-    return tuple(found)
+def _alone(family: str, asked: Asked, is_quantised: bool) -> Result:
+    """The one answer to a request in an engine of its own, from the beginning."""
+    generator = BatchGenerator(
+        adapter_of(family, "alone"), text=TEXT, config=SchedulerConfig(max_rows=1), kv=_kv(is_quantised)
+    )
+    loop = EngineLoop(generator, ManualLoaders())
+    handle = Handle("alone", loop.cancel)
+    loop.submit(Asking(asked), Request(prompt="alone", params=asked.params), handle)
+    loaders: Any = loop._loaders
+    while not handle.done():
+        loop._serve()
+        for loading in loaders.take():
+            loading.finish(Prepared(inputs_of(family, asked.key), Stairs() if asked.has_form else None))
+    return handle.result()
 
 
 def _kv(is_quantised: bool) -> KVQuantisation | None:
@@ -867,33 +874,120 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     return history.counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10_000, help="operations in all")
-    parser.add_argument("--seed", type=int, default=0, help="of the first history; each has the next one")
-    parser.add_argument("--length", type=int, default=120, help="operations of a history")
-    options = parser.parse_args()
+# By command ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class News:
+    """A process tells of a history: that it has begun (neither count nor fault), what happened in it, or how it failed."""
+
+    process: int
+    seed: int
+    counts: Counter[str] | None = None
+    fault: str = ""
+
+
+def play_some(process: int, on_cpu: bool, length: int, seeds: Any, ends: Any, news: Any) -> None:
+    """Play the next seeds until it ``ends``, or one fails: the whole of a process."""
+    if on_cpu:
+        mx.set_default_device(mx.cpu)
     logging.disable()  # listeners that raise and disks that are full, thousands of them
-    total: Counter[str] = Counter()
-    begin, told, seed = time.perf_counter(), 0, options.seed
-    while total["operations"] < options.steps:
+    for played in itertools.count():
+        with seeds.get_lock():
+            seed, seeds.value = seeds.value, seeds.value + 1
+        if ends.is_set():
+            return
+        news.put(News(process, seed))
         try:
-            total += play(seed, options.length)
+            news.put(News(process, seed, play(seed, length)))
         except BaseException:
-            print(f"history of seed {seed} ({KINDS[seed % len(KINDS)]}):", flush=True)
-            raise
-        seed += 1
-        if seed == options.seed + len(
-            KINDS
-        ):  # the models are there, and need not be looked through for garbage each time
+            news.put(News(process, seed, fault=traceback.format_exc()))
+            return
+        if played < 2 * len(KINDS):  # the models are there, and need not be looked through for garbage each time
             gc.collect()
             gc.freeze()
-        if total["operations"] - told >= 10_000:
-            told = total["operations"]
-            print(f"{told:,} operations, {time.perf_counter() - begin:,.0f} s, seeds to {seed}", flush=True)
-    print(f"{seed - options.seed} histories in {time.perf_counter() - begin:,.0f} s:")
-    for name, count in sorted(total.items()):
+
+
+@dataclass
+class Played:
+    """What several processes have played between them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    histories: int = 0
+    begun: dict[int, int] = field(default_factory=dict)  # by process, the seed that it is at
+    faults: dict[int, str] = field(default_factory=dict)  # by seed
+
+    def take(self, news: News) -> None:
+        if news.counts is None and not news.fault:
+            self.begun[news.process] = news.seed
+            return
+        del self.begun[news.process]
+        if news.fault:
+            self.faults[news.seed] = news.fault
+        else:
+            self.counts += news.counts or Counter()
+            self.histories += 1
+
+
+def play_many(
+    steps: int, first: int, length: int, *, processes: int, seconds: float | None = None, on_cpu: bool = False
+) -> Played:
+    """Histories from a seed on, in processes of their own, until there are so many operations, or so much time has passed, or
+    one has failed. Those that have begun are played to their end, so that no seed is left out."""
+    context = multiprocessing.get_context("spawn")
+    seeds, ends, news = context.Value("q", first), context.Event(), context.Queue()
+    workers = [
+        context.Process(target=play_some, args=(number, on_cpu, length, seeds, ends, news), daemon=True)
+        for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    begin, told, played = time.monotonic(), time.monotonic(), Played()
+    while any(worker.is_alive() for worker in workers) or not news.empty():
+        with contextlib.suppress(queue.Empty):
+            played.take(news.get(timeout=1.0))
+        for number in [number for number in played.begun if workers[number].exitcode and news.empty()]:
+            played.faults[played.begun.pop(number)] = f"its process ended by {workers[number].exitcode}"
+        passed = time.monotonic() - begin
+        if played.faults or played.counts["operations"] >= steps or (seconds is not None and passed >= seconds):
+            ends.set()
+        if time.monotonic() > told + 30:
+            told = time.monotonic()
+            print(f"{played.counts['operations']:,} operations, {passed:,.0f} s, seeds to {seeds.value}", flush=True)
+    for number, worker in enumerate(workers):
+        if worker.exitcode and number not in played.begun and not played.faults:
+            raise RuntimeError(f"process {number} ended by {worker.exitcode} before its first history")
+    return played
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10_000, help="operations in all, at least")
+    parser.add_argument("--seconds", type=float, help="begin no history after so long")
+    parser.add_argument("--seed", type=int, default=0, help="of the first history; each has the next one")
+    parser.add_argument("--length", type=int, default=120, help="operations of a history")
+    parser.add_argument("--processes", type=int, default=1, help="that play at a time, each with the next seed")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU where there is a GPU, too")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    played = play_many(
+        options.steps,
+        options.seed,
+        options.length,
+        processes=options.processes,
+        seconds=options.seconds,
+        on_cpu=options.cpu,
+    )
+    last = options.seed + played.histories + len(played.faults) - 1
+    print(f"{played.histories} histories, seeds {options.seed} to {last}, in {time.monotonic() - begin:,.0f} s:")
+    for name, count in sorted(played.counts.items()):
         print(f"  {name}: {count:,}")
+    for seed, fault in sorted(played.faults.items()):
+        print(f"\nthe history of seed {seed} ({KINDS[seed % len(KINDS)]}) broke a promise:\n{fault}")
+    if played.faults:
+        again = f"python -m tests.histories --steps 1 --seed {min(played.faults)} --length {options.length}"
+        sys.exit(f"again: {again}{' --cpu' if options.cpu else ''}")
+    print("none has broken a promise")
 
 
 if __name__ == "__main__":

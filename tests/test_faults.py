@@ -56,6 +56,7 @@ from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
+from vlm_batch.runtime import memory as memory_of_device
 from vlm_batch.runtime import threads, watchdog
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -489,8 +490,16 @@ def test_a_defect_of_admission_ends_what_there_is_and_the_engine_goes_on(
 def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort fails, too: every way of waiting ends, and what comes later is refused."""
     own = VLMBatcher(CHECKPOINT, max_rows=1)
-    handles = [own.submit(None, "count to 9", params=LONG) for _ in range(4)]
-    next(iter(handles[0]))
+    begun, may_die = threading.Event(), threading.Event()
+
+    def holds(tokens: mx.array, logits: mx.array) -> mx.array:
+        begun.set()
+        may_die.wait(60)
+        return logits
+
+    first = own.submit(None, "count to 9", params=replace(LONG, logits_processors=[holds]))
+    handles = [first, *(own.submit(None, "count to 9", params=LONG) for _ in range(3))]
+    assert begun.wait(60)
     waiting = threading.Thread(target=lambda: list(handles[3]))
     waiting.start()
 
@@ -503,6 +512,7 @@ def test_nobody_waits_for_a_thread_that_is_gone(how: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(EngineLoop, "_finish", lambda *_: None)
     monkeypatch.setattr(EngineLoop, "_recover", dies)
     handles[3].cancel()
+    may_die.set()
 
     async def wait() -> Result:
         return await handles[1]
@@ -885,6 +895,11 @@ def test_what_does_not_fit_the_bound_alone_is_refused_with_the_numbers(monkeypat
         assert own.submit(token_ids=[5] * most, params=SamplingParams(max_tokens=4)).result(timeout=60).ok
         with pytest.raises(DoesNotFit):
             own.submit(token_ids=[5] * (most + 1))
+        outgrown = own.submit(token_ids=[5] * (most - 20), params=LONG).result(
+            timeout=60
+        )  # by its answer, with nobody beside
+        assert isinstance(outgrown.exception, DoesNotFit) and outgrown.token_ids
+        assert re.search(numbers.replace("at least ", ""), str(outgrown.error))
         stats = own.stats()
         assert stats.max_kv_bytes == 600_000 and stats.mlx_bytes > 10**6 and stats.input_bytes == 0
     with pytest.raises(ValueError, match="max_bytes"):
@@ -948,6 +963,25 @@ def test_the_room_that_an_encoder_needs_is_learned_from_the_peak(monkeypatch: py
     for _ in range(STEPS_OF_ENCODING + 1):
         memory.step()
     assert memory.expected(400) == 1500 and EncoderMemory(None).fits(10**12)
+
+
+def test_a_load_that_took_nearly_all_memory_says_nothing_of_an_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak is forgotten before the first picture, or every picture would be encoded alone; what is told of it is not."""
+    peak = [9500]
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 1000)
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: peak[0])
+    monkeypatch.setattr(mx, "reset_peak_memory", lambda: peak.__setitem__(0, 0))
+    monkeypatch.setattr(memory_of_device, "_forgotten_peak", 0)
+    memory = EncoderMemory(limit=9000)
+    memory.step()
+    memory.begin(100)
+    peak[0] = 4000
+    for _ in range(STEPS_OF_ENCODING + 1):
+        memory.step()
+    assert memory.expected(100) == 3000 and memory.fits(100)
+    assert memory_of_device.peak_bytes() == 9500
+    memory.step()
+    assert peak[0] == 4000  # it is the process's: it is left alone where an encoding can be told by it
 
 
 def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:

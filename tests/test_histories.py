@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import queue
 import random
 import threading
 from collections import Counter
@@ -15,7 +17,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tests.histories import ACCIDENTS, KINDS, NO_GOING_ON, PICTURES, PLACES, QUANTISED, TEXTS, History, play
+from tests import histories
+from tests.histories import (
+    ACCIDENTS,
+    KINDS,
+    NO_GOING_ON,
+    PICTURES,
+    PLACES,
+    QUANTISED,
+    TEXTS,
+    History,
+    News,
+    Played,
+    play,
+    play_some,
+)
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 
@@ -30,7 +46,6 @@ def quiet() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     logging.disable(logging.NOTSET)
 
 
@@ -134,6 +149,20 @@ def test_an_answer_held_to_a_form_is_gone_on_with_from_what_its_caches_have_seen
 
 def test_a_history_is_a_function_of_its_seed() -> None:
     assert play(3, 40) == play(3, 40)
+
+
+def test_the_history_that_fails_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plays(seed: int, length: int) -> Counter[str]:
+        assert seed != 12, "a promise"
+        return Counter(operations=length)
+
+    monkeypatch.setattr(histories, "play", plays)
+    seeds, news, played = multiprocessing.Value("q", 10), queue.SimpleQueue[News](), Played()
+    play_some(0, False, 5, seeds, threading.Event(), news)
+    while not news.empty():
+        played.take(news.get())
+    assert (played.histories, played.counts, list(played.faults)) == (2, Counter(operations=10), [12])
+    assert "a promise" in played.faults[12] and not played.begun
 
 
 def test_a_history_of_threads() -> None:

@@ -618,10 +618,12 @@ def test_shards_by_rank(folder: Path) -> None:
         "-n",
         "2",
         "--starting-port",
-        str(random.randrange(33000, 60000)),
+        str(random.randrange(20000, 32000)),  # below those that the system gives to connections
     ]
     run = subprocess.run([*launch, sys.executable, "work.py"], env=here(), capture_output=True, text=True, timeout=120)
-    parts = [told(f"part-{number}-of-2.jsonl") for number in (1, 2)]
+    outs = [Path(f"part-{number}-of-2.jsonl") for number in (1, 2)]
+    assert all(out.exists() for out in outs), run.stderr
+    parts = [told(str(out)) for out in outs]
     assert all(parts), run.stderr
     assert parts[0] | parts[1] == told("whole.jsonl") and not parts[0].keys() & parts[1].keys()
     assert cli.main([*RUN, "--out", "one.jsonl", "--shard", "auto"], open_batcher=Echo()) == 2

@@ -26,21 +26,21 @@ def server() -> Iterator[Running]:
 
 @contextmanager
 def scripted(reply: bytes) -> Iterator[str]:
-    """A server that answers everything with the same bytes."""
+    """A server that answers everything with the same bytes, until somebody connects and says nothing."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(10)
+    listener.settimeout(60)
 
     def answer() -> None:
         while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
+            connection, _ = listener.accept()
             with connection:
-                connection.settimeout(5)
+                connection.settimeout(60)
                 held = b""
                 while b"\r\n\r\n" not in held:
-                    held += connection.recv(65536)
+                    received = connection.recv(65536)
+                    if not received:
+                        return
+                    held += received
                 head, _, rest = held.partition(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
                 while len(rest) < length:
@@ -50,8 +50,10 @@ def scripted(reply: bytes) -> Iterator[str]:
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    socket.create_connection(listener.getsockname()).close()  # closing a socket does not end another thread's accept
+    thread.join(60)
+    assert not thread.is_alive()
     listener.close()
-    thread.join(10)
 
 
 def events(*texts: str, end: str = "data: [DONE]\n\n") -> bytes:

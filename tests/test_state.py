@@ -177,7 +177,7 @@ def test_the_arrays_of_a_row_do_not_grow_in_number() -> None:
     assert run_family("qwen2_vl", [Ask("text:4:9")])
 
 
-def test_ten_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
+def test_two_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
     """Recurrent states, too, are a result and not a history (mlx-lm once built a graph over all of an answer's tokens)."""
     from tests.harness import shared_adapter
 
@@ -192,11 +192,11 @@ def test_ten_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
             cache.update_and_fetch(*caches[-1].state)
     batch.join(row, own)
     counts = []
-    for step in range(10_000):
+    for step in range(2_000):
         token = mx.array([[step % 100]], dtype=mx.int32)
         logits = adapter.decode(DecodeStep(token, mx.array([9 + step], dtype=mx.int32), batch.layers, [{}]))
         mx.eval(logits, [layer.arrays() for layer in batch.layers])
-        if step in (100, 5_000, 9_999):
+        if step in (100, 1_000, 1_999):
             gc.collect()
             counts.append(sum(type(item) is mx.array for item in gc.get_objects()))
     assert counts[0] == counts[1] == counts[2]

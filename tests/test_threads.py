@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from vlm_batch import VLMBatcher, assets, many
 from vlm_batch.runtime import threads
 
 NAME = "engine-of-test-threads"
@@ -132,3 +135,50 @@ def test_an_exception_ends_the_work_and_not_the_thread() -> None:
     threads.start(fail, NAME).join()
     on_thread(lambda: seen.append(threading.get_ident()))
     assert seen[0] == seen[1]
+
+
+def test_waits_without_an_end_look_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C that comes just before a wait is lost for as long as the wait lasts: of this library's none lasts long."""
+    main, waits = threading.get_ident(), list[float | None]()
+
+    def noted(seconds: float | None) -> None:
+        if threading.get_ident() == main:
+            waits.append(seconds)
+
+    class Noting(queue.SimpleQueue):  # type: ignore[type-arg]
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            noted(timeout)
+            return super().get(block, timeout)
+
+    real = threading.Condition.wait
+
+    def wait(self: threading.Condition, timeout: float | None = None) -> bool:
+        noted(timeout)
+        return real(self, timeout)
+
+    batcher = VLMBatcher(assets.default_checkpoint())
+    batcher.submit(None, "count to 3").result(timeout=60)
+    monkeypatch.setattr(threading.Condition, "wait", wait)
+    monkeypatch.setattr(many.queue, "SimpleQueue", Noting)
+    ways: dict[str, Callable[[], object]] = {
+        "result": lambda: batcher.submit(None, "count to 9").result(),
+        "events": lambda: list(batcher.submit(None, "count to 9").events()),
+        "pieces": lambda: list(batcher.submit(None, "count to 9")),
+        "generate": lambda: batcher.generate([{"prompt": "count to 9"}]),
+        "close": batcher.close,
+    }
+    for name, way in ways.items():
+        waits.clear()
+        way()
+        assert waits, name
+        assert all(seconds is not None and seconds <= threads.LOOK_SECONDS for seconds in waits), (name, waits)
+
+
+def test_a_look_is_repeated_until_it_finds_something_or_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LOOK_SECONDS", 0.01)
+    found = iter((None, None, "it"))
+    assert threads.look_until(lambda seconds: next(found)) == "it"
+    looks: list[float] = []
+    assert threads.look_until(looks.append, 0.03) is None
+    assert looks and all(0 <= seconds <= 0.01 for seconds in looks)
+    assert threads.look_until(lambda seconds: seconds, 0) == 0.0  # it is looked for once, whatever the time

@@ -7,9 +7,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from functools import partial
 from numbers import Real
 
 from vlm_batch.errors import shown
+from vlm_batch.runtime import threads
 from vlm_batch.types import Event, Result
 
 _log = logging.getLogger(__name__)
@@ -52,8 +54,9 @@ class Handle:
         if self._result is None:
             self.check_can_wait()
             with self._changed:
-                if not self._changed.wait_for(self.done, seconds):
-                    raise TimeoutError(f"request {self.request_id} has not ended within {shown(timeout)} s")
+                threads.look_until(lambda left: self._changed.wait_for(self.done, left) or None, seconds)
+            if self._result is None:
+                raise TimeoutError(f"request {self.request_id} has not ended within {shown(timeout)} s")
         assert self._result is not None
         return self._result
 
@@ -163,12 +166,17 @@ class EventStream:
                 if len(handle._events) == position:
                     handle.check_can_wait()
                 with handle._changed:
-                    handle._changed.wait_for(lambda at=position: len(handle._events) > at or handle.done())  # type: ignore[misc]
+                    threads.look_until(partial(self._wait, position))
             events = handle._events[position:]
             if not events:
                 return
             yield from events
             position += len(events)
+
+    def _wait(self, position: int, seconds: float) -> bool | None:
+        """True once there is more than so many events, or the end; None if there is not within so many seconds."""
+        handle = self._handle
+        return handle._changed.wait_for(lambda: len(handle._events) > position or handle.done(), seconds) or None
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         handle, position = self._handle, 0

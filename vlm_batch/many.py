@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
+from vlm_batch.runtime import threads
 from vlm_batch.types import Request, Result, failed_result
 
 Submit: TypeAlias = Callable[[Request], Handle]
@@ -49,12 +50,22 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
             if not alive:
                 return
             next(iter(alive.values())).check_can_wait()
-            index, handle = ended.get()
+            found = threads.look_until(partial(_next, ended))
+            assert found is not None
+            index, handle = found
             del alive[index]
             yield index, handle.result()
     finally:
         for handle in alive.values():
             handle.cancel()
+
+
+def _next(ended: queue.SimpleQueue[tuple[int, Handle]], seconds: float) -> tuple[int, Handle] | None:
+    """One that has ended, waited for so many seconds."""
+    try:
+        return ended.get(timeout=seconds)
+    except queue.Empty:
+        return None
 
 
 async def in_turn_async(

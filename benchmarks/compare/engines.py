@@ -84,20 +84,40 @@ def alone(model: Any, ask: Ask) -> Iterator[tuple[int, Any]]:
             return
 
 
-class ThisLibrary:
-    """``vlm_batch.engine.generator.BatchGenerator``, with its defaults but for the rows."""
+class Driven:
+    """A ``vlm_batch.engine.generator.BatchGenerator`` as an engine: ``generator`` is set by who inherits from this."""
+
+    generator: Any
+
+    def add(self, ask: Ask) -> None:
+        from vlm_batch import SamplingParams
+
+        params = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
+        self.generator.insert(ask.name, to_mlx(ask), params)
+
+    def step(self) -> Tokens:
+        events = self.generator.step()
+        for event in events:
+            if event.result is not None and event.result.error is not None:
+                raise RuntimeError(event.result.error) from event.result.exception
+        return [(event.request_id, event.token) for event in events if event.token is not None]
+
+    def close(self) -> None:
+        self.generator.reset()
+
+
+class ThisLibrary(Driven):
+    """This library's engine with its defaults but for the rows."""
 
     reproducible = False
     says_rows = True
 
     def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
-        from vlm_batch import SamplingParams
         from vlm_batch.engine.generator import BatchGenerator
         from vlm_batch.engine.scheduler import SchedulerConfig
         from vlm_batch.exactness import exact_for
         from vlm_batch.loading import adapt
 
-        self.params = SamplingParams
         rows = workload.rows if self.says_rows else None
         config = SchedulerConfig(max_rows=rows)
         if workload.chunk is not None:
@@ -112,20 +132,6 @@ class ThisLibrary:
             adapter = RecallingAdapter(adapter, contexts)
         exact = exact_for(adapter, max_rows=workload.rows) if self.reproducible else None
         self.generator = BatchGenerator(adapter, config=config, exact=exact)
-
-    def add(self, ask: Ask) -> None:
-        params = self.params(max_tokens=ask.max_tokens, ignore_eos=True)
-        self.generator.insert(ask.name, to_mlx(ask), params)
-
-    def step(self) -> Tokens:
-        events = self.generator.step()
-        for event in events:
-            if event.result is not None and event.result.error is not None:
-                raise RuntimeError(event.result.error) from event.result.exception
-        return [(event.request_id, event.token) for event in events if event.token is not None]
-
-    def close(self) -> None:
-        self.generator.reset()
 
 
 class Reproducible(ThisLibrary):

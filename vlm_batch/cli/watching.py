@@ -340,7 +340,9 @@ def spell_memory() -> str:
     if "mlx.core" in sys.modules:  # loaded with the model; not loaded here for the sake of a figure
         mx = sys.modules["mlx.core"]
         if mx.default_device() == mx.Device(mx.gpu):
-            said += f" ({mx.get_peak_memory() / 1e9:.1f} GB by MLX)"
+            from vlm_batch.runtime.memory import peak_bytes
+
+            said += f" ({peak_bytes() / 1e9:.1f} GB by MLX)"
     return said
 
 

@@ -97,8 +97,6 @@ class _Stop:
 
 #: Messages that are followed before the engine takes a turn, however many more there are: who floods the inbox stops nobody.
 MESSAGES_A_TURN = 256
-#: Seconds between two looks of whoever waits for an engine: CPython loses a signal for a wait that it comes just before.
-LOOK_SECONDS = 1.0
 
 
 _Message = _Add | _Cancel | _Read | _Loaded | _Stop
@@ -375,8 +373,7 @@ def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
     give_up = partial(_give_up, ready, running)
     running.watch(stop=give_up, after=give_up)
     try:
-        while not wait((ready,), LOOK_SECONDS).done:
-            pass
+        threads.look_until(lambda seconds: wait((ready,), seconds).done or None)
         engine = ready.result()
     except BaseException:
         give_up()  # nobody waits for it any more

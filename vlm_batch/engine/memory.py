@@ -12,6 +12,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.errors import DoesNotFit
+from vlm_batch.runtime.memory import begin_peak
 
 #: Lengths at which a row's bytes are noted, to be read off between them.
 LENGTHS = tuple(1 << power for power in range(4, 21))
@@ -132,6 +133,8 @@ class EncoderMemory:
     def step(self) -> None:
         """A step has begun: what was launched two steps ago is done by now."""
         if not self._running:
+            if self._limit is not None and mx.get_peak_memory() > self._limit:
+                begin_peak()  # a load's, or a long prompt's: under it no encoding could be told from one that never fits
             return
         peak, still = mx.get_peak_memory(), []
         for nbytes, before, steps in self._running:

@@ -46,6 +46,7 @@ from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.processing import PixelBounds
 from vlm_batch.inputs.videos import as_video, load_video
 from vlm_batch.loading import load_model
+from vlm_batch.runtime.memory import peak_bytes
 from vlm_batch.types import Event, Request, SamplingParams
 
 #: Threads of the event loop's own pool: their application holds one for each request that is not streamed.
@@ -259,7 +260,7 @@ class Tokens:
             token=event.token or 0,
             logprobs=known.logprob if known is not None else 0.0,
             finish_reason=reason,
-            peak_memory=mx.get_peak_memory() / 1e9 if result is not None else 0.0,
+            peak_memory=peak_bytes() / 1e9 if result is not None else 0.0,
             prompt_tps=usage.prompt_tokens / timings.prefill if usage and timings and timings.prefill else None,
             top_logprobs=list(known.top) if known is not None else None,
             cached_tokens=0 if usage is None else usage.cached_tokens,

@@ -33,6 +33,21 @@ def usual_limit() -> int:
     return (_total_bytes() or mx.get_memory_limit()) * 9 // 10
 
 
+_forgotten_peak = 0
+
+
+def peak_bytes() -> int:
+    """The most that MLX has held at once in this process."""
+    return max(_forgotten_peak, mx.get_peak_memory())
+
+
+def begin_peak() -> None:
+    """Have ``mx.get_peak_memory`` begin anew; ``peak_bytes`` goes on."""
+    global _forgotten_peak
+    _forgotten_peak = peak_bytes()
+    mx.reset_peak_memory()
+
+
 _wiring = threading.Lock()
 _wired: list[int] = []  # for each engine that runs, the limit that its start replaced
 

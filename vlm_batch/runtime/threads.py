@@ -22,11 +22,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 Work = Callable[[], None]
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Work, Running]]"
 
+Found = TypeVar("Found")
+
+#: Seconds between two looks of whoever waits: CPython loses a signal for a wait that it comes just before.
+LOOK_SECONDS = 1.0
 #: Seconds that the end of the interpreter waits for work that was told to stop: silently, and at most.
 SILENT_SECONDS = 10.0
 EXIT_SECONDS = 600.0
@@ -46,6 +50,19 @@ _running: set[Running] = set()
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def look_until(look: Callable[[float], Found | None], seconds: float | None = None) -> Found | None:
+    """Call ``look``, which waits so many seconds at most, until it finds something; None after ``seconds``.
+
+    All waits without an end go through it: a Ctrl-C that comes just before one is seen at the next look.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        left = LOOK_SECONDS if end is None else max(0.0, min(LOOK_SECONDS, end - time.monotonic()))
+        found = look(left)
+        if found is not None or (end is not None and time.monotonic() >= end):
+            return found
 
 
 class Interrupted(SystemExit):
@@ -69,7 +86,7 @@ class Running:
 
     def join(self, timeout: float | None = None) -> bool:
         """Whether it has ended, after ``timeout`` seconds at most."""
-        return self.is_here() or self._ended.wait(timeout)
+        return self.is_here() or look_until(lambda seconds: self._ended.wait(seconds) or None, timeout) is not None
 
     def is_here(self) -> bool:
         """Whether the work is done on the thread that asks."""
