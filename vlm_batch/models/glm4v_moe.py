@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.routing import dropped_groups
+from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.models.glm4v import GLM4V, BicubicEmbeddings
 from vlm_batch.registry import ModelSpec, register
 
@@ -26,6 +27,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class GLM4VMoe(GLM4V):
     """GLM-4.1V's tower, which masks its pictures apart here, and a text model with experts."""
+
+    encodes_apart = PICTURES_MASKED_APART
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.routing import dropped_groups
-from vlm_batch.adapters.towers import resized_positions, use_tanh_gelu
+from vlm_batch.adapters.towers import PICTURES_MASKED_APART, resized_positions, use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -46,6 +46,7 @@ class Kimi(Adapter):
 class KimiVL(Kimi):
     """Its latents are made into keys and values before they are stored."""
 
+    encodes_apart = PICTURES_MASKED_APART
     input_keys = Kimi.input_keys | {"_grid_shapes"}
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:

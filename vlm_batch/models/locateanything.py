@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.towers import resized_positions
+from vlm_batch.adapters.towers import PICTURES_MASKED_APART, resized_positions
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -25,6 +25,7 @@ from vlm_batch.registry import ModelSpec, register
 class LocateAnything(Adapter):
     """RoPE takes each row's own offset."""
 
+    encodes_apart = PICTURES_MASKED_APART
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:

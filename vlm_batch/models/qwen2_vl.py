@@ -22,7 +22,6 @@ class Qwen2VL(MRoPEAdapter):
 
     compiles = True
     shares_prefill = True
-    encode_together = MRoPEAdapter.encode_grids_together
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
