@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -47,6 +48,39 @@ def test_spelled_out_attention_is_mlxs(length: int, columns: int, heads: int, ki
         found = kernels.attend_in_blocks(queries, keys, values, SCALE, is_causal=kind == "causal")
         assert largest(found, right) < 2e-6
     assert largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
+
+
+@pytest.mark.parametrize("scores", [2**25, 2**9], ids=["whole", "in parts"])
+def test_a_towers_attention_by_queries_is_mlxs(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK_SCORES", scores)
+    queries, keys, values = random((2, 4, 37, 16), (2, 4, 37, 16), (2, 4, 37, 16))
+    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
+    assert largest(kernels.attend_by_queries(queries, keys, values, SCALE), right) < 2e-6
+
+
+def test_a_tower_makes_plans_for_shapes_that_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones after fewer uses; where kernels go by shapes, for all that are large and none with few keys."""
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(kernels, "_uses", Counter())
+    monkeypatch.setattr(kernels, "SCORES_BEFORE_PLAN", 100 * 256**2)
+    monkeypatch.setattr(kernels, "MAX_SCORES", 1000)
+    spelled: list[int] = []
+    plain = kernels.attend_by_queries
+
+    def noted(queries: mx.array, *rest: Any) -> mx.array:
+        spelled.append(queries.shape[2])
+        return plain(queries, *rest)
+
+    monkeypatch.setattr(kernels, "attend_by_queries", noted)
+    for length in (256, 512, 64):
+        for _ in range(120):
+            kernels.attend_all(*random(*[(1, 1, length, 8)] * 3), SCALE)
+    assert Counter(spelled) == {256: 100, 512: 25, 64: 120}
+    spelled.clear()
+    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    for length in (256, 64):
+        kernels.attend_all(*random(*[(9, 1, length, 8)] * 3), SCALE)
+    assert spelled == [64]
 
 
 @pytest.mark.parametrize(("heads", "columns", "is_ours"), [(2, 511, False), (2, 512, True), (8, 9, True)])

@@ -14,6 +14,8 @@ from mlx_vlm.models import prism_hadamard_qwen35 as upstream
 from mlx_vlm.models import qwen3_5
 from mlx_vlm.models.prism_hadamard_qwen35.prism_hadamard_qwen35 import hadamard_transform
 
+from vlm_batch.adapters.packed import attend_pictures
+
 from . import _videos
 from . import qwen3_5 as tiny
 from ._build import enliven
@@ -73,6 +75,8 @@ def build() -> nn.Module:
     )
     model = upstream.Model(config)
     model.load_weights(list(model.sanitize(weights).items()), strict=True)
+    for block in model.vision_tower.blocks:  # in the bits of the adapter's attention: see ``greedy``
+        block.attn.__class__ = attend_pictures(type(block.attn))
     model.eval()
     mx.eval(model.parameters())
     return model

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_vlm.models import base as upstream
 
 from vlm_batch.adapters import kernels
@@ -140,14 +139,6 @@ def fuse_rows(attention_class: type[nn.Module], project: str, output: str) -> ty
             return fused_attention(self, self[project], self[output], x, mask, cache)
 
     return FusedRows
-
-
-def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, boundaries: mx.array, scale: float) -> mx.array:
-    """Attention of patches (1, N, H, D) within their own picture: (N, H * D). ``boundaries`` are 0, ..., N."""
-    cuts: list[int] = np.array(boundaries[1:-1]).tolist()
-    parts = [mx.split(part.swapaxes(1, 2), cuts, axis=2) for part in (queries, keys, values)]
-    outputs = [mx.fast.scaled_dot_product_attention(*picture, scale=scale) for picture in zip(*parts, strict=True)]
-    return mx.concatenate(outputs, axis=2).swapaxes(1, 2).reshape(queries.shape[1], -1)
 
 
 def seal_masks(attention_class: type[nn.Module]) -> type[nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, runs_model
+from vlm_batch.adapters.joint import Answers, Desk, Looked, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
@@ -73,6 +74,8 @@ class Adapter:
     video_sampling: ClassVar[Sampling] = Sampling()
     #: The wrapper by which a vision tower remembers features.
     tower_class: ClassVar[type[RememberingTower]] = RememberingTower
+    #: The reason why the pictures of each request are encoded in calls of their own; None where calls can be joined.
+    encodes_apart: ClassVar[str | None] = None
     #: The reason why a row cannot continue from another row's caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
@@ -88,13 +91,15 @@ class Adapter:
     def __init_subclass__(cls) -> None:
         """Mark a family's own versions of the calls that run the model, as ``runs_model`` does."""
         for name in RUNS_MODEL & vars(cls).keys():
-            setattr(cls, name, runs_model(vars(cls)[name]))
+            call = hands_out(vars(cls)[name]) if name == "encode" else vars(cls)[name]
+            setattr(cls, name, runs_model(call))
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model, self.on_disk())
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.patches())
         self.language: Any = self.model.language_model
+        self.desk = Desk()
         self.hook_functions()
         self.last_position_logits()
 
@@ -151,12 +156,12 @@ class Adapter:
     # Features by content
     # ------------------------------------------------------------------------------------------------------------------
 
-    def remember_features(self, store: FeatureStore) -> None:
-        """Let the vision tower encode a picture once, and keep its features in ``store``."""
+    def remember_features(self, store: FeatureStore | None) -> None:
+        """Let the vision tower encode a picture once, and keep its features in ``store``, if there is one."""
         for owner, name in self.towers():
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
-            setattr(owner, name, self.tower_class(tower, store, self.read_features))
+            setattr(owner, name, self.tower_class(tower, store, self.read_features, self.desk))
 
     def towers(self) -> list[tuple[nn.Module, str]]:
         """The modules that encode pictures: each the attribute of another."""
@@ -188,6 +193,7 @@ class Adapter:
     # -------------------------------------------------------------------------------------------------------------
 
     @runs_model
+    @hands_out
     def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
 
@@ -221,8 +227,40 @@ class Adapter:
 
     @runs_model
     def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Encode several requests' pictures in one call. Returns the inputs with ``cached_image_features``, or unchanged."""
-        return list(requests)
+        """Make the tower's calls for several requests as one, where they fit each other: of as many of the first requests as
+        have ``most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
+        is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
+        if is_apart or self.goes_by_shapes or self.max_rows == 1 or not self.towers():
+            return list(requests)
+        if any(not isinstance(owner[name], RememberingTower) for owner, name in self.towers()):
+            self.remember_features(None)
+        answers = {at: Answers() for at, inputs in enumerate(requests) if has_pictures(inputs)}
+        encode = type(self).encode  # not what others have put around this one's
+        calls: dict[int, TowerCall] = {}
+        room = self.most_patches
+        for at, theirs in answers.items():
+            call = advance(self.desk, theirs, partial(encode, self, requests[at]))
+            if call is not None:
+                room -= call.tower.count_patches(call, self._values_of_patch)
+                if room < 0 and calls:
+                    break
+                calls[at] = call
+        while len(calls) > 1:
+            found = make_calls(calls)
+            for at, answer in found.items():
+                answers[at].found.append(answer)
+            again = {at: advance(self.desk, answers[at], partial(encode, self, requests[at])) for at in found}
+            calls = {at: call for at, call in again.items() if call is not None}
+        return [
+            Looked(inputs, answers[at]) if at in answers and answers[at].is_any else inputs
+            for at, inputs in enumerate(requests)
+        ]
+
+    @property
+    def _values_of_patch(self) -> int:
+        """Values of one patch of a picture, by the configuration, or of the usual size."""
+        side = getattr(getattr(self.config, "vision_config", None), "patch_size", None)
+        return 3 * side**2 if isinstance(side, int) else 3 * 14**2
 
     def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
         """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash."""

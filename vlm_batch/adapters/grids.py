@@ -17,12 +17,6 @@ from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState
 
 
-def _num_patches(inputs: Mapping[str, Any]) -> int:
-    """Patches of a request's pictures."""
-    grids = inputs.get("image_grid_thw")
-    return 0 if grids is None else int(np.array(grids).prod(axis=1).sum())
-
-
 class GridAdapter(Adapter):
     """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
@@ -46,29 +40,6 @@ class GridAdapter(Adapter):
         """As many as its patches make when they are merged; a picture without a grid has none."""
         grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
         return sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
-
-    def encode_grids_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """``encode_together`` for towers that take patches of several pictures, and models that take features for pixels.
-
-        As many of the first requests as have ``most_patches`` together; the others are left as they are.
-        """
-        counts = np.cumsum([_num_patches(inputs) for inputs in requests])
-        near = list(requests[: max(1, int(np.searchsorted(counts, self.most_patches, side="right")))])
-        pictured = [inputs for inputs in near if inputs.get("pixel_values") is not None]
-        is_plain = all("image_grid_thw" in inputs and "pixel_values_videos" not in inputs for inputs in pictured)
-        if len(pictured) < 2 or not is_plain:
-            return list(requests)
-        tower, merge = self.model.vision_tower, int(self.config.vision_config.spatial_merge_size)
-        pixels = mx.concatenate([inputs["pixel_values"] for inputs in pictured])
-        grids = [np.array(inputs["image_grid_thw"]) for inputs in pictured]
-        ends: list[int] = np.cumsum([grid.prod(axis=1).sum() // merge**2 for grid in grids]).tolist()
-        features = tower(pixels.astype(tower.patch_embed.proj.weight.dtype), mx.array(np.concatenate(grids)))
-        parts = iter(mx.split(features, ends[:-1]))
-        looked = [
-            {**inputs, "cached_image_features": next(parts)} if inputs.get("pixel_values") is not None else inputs
-            for inputs in near
-        ]
-        return [*looked, *requests[len(near) :]]
 
     @property
     def merged(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models import activations
+from mlx_vlm.models.base import ensure_fused_sdpa
 
 from vlm_batch.adapters.hooks import goes_by_shapes
 
@@ -32,6 +33,13 @@ USES_BEFORE_PLAN = 1024
 #: The most scores (B, H, L, K) that are spelled out, in elements: a step's layers are launched before their memory comes back.
 MAX_SCORES = 2**22
 MAX_SHAPES = 8192
+#: Scores in all, in elements, after which a shape of a tower's attention is given a plan. Spelled out, each is written and read
+#: twice; a plan takes as long as so many of them.
+SCORES_BEFORE_PLAN = 2**34
+#: Scores of a tower that are there at a time where they are spelled out, in elements.
+BLOCK_SCORES = 2**25
+#: Keys up to which scores take about as much memory as queries do, however many windows there are.
+FEW_KEYS = 128
 
 #: Queries of a block on a CPU.
 BLOCK = 64
@@ -75,6 +83,18 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
+def attend_all(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """``attend`` without a mask, for towers: pictures are of many sizes, and heads of widths that Metal has no kernel for."""
+    if takes_plans(queries):
+        is_light = is_small(queries, keys) or keys.shape[2] <= FEW_KEYS
+        if is_light if goes_by_shapes() else is_new(queries, keys):
+            return attend_by_queries(queries, keys, values, scale)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+    if takes_powers(queries):
+        return attend(queries, keys, values, scale)
+    return ensure_fused_sdpa(queries, keys, values, scale)
+
+
 def is_long(queries: mx.array, keys: mx.array) -> bool:
     """True if attention on a CPU is enough work to be spelled out: several queries a head, or of a group, or many keys."""
     _, heads, length, _ = queries.shape
@@ -96,13 +116,22 @@ def spells_out(queries: mx.array, keys: mx.array, mask: Any) -> bool:
 
 def is_rare(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape. True if it has come too seldom for a plan, and is small enough to do without."""
-    if not is_small(queries, keys):
-        return False
+    return is_small(queries, keys) and _count(queries, keys) <= USES_BEFORE_PLAN
+
+
+def is_new(queries: mx.array, keys: mx.array) -> bool:
+    """Count a shape. True if it has come too seldom for a plan, whatever its size: the larger, the sooner a plan pays."""
+    uses = _count(queries, keys)
+    batch, heads, length, _ = queries.shape
+    return uses <= USES_BEFORE_PLAN and uses * batch * heads * length * keys.shape[2] <= SCORES_BEFORE_PLAN
+
+
+def _count(queries: mx.array, keys: mx.array) -> int:
     shape = (queries.shape, keys.shape)
     if len(_uses) > MAX_SHAPES:
         _uses.clear()
     _uses[shape] += 1
-    return _uses[shape] <= USES_BEFORE_PLAN
+    return _uses[shape]
 
 
 def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
@@ -119,6 +148,17 @@ def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scal
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if mask.dtype == mx.bool_ else scores + mask
     weights = mx.softmax(scores, axis=-1, precise=True).reshape(batch, kv_heads, -1, columns)
     return (weights @ values).reshape(batch, heads, length, -1)
+
+
+def attend_by_queries(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Spelled out without a mask, as many queries (B, H, L, D) at a time as keep the scores within ``BLOCK_SCORES``."""
+    batch, heads, length, _ = queries.shape
+    size = max(1, BLOCK_SCORES // (batch * heads * keys.shape[2]))
+    parts = [
+        attend_spelled_out(queries[:, :, start : start + size], keys, values, scale, None)
+        for start in range(0, length, size)
+    ]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def is_groupable(queries: mx.array, keys: mx.array, mask: Any) -> bool:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.joint import Desk, Kind, TowerCall, join_calls
 from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, split_rows
 from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
@@ -67,33 +68,67 @@ class LastPosition(nn.Module):
 class RememberingTower(nn.Module):
     """A vision tower that looks at a picture once: features are kept by the digest of everything that it is given.
 
-    ``keep`` takes out of the tower's result what the model reads of it. All else is the tower's own.
+    ``keep`` takes out of the tower's result what the model reads of it; without a ``store`` nothing is kept. On a ``desk``
+    may lie answers that were found together with those of other requests. All else is the tower's own.
     """
 
-    def __init__(self, tower: nn.Module, store: FeatureStore, keep: Callable[[Any, Mapping[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        tower: nn.Module,
+        store: FeatureStore | None,
+        keep: Callable[[Any, Mapping[str, Any]], Any],
+        desk: Desk | None = None,
+    ) -> None:
         super().__init__()
         self.tower = tower
-        self.__dict__.update(_store=store, _keep=keep, goes_by_shapes=False)
+        self.__dict__.update(_store=store, _keep=keep, _desk=desk or Desk(), goes_by_shapes=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The tower's answer: one that lies on the desk, remembered or new."""
+        answers = self._desk.answers
+        return self.look(args, kwargs) if answers is None else answers.next(self, args, kwargs)
+
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, remembered or new."""
         return self.remembered(args, kwargs)
 
     def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
-        try:
-            key = digest([list(args), dict(kwargs)])
-        except TypeError:
-            return self.tower(*args, **kwargs)
-        if (found := self._store.get(key)) is None:
+        key = self.key(args, kwargs)
+        if (found := self.known(key)) is None:
             found = self._keep(self.tower(*args, **kwargs), kwargs)
             self.remember(key, found)
         return found
 
-    def remember(self, key: bytes, features: Any) -> None:
-        if is_array_tree(features):
+    def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
+        """The digest of a call, or None for one that is not remembered."""
+        if self._store is None:
+            return None
+        try:
+            return digest([list(args), dict(kwargs)])
+        except TypeError:
+            return None
+
+    def known(self, key: bytes | None) -> Any:
+        """What is remembered of a call, or None."""
+        return None if key is None else self._store.get(key)
+
+    def remember(self, key: bytes | None, features: Any) -> None:
+        if key is not None and is_array_tree(features):
             mx.eval(arrays_of(features))
             self._store.put(key, features)
+
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+        """Something that calls have in common which can be made as one; None for a call that is made alone."""
+        return None
+
+    def together(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """The answers to calls of one kind, made as one. Raises ValueError for an answer that cannot be taken apart."""
+        raise NotImplementedError
+
+    def count_patches(self, call: TowerCall, patch: int) -> int:
+        """The patches in a call, of ``patch`` values where it does not say how many there are."""
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         if name == "tower":
@@ -101,29 +136,104 @@ class RememberingTower(nn.Module):
         return getattr(super().__getattr__("tower"), name)
 
 
+class RememberingBatchTower(RememberingTower):
+    """The same for towers that take a batch of pictures or tiles of one size, along the first axis of every array.
+
+    Calls of several requests with entries of one size are made as one: their arrays are joined along that axis.
+    """
+
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+        arrays = arrays_of([list(args), dict(kwargs)])
+        if not arrays or not all(array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays):
+            return None
+        return Kind.of(args, kwargs)
+
+    def together(self, calls: Sequence[TowerCall]) -> list[Any]:
+        keys = [at if call.key is None else call.key for at, call in enumerate(calls)]
+        first = {key: at for at, key in reversed(list(enumerate(keys)))}
+        new = [calls[at] for at in sorted(first.values())]  # what is asked for twice is looked at once
+        args, kwargs = join_calls(new)
+        parts = self.split(self._keep(self.tower(*args, **kwargs), kwargs), new)
+        if parts is None:
+            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+        made = {keys[at]: part for at, part in zip(sorted(first.values()), parts, strict=True)}
+        for call, part in zip(new, parts, strict=True):
+            self.remember(call.key, part)
+        return [made[key] for key in keys]
+
+    def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
+        """Each call's share of an answer: as many entries of every array as the call has. None if that is not so."""
+        counts = [call.arrays[0].shape[0] for call in calls]
+        if any(array.ndim == 0 or array.shape[0] != sum(counts) for array in arrays_of(found)):
+            return None
+        return split_rows(found, counts)
+
+    def count_patches(self, call: TowerCall, patch: int) -> int:
+        return max(array.size for array in call.arrays) // patch
+
+
+class RememberingListTower(RememberingBatchTower):
+    """The same for towers that answer with a list of arrays, one for each picture of the batch."""
+
+    def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
+        return split_list(found, [call.arrays[0].shape[0] for call in calls])
+
+
+class RememberingRowTower(RememberingBatchTower):
+    """The same for towers that answer for a batch of pictures of one size with one row (1, L, D), picture by picture."""
+
+    def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
+        counts = [call.arrays[0].shape[0] for call in calls]
+        if not isinstance(found, mx.array) or found.ndim != 3 or found.shape[0] != 1 or found.shape[1] % sum(counts):
+            return None
+        parts = split_rows(found[0], counts)
+        return None if parts is None else [part[None] for part in parts]
+
+
+class RememberingPackedTower(RememberingBatchTower):
+    """The same for towers that take the patches of several pictures in a row and a grid for each, (N, ...) and (P, 2 or 3),
+    and remember them together. They answer with rows in proportion to the patches, or with a list, one for each picture."""
+
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+        arrays = arrays_of([list(args), dict(sorted(kwargs.items()))])
+        if len(arrays) != 2 or arrays[1].ndim != 2 or sum(num_patches(arrays[1])) != arrays[0].shape[0]:
+            return None
+        return Kind.of(args, kwargs)
+
+    def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
+        if type(found) is list:
+            return split_list(found, [call.arrays[1].shape[0] for call in calls])
+        return split_rows(found, [call.arrays[0].shape[0] for call in calls])
+
+    def count_patches(self, call: TowerCall, patch: int) -> int:
+        return int(call.arrays[0].shape[0])
+
+
 class RememberingGridTower(RememberingTower):
     """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
     Every picture is remembered by itself; those that are new go through the tower together, each of them once, or where the
-    adapter goes by shapes each in a call of its own.
+    adapter goes by shapes each in a call of its own. Calls of several requests are one with more pictures.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
-            return super().__call__(*args, **kwargs)
+            return super().look(args, kwargs)
         pixels, grids = args
-        counts = np.array(grids).prod(axis=1).tolist()
+        counts = num_patches(grids)
         pictures = split_patches(pixels, counts)
         if pictures is None:
-            return super().__call__(*args, **kwargs)
+            return super().look(args, kwargs)
         parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
         if self.goes_by_shapes:
             alone = [self.remembered(part, kwargs) for part in parts]
             if all(array.ndim == 2 for array in arrays_of(alone)):
                 return join_rows(alone)
-            return super().__call__(*args, **kwargs)  # an answer that is not one row for so many patches
-        keys = [digest([list(part), dict(kwargs)]) for part in parts]
-        found = [self._store.get(key) for key in keys]
+            return super().look(args, kwargs)  # an answer that is not one row for so many patches
+        if self._store is None:
+            return self.tower(*args, **kwargs)
+        keys = [self.key(part, kwargs) for part in parts]
+        found = [self.known(key) for key in keys]
         new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())
         if new:
             fresh = self.tower(
@@ -139,6 +249,41 @@ class RememberingGridTower(RememberingTower):
                 self.remember(key, features)
             found = [made.get(key, features) for key, features in zip(keys, found, strict=True)]
         return join_rows(found)
+
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+        if len(args) != 2 or not all(isinstance(value, mx.array) for value in args) or args[1].ndim != 2:
+            return None
+        axis = patch_axis(args[0], num_patches(args[1]))
+        if axis is None or arrays_of(dict(kwargs)):
+            return None
+        return Kind.of(args, kwargs, axis)
+
+    def together(self, calls: Sequence[TowerCall]) -> list[Any]:
+        counts = [sum(num_patches(call.args[1])) for call in calls]
+        axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
+        pixels = mx.concatenate([call.args[0] for call in calls], axis=axis)
+        grids = mx.concatenate([call.args[1] for call in calls])
+        parts = split_rows(self.look((pixels, grids), calls[0].kwargs), counts)
+        if parts is None:
+            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+        return parts
+
+    def count_patches(self, call: TowerCall, patch: int) -> int:
+        return sum(num_patches(call.args[1]))
+
+
+def split_list(found: Any, counts: Sequence[int]) -> list[Any] | None:
+    """A list in parts of ``counts``, or None if it is none of so many."""
+    if type(found) is not list or len(found) != sum(counts):
+        return None
+    ends = np.cumsum(counts).tolist()
+    return [found[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+def num_patches(grids: mx.array) -> list[int]:
+    """The patches of each picture, of grids (P, 2 or 3)."""
+    found: list[int] = np.array(grids).prod(axis=1).tolist()
+    return found
 
 
 def patch_axis(pixels: mx.array, counts: Sequence[int]) -> int | None:

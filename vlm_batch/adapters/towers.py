@@ -10,6 +10,12 @@ import numpy as np
 
 from vlm_batch.adapters.vision import resize_bicubic
 
+#: Why pictures of several requests do not share a call of some towers (``Adapter.encodes_apart``).
+PICTURES_MASKED_APART = (
+    "its tower masks pictures apart in one attention over all of them: the work grows with its square, and what is not finite "
+    "in one reaches the others"
+)
+
 
 def use_tanh_gelu(tower: nn.Module) -> None:
     """Give the working copy's tower GELU in its tanh form in place of the sigmoid's."""

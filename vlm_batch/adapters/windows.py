@@ -50,7 +50,7 @@ def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Seque
         parts = [
             part[start:stop].reshape(count, length, *part.shape[1:]).swapaxes(1, 2) for part in (queries, keys, values)
         ]
-        attended = kernels.attend(parts[0], parts[1], parts[2], scale)  # (count, H, length, D)
+        attended = kernels.attend_all(parts[0], parts[1], parts[2], scale)  # (count, H, length, D)
         outputs.append(attended.swapaxes(1, 2).reshape(count * length, -1))
         start = stop
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)

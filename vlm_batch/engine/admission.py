@@ -13,6 +13,8 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+import mlx.core as mx
+
 from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.encoding import Encoder
@@ -230,6 +232,7 @@ class Admission:
         num_free = self._scheduler.num_free(len(live))
         near = sorted(waiting, key=self.urgency)[: num_free + (config.encode_ahead or 0)]
         num_encoded = num_together = 0
+        together: Sequence[Row] = ()
         for index, row in enumerate(near):
             has_place = index < num_free
             if not _is_encoded(row):
@@ -241,8 +244,9 @@ class Admission:
                     if num_encoded and (not has_place or self._has_encoded_enough(is_decoding, begin)):
                         break
                     unencoded = [other for other in near[index:] if not _is_encoded(other)]
-                    num_together = num_encoded + self._encoder.encode_together(unencoded, others, is_decoding)
-                self._guard(row, self._encode, row)
+                    together = self._encode_together(self._encoder.choose(unencoded, others, is_decoding))
+                    num_together = num_encoded + max(1, len(together))
+                self._guard(row, self._encode, row, row in together)
                 others.append(row)
                 num_encoded += 1
             if has_place and _is_encoded(row):
@@ -258,9 +262,24 @@ class Admission:
                 self._prefill.add(row)
         return time.perf_counter() - begin
 
-    def _encode(self, row: Row) -> None:
-        """Encode a row. Raises what that raises, and DoesNotFit for one that would wait for ever."""
-        self._encoding.begin(_picture_bytes(row))
+    def _encode_together(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Encode pictures of rows in one call, of as many of the first as have room together; the rows that were, if any."""
+        sizes = list(itertools.accumulate(map(_picture_bytes, rows)))
+        count = next((at for at, nbytes in enumerate(sizes) if at and not self._encoding.fits(nbytes)), len(rows))
+        if count < 2:
+            return ()
+        before = mx.get_active_memory()
+        count = self._encoder.encode_together(rows[:count])
+        if count < 2:
+            return ()
+        self._encoding.begin(sizes[count - 1], before)
+        return rows[:count]
+
+    def _encode(self, row: Row, is_begun: bool) -> None:
+        """Encode a row, whose pictures may have been seen to already. Raises what that raises, and DoesNotFit for one that
+        would wait for ever."""
+        if not is_begun:
+            self._encoding.begin(_picture_bytes(row))
         self._encoder.encode(row)
         self._memory.check(row)
 

@@ -52,8 +52,8 @@ class Encoder:
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin
 
-    def encode_together(self, rows: Sequence[Row], others: Sequence[Row], is_decoding: bool) -> int:
-        """Encode the pictures of the first rows in one call, where that can be done; the number of these rows.
+    def choose(self, rows: Sequence[Row], others: Sequence[Row], is_decoding: bool) -> list[Row]:
+        """The first rows whose pictures may be encoded in one call.
 
         ``others`` are in prefill: a row whose beginning they will leave is not encoded yet.
         """
@@ -63,9 +63,11 @@ class Encoder:
             if not self.reuse.is_new(row) or self.reuse.waits_for(row, [*others, *chosen]):
                 break  # its pictures may not have to be encoded at all
             chosen.append(row)
-        if len(chosen) < 2:
-            return 1
-        prompts = [row.prompt for row in chosen if row.prompt is not None]
+        return chosen
+
+    def encode_together(self, rows: Sequence[Row]) -> int:
+        """Encode the pictures of the first rows in one call, where that can be done; the number of these rows."""
+        prompts = [row.prompt for row in rows if row.prompt is not None]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
             found = self.adapter.encode_together(given)

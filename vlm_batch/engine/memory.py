@@ -125,10 +125,10 @@ class EncoderMemory:
         self._seen: dict[int, int] = {}  # by the power of two of what goes in, the least that was enough
         self._running: list[tuple[int, int, int]] = []  # (bytes that go in, active before, steps since)
 
-    def begin(self, nbytes: int) -> None:
-        """The encoding of so many bytes is about to be launched."""
+    def begin(self, nbytes: int, before: int | None = None) -> None:
+        """The encoding of so many bytes is about to be launched, or was when ``before`` bytes were in use."""
         if nbytes:
-            self._running.append((nbytes, mx.get_active_memory(), 0))
+            self._running.append((nbytes, mx.get_active_memory() if before is None else before, 0))
 
     def step(self) -> None:
         """A step has begun: what was launched two steps ago is done by now."""

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -24,6 +25,7 @@ from vlm_batch.registry import ModelSpec, register
 class AyaVision(Adapter):
     """The plain ``Adapter`` serves it: RoPE takes each row's own offset, and the caches keep the windows."""
 
+    tower_class = RememberingBatchTower
     compiles = True
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
 

@@ -42,6 +42,7 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
 class DeepseekV4(Adapter):
     """Pictures are spans of ids past the vocabulary, whose tokens see each other both ways in the sliding windows."""
 
+    encodes_apart = "its tower takes one picture a call"
     input_keys = Adapter.input_keys | {
         *PER_PICTURE,
         "image_types",

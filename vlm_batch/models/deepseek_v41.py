@@ -58,6 +58,8 @@ class Rows:
 class DeepseekV41(Adapter):
     """Pictures are spans of one id, causal like text. Positions are counts, in one cache for all layers."""
 
+    encodes_apart = "its tower takes one picture a call"
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         leave_on_disk(self.model, self.on_disk())

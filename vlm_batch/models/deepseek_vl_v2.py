@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.prompts import check_mask, count_masked
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
@@ -33,6 +34,7 @@ from vlm_batch.registry import ModelSpec, register
 class DeepseekVL2(Adapter):
     """Tiles of all pictures lie in one (1, N, 3, H, W) array; a text has one of zeros."""
 
+    tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"images_seq_mask", "images_spatial_crop"}
     ignored_inputs = frozenset({"labels", "sft_format", "seq_lens"})
 

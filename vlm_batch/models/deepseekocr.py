@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.prompts import check_mask, count_masked
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
@@ -30,6 +31,7 @@ _CLIP = (
 class SamOCR(Adapter):
     """``pixel_values`` is a list: the crops (N, 3, H, W) of all pictures, and the pictures (M, 3, H, W) whole."""
 
+    tower_class = RememberingBatchTower
     #: For the specs of these families.
     notes: ClassVar[tuple[str, ...]] = (_SAM_POSITIONS,)
     input_keys = frozenset({"pixel_values", "images_seq_mask", "images_spatial_crop"})

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from vlm_batch.adapters.attention import attend_apart
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -39,17 +39,9 @@ class Ernie45MoeVL(MRoPEAdapter):
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.ernie4_5_moe_vl import vision as upstream
 
-        class PictureAttention(upstream.VisionAttention):
-            """Upstream cuts at most three segments (ernie4_5_moe_vl/vision.py:146); transformers cuts one a picture
-            (Ernie4_5_VLMoeVisionAttention)."""
-
-            def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array | None = None) -> mx.array:
-                """(N, D) patches of all pictures -> (N, D)"""
-                split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
-                queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
-                return self.proj(attend_apart(queries, keys, split[2], cu_seqlens, self.scale))
-
-        return {upstream.VisionAttention: PictureAttention}
+        # Upstream cuts at most three segments (ernie4_5_moe_vl/vision.py:146); transformers cuts one a picture
+        # (Ernie4_5_VLMoeVisionAttention).
+        return {upstream.VisionAttention: attend_pictures(upstream.VisionAttention)}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, and which tokens (1, L) belong to a picture."""

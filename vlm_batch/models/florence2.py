@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
 
@@ -28,6 +29,7 @@ from vlm_batch.registry import ModelSpec, register
 class Florence2(CrossingAdapter):
     """The encoder reads picture and prompt at once; the decoder begins with the answer, one token at a time."""
 
+    tower_class = RememberingBatchTower
     no_prefix_reuse = "its encoder sees the whole prompt"
     #: One row is not padded, and the decoder begins with its start token here.
     ignored_features = frozenset({"attention_mask", "decoder_inputs_embeds"})

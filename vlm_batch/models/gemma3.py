@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.records import Encoded
@@ -29,6 +30,7 @@ from vlm_batch.registry import ModelSpec, register
 class Gemma3(PlacingAdapter):
     """A chunk holds a picture whole. A chunk without a picture takes upstream's own masks."""
 
+    tower_class = RememberingBatchTower
     ignored_inputs = frozenset({"num_crops"})
 
     @classmethod

@@ -10,6 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.frames import keep_every_frame
+from vlm_batch.adapters.modules import RememberingRowTower
 from vlm_batch.adapters.prompts import bidirectional_mask, spans_of
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.videos import Sampling
@@ -40,6 +41,7 @@ MASK_NOTE = (
 class Gemma4(Adapter):
     """A video's frames are pictures with other placeholders. Audio is not verified, and refused."""
 
+    tower_class = RememberingRowTower
     input_keys = Adapter.input_keys | {"image_position_ids", "pixel_values_videos", "video_position_ids"}
     ignored_inputs = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
     video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)

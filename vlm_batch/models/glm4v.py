@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.attention import attend_apart
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.vision import cubic_weights
 from vlm_batch.registry import ModelSpec, register
 
@@ -76,20 +76,12 @@ class GLM4V(MRoPEAdapter):
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm4v import vision as upstream
 
-        class PictureAttention(upstream.Glm4vVisionAttention):
-            """Upstream cuts at most three segments, two of them empty for one picture (glm4v/vision.py:214);
-            transformers cuts one a picture (Glm4vVisionAttention)."""
-
-            def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array | None = None) -> mx.array:
-                """(N, D) patches of all pictures -> (N, D)"""
-                split = self.qkv(x).reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)[:, None]  # (3, 1, N, H, D)
-                queries, keys = (upstream.apply_rotary_pos_emb_vision(part, rotary_pos_emb) for part in split[:2])
-                return self.proj(attend_apart(queries, keys, split[2], cu_seqlens, self.scale))
-
         class Embeddings(BicubicEmbeddings, upstream.Glm4vVisionEmbeddings):
             """The table by the reference's interpolation."""
 
+        # Upstream cuts at most three segments, two of them empty for one picture (glm4v/vision.py:214); transformers cuts one
+        # a picture (Glm4vVisionAttention).
         return {
-            upstream.Glm4vVisionAttention: PictureAttention,
+            upstream.Glm4vVisionAttention: attend_pictures(upstream.Glm4vVisionAttention),
             upstream.Glm4vVisionEmbeddings: Embeddings,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.models.glm4v import GLM4V, BicubicEmbeddings
 from vlm_batch.registry import ModelSpec, register
@@ -25,17 +26,18 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GLM4VMoe(GLM4V):
-    """GLM-4.1V's tower, which masks its pictures apart here, and a text model with experts."""
+    """GLM-4.1V's tower, and a text model with experts."""
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm4v_moe.language import MoEGate
-        from mlx_vlm.models.glm4v_moe.vision import Glm4vVisionEmbeddings
+        from mlx_vlm.models.glm4v_moe.vision import Glm4vMoeVisionAttention, Glm4vVisionEmbeddings
 
         class Embeddings(BicubicEmbeddings, Glm4vVisionEmbeddings):
             """The table by the reference's interpolation."""
 
         return {
+            Glm4vMoeVisionAttention: attend_pictures(Glm4vMoeVisionAttention),
             Glm4vVisionEmbeddings: Embeddings,
             MoEGate: dropped_groups(MoEGate),
         }

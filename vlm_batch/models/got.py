@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -16,6 +17,7 @@ from vlm_batch.registry import ModelSpec, register
 class GOT(Adapter):
     """The n-th row of features is the n-th row of ids', so a row takes one picture (got/got.py:71)."""
 
+    tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

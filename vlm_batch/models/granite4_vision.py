@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.prompts import put_features, sized_pictures, tiles_of
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.adapters.vision import best_grid, pack_tiles
@@ -30,6 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class Granite4Vision(Adapter):
     """Placeholders embed as zeros; what belongs there comes in later, layer by layer."""
 
+    tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "image_sizes"})
     #: (features, L, D) and (1, L), whole: upstream cuts a chunk's part by the cache's offset.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": None, "visual_pos_masks": None}

@@ -35,6 +35,7 @@ from vlm_batch.registry import ModelSpec, register
 class HunyuanVL(Adapter):
     """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
 
+    encodes_apart = "its tower takes one picture a call"
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored_inputs = frozenset({"position_ids", "imgs_pos"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition
+from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -13,6 +13,7 @@ from vlm_batch.registry import ModelSpec, register
 class Idefics3(Adapter):
     """Tiles of one size, and a language model without a trunk of its own."""
 
+    tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
     @property

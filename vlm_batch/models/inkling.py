@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -25,6 +26,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Inkling(Adapter):
     """Keys and values beside the convolutions' states; sliding layers keep all keys, as upstream does."""
+
+    tower_class = RememberingBatchTower
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -31,6 +32,7 @@ class ExactGELU(nn.GELU):
 class InternVL(Adapter):
     """The format of transformers; Qwen3 text."""
 
+    tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"image_token_index", "num_patches_list"})
 

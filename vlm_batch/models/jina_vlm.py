@@ -24,6 +24,7 @@ from vlm_batch.registry import ModelSpec, register
 class JinaVLM(Adapter):
     """The language model is its own trunk."""
 
+    encodes_apart = "mlx-vlm's code calls the tower's parts, and not the tower"
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.latent import latent_attention
-from vlm_batch.adapters.modules import LastPosition
+from vlm_batch.adapters.modules import LastPosition, RememberingPackedTower
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.models.kimi_vl import Kimi
@@ -28,6 +28,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class KimiK25(Kimi):
     """The language model runs the trunk's layers itself. Videos are refused: they are not verified."""
+
+    tower_class = RememberingPackedTower
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

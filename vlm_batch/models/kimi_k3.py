@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -13,6 +14,7 @@ from vlm_batch.registry import ModelSpec, register
 class KimiK3(Adapter):
     """Pictures only: videos are not verified. Nothing takes positions: the recurrent layers know the order."""
 
+    tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
 
     @classmethod

@@ -10,6 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.packed import moon_attention
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions, use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
@@ -46,6 +48,7 @@ class Kimi(Adapter):
 class KimiVL(Kimi):
     """Its latents are made into keys and values before they are stored."""
 
+    tower_class = RememberingPackedTower
     input_keys = Kimi.input_keys | {"_grid_shapes"}
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
@@ -57,9 +60,10 @@ class KimiVL(Kimi):
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.kimi_vl.language import MoEGate
-        from mlx_vlm.models.kimi_vl.vision import Learnable2DInterpPosEmb
+        from mlx_vlm.models.kimi_vl.vision import Attention, Learnable2DInterpPosEmb
 
         return {
             MoEGate: dropped_groups(MoEGate),
             Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
+            Attention: moon_attention(Attention),
         }

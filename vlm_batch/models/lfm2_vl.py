@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -10,5 +11,6 @@ from vlm_batch.registry import ModelSpec, register
 class Lfm2VL(Adapter):
     """The plain ``Adapter`` serves it: the caches keep convolutions' states, and RoPE takes each row's own offset."""
 
+    tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
     ignored_inputs = frozenset({"image_rows", "image_cols"})

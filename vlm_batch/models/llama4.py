@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.prompts import put_features
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.registry import ModelSpec, register
@@ -35,6 +36,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Llama4(Adapter):
     """A row's caches of blocked layers hold the current block only."""
+
+    tower_class = RememberingBatchTower
 
     def __init__(self, model: nn.Module) -> None:
         from mlx_vlm.models.llama4.vision import Llama4VisionMLP

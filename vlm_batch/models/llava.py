@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
 
@@ -21,6 +22,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Llava(Adapter):
     """The decoder is a plain one; the tower is CLIP's, or SigLIP's with its own activation."""
+
+    tower_class = RememberingBatchTower
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

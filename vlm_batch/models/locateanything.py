@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingPackedTower
+from vlm_batch.adapters.packed import moon_attention
 from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.registry import ModelSpec, register
 
@@ -25,6 +27,7 @@ from vlm_batch.registry import ModelSpec, register
 class LocateAnything(Adapter):
     """RoPE takes each row's own offset."""
 
+    tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
@@ -35,6 +38,9 @@ class LocateAnything(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.locateanything.vision import Learnable2DInterpPosEmb
+        from mlx_vlm.models.locateanything.vision import Attention, Learnable2DInterpPosEmb
 
-        return {Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb)}
+        return {
+            Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
+            Attention: moon_attention(Attention),
+        }

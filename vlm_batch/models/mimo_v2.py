@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -21,4 +22,5 @@ from vlm_batch.registry import ModelSpec, register
 class MiMoV2(Adapter):
     """RoPE takes each row's own offset; the caches keep the windows, and the attention knows its sinks."""
 
+    tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_thw"}

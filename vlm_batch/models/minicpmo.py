@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.slices import SlicedAdapter
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
@@ -26,6 +27,7 @@ from vlm_batch.registry import ModelSpec, register
 class MiniCPMO(SlicedAdapter):
     """The language model is Qwen3-VL's, whose three axes are all the count of tokens here."""
 
+    tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
     #: The processor's outputs for audio, empty without any.
     ignored_inputs = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})

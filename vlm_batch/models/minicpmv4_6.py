@@ -47,6 +47,7 @@ class EachSecond(Sampling):
 class MiniCPMV46(SlicedAdapter, Qwen35):
     """All tokens count, pictures' too. A video's frames come as pictures with other placeholders."""
 
+    encodes_apart = "mlx-vlm's code calls the tower's parts, and not the tower"
     video_sampling = EachSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
     input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})
     ignored_inputs = frozenset(

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -28,6 +29,7 @@ from vlm_batch.registry import ModelSpec, register
 class MiniMaxM3VL(Adapter):
     """Positions are counts, pictures included. Videos are refused: they are not verified."""
 
+    tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     #: The pictures' places, which no layer reads.
     ignored_features = frozenset({"visual_pos_masks"})

@@ -11,6 +11,7 @@ import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture, PromptKey
@@ -34,6 +35,7 @@ from vlm_batch.store.digest import as_words, digest
 class Mllama(Adapter):
     """A cross-attention layer adds nothing to a row without pictures: it has no keys, and its MLP is switched off."""
 
+    tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"}
     #: ``seen`` (1, L, images * tiles) bool says which tiles a token sees.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"cross_attention_states": None, "seen": 1}

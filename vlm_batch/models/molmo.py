@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition, two_tables
+from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower, two_tables
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
@@ -19,6 +19,7 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo(Adapter):
     """``image_input_idx`` says which token each feature is added to; below 0 it is added to none."""
 
+    tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod

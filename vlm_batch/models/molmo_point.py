@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import two_tables
+from vlm_batch.adapters.modules import RememberingBatchTower, two_tables
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.rows import RowsCache
@@ -195,6 +195,7 @@ class Pointer(CacheKind):
 class MolmoPoint(Adapter):
     """A patch's logit is that of the token for patches in general, at the patch that the hidden state points at."""
 
+    tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
 

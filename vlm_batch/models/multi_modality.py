@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
@@ -28,6 +29,7 @@ from vlm_batch.registry import ModelSpec, register
 class MultiModality(PlacingAdapter):
     """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
 
+    tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
 
     def __init__(self, model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -10,4 +11,5 @@ from vlm_batch.registry import ModelSpec, register
 class MuseGlimmer(Adapter):
     """The kind's adapter serves it as it is. Videos are refused: they are not verified."""
 
+    tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_thw"}

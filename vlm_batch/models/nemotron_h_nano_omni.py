@@ -21,6 +21,7 @@ from vlm_batch.registry import ModelSpec, register
 class NemotronHNanoOmni(Adapter):
     """Nothing takes positions: the recurrent layers know the order."""
 
+    encodes_apart = "its tower answers with an object of its own"
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec, register
@@ -31,6 +32,7 @@ from vlm_batch.registry import ModelSpec, register
 class NemotronParse(CrossingAdapter):
     """The decoder attends to its picture and has no positions: the order of its tokens is what each of them has seen."""
 
+    tower_class = RememberingBatchTower
     no_prefix_reuse = "its decoder has the whole picture before it from the first token on"
     input_keys = Adapter.input_keys | {"encoder_outputs"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"encoder_outputs": None}

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
@@ -29,6 +30,7 @@ from vlm_batch.registry import ModelSpec, register
 class PaliGemma(PlacingAdapter):
     """A checkpoint may ask for a causal prompt (``use_bidirectional_attention: false``), which is chunked as usual."""
 
+    tower_class = RememberingBatchTower
     ignored_inputs = frozenset({"labels"})
 
     @classmethod
@@ -42,10 +44,15 @@ class PaliGemma(PlacingAdapter):
         return bool(self.config.text_config.use_bidirectional_attention)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
-        """Encode pictures one at a time."""
-        pictures = extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1)
-        states = [self.model.vision_tower(picture[None], output_hidden_states=True)[0] for picture in pictures]
-        return [self.model.multi_modal_projector(one) for one in states]
+        """Encode pictures; upstream's tower norms the first of them alone (paligemma/vision.py:99)."""
+        tower = self.model.vision_tower
+        *_, states = tower(extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1), output_hidden_states=True)
+        return list(self.model.multi_modal_projector(tower.vision_model.post_layernorm(states[-1])))
+
+    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The last layer's states alone: what else the tower answers is of the first picture."""
+        *_, states = result
+        return None, None, [states[-1]]
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
         """Features divided by the factor with which the trunk multiplies all embeddings."""

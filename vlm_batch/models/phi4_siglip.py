@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.registry import ModelSpec, register
 
@@ -31,6 +32,7 @@ NO_TOKEN = -200
 class Phi4SigLip(OnePlaceholder):
     """Pictures of any shape as a padded list of patches, of which a mask says how many are real."""
 
+    tower_class = RememberingBatchTower
     input_keys = OnePlaceholder.input_keys | {"spatial_shapes", "pixel_attention_mask"}
 
     @classmethod

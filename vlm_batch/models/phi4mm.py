@@ -11,6 +11,7 @@ import numpy as np
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.longrope import LONG_ROPE_NOTE, LongRoPEAdapter
+from vlm_batch.adapters.modules import RememberingListTower
 from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
 
@@ -30,6 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class Phi4MM(LongRoPEAdapter):
     """One id stands for a whole picture; here it is repeated for each of its positions."""
 
+    tower_class = RememberingListTower
     input_keys = Adapter.input_keys | {"pixel_attention_mask", "spatial_shapes"}
 
     @classmethod

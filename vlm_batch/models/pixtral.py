@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -16,6 +17,7 @@ from vlm_batch.registry import ModelSpec, register
 class Pixtral(Adapter):
     """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
 
+    encodes_apart = PICTURES_MASKED_APART
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -17,6 +18,8 @@ from vlm_batch.registry import ModelSpec, register
 )
 class Plamo2VL(Adapter):
     """Recurrent layers know the order; attention takes each row's own offset."""
+
+    tower_class = RememberingBatchTower
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
@@ -22,13 +23,13 @@ class Qwen2VL(MRoPEAdapter):
 
     compiles = True
     shares_prefill = True
-    encode_together = MRoPEAdapter.encode_grids_together
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen2_vl import vision
         from mlx_vlm.models.qwen2_vl.language import Attention
 
-        return {Attention: seal_masks(Attention)}
+        return {Attention: seal_masks(Attention), vision.Attention: attend_pictures(vision.Attention)}
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 
@@ -33,8 +35,15 @@ class Qwen35(MRoPEAdapter):
 
     video_sampling = Sampling(frame_factor=1)
 
+    def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """A pack's features become float16 among its embeddings: other last bits of the tower are seen in its answers."""
+        is_pack = getattr(self.config, "model_type", None) == "prism_hadamard_qwen35"
+        return list(requests) if is_pack else super().encode_together(requests)
+
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_5.language import Qwen3_5Attention
+        from mlx_vlm.models.qwen3_vl import vision
 
-        return {Qwen3_5Attention: seal_masks(Qwen3_5Attention)}  # cut to the longest row at qwen3_5/language.py:1024
+        sealed = seal_masks(Qwen3_5Attention)  # cut to the longest row at qwen3_5/language.py:1024
+        return {Qwen3_5Attention: sealed, vision.Attention: attend_pictures(vision.Attention)}

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -44,6 +45,8 @@ class Qwen3OmniMoe(MRoPEAdapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_omni_moe import vision
         from mlx_vlm.models.qwen3_omni_moe.language import Attention
 
-        return {Attention: seal_masks(Attention)}  # cut to the longest row at qwen3_omni_moe/language.py:123
+        sealed = seal_masks(Attention)  # cut to the longest row at qwen3_omni_moe/language.py:123
+        return {Attention: sealed, vision.Attention: attend_pictures(vision.Attention)}

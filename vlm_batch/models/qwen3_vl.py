@@ -7,6 +7,7 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import Encoded
@@ -26,9 +27,10 @@ class Qwen3VL(MRoPEAdapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl import vision
         from mlx_vlm.models.qwen3_vl.language import Attention
 
-        return {Attention: seal_masks(Attention)}
+        return {Attention: seal_masks(Attention), vision.Attention: attend_pictures(vision.Attention)}
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """A chunk takes the deepstack rows of its own picture positions (mlx-vlm's batch takes the whole prompt's)."""

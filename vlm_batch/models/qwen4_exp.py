@@ -11,6 +11,7 @@ from vlm_batch.adapters.attention import HOOKS, row_by_row
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import put_hooks
+from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import DecodeStep
@@ -44,9 +45,13 @@ class Qwen4Exp(MRoPEAdapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.qwen3_vl import vision
         from mlx_vlm.models.qwen4_exp.language import Qwen4ExpAttention
 
-        return {Qwen4ExpAttention: row_by_row(Qwen4ExpAttention)}
+        return {
+            Qwen4ExpAttention: row_by_row(Qwen4ExpAttention),
+            vision.Attention: attend_pictures(vision.Attention),
+        }
 
     def make_cache(self) -> list[Any]:
         from mlx_vlm.models.qwen4_exp.language import QSAKVCache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -10,4 +11,5 @@ from vlm_batch.registry import ModelSpec, register
 class Step3p7(Adapter):
     """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
 
+    tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"})

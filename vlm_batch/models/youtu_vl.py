@@ -9,6 +9,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.latent import latent_attention
+from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.registry import ModelSpec, register
 
@@ -30,6 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class YoutuVL(Adapter):
     """Latent attention; windows in the vision tower."""
 
+    tower_class = RememberingPackedTower
     input_keys = frozenset({"pixel_values", "spatial_shapes"})
     ignored_inputs = frozenset({"pixel_attention_mask"})
 

@@ -1,0 +1,202 @@
+"""Pictures of several requests in one call of a tower, for any family.
+
+Nothing of a family's code knows of it. A request's encoding runs until it calls a tower, and is left there: ``Awaited`` carries
+the call out. Calls of several requests that fit each other are made as one, and each request's share is put down for it
+(``Answers``). When its encoding then runs, the tower hands out what lies there; what does not is looked at alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from vlm_batch.arrays import arrays_of, map_arrays
+
+
+class Tower(Protocol):
+    """A vision tower that can make calls of several requests as one (``vlm_batch.adapters.modules``)."""
+
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+    def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None: ...
+    def known(self, key: bytes | None) -> Any: ...
+    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
+    def together(self, calls: Sequence[TowerCall]) -> list[Any]: ...
+    def count_patches(self, call: TowerCall, patch: int) -> int: ...
+
+
+class Kind(NamedTuple):
+    """What calls of a tower have in common that can be made as one."""
+
+    settings: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int = 0) -> Kind:
+        """A call's, whose first array is joined with others along ``axis`` and whose other arrays along their first. Settings
+        are all that is no array."""
+        tree = _tree(args, kwargs)
+        arrays = arrays_of(tree)
+        settings = repr(map_arrays(tree, lambda one: "array" if isinstance(one, mx.array) else one.tolist()))
+        shapes = (arrays[0].shape[axis + 1 :], *(array.shape[1:] for array in arrays[1:]))
+        return cls(settings, shapes, tuple(str(array.dtype) for array in arrays))
+
+
+@dataclass(frozen=True, eq=False)
+class TowerCall:
+    """A call that a request's encoding has come to. ``key`` is that of the answer, where it can be remembered."""
+
+    tower: Tower
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    kind: Kind
+    key: bytes | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that the tower is given, in an order that calls of one kind have in common."""
+        return arrays_of(_tree(self.args, self.kwargs))
+
+
+class Awaited(BaseException):
+    """Leaves an encoding at a call of a tower. Nothing but ``advance`` is to catch it."""
+
+    def __init__(self, call: TowerCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+@dataclass
+class Answers:
+    """What towers answer to one request's calls, in their order. While it ``awaits``, a call without an answer leaves.
+
+    ``result`` is the whole encoding's, once all of its calls have answers.
+    """
+
+    found: list[Any] = field(default_factory=list)
+    place: int = 0
+    awaits: bool = False
+    result: Any = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to hand out."""
+        return bool(self.found) or self.result is not None
+
+    def next(self, tower: Tower, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The answer to the next call. Raises Awaited."""
+        self.place += 1
+        if self.place <= len(self.found):
+            return map_arrays(self.found[self.place - 1], _handle)
+        if not self.awaits:
+            return tower.look(args, kwargs)
+        kind = tower.kind(args, kwargs)
+        if kind is None:
+            return self._put(tower.look(args, kwargs))
+        key = tower.key(args, kwargs)
+        if (known := tower.known(key)) is not None:
+            return self._put(known)
+        raise Awaited(TowerCall(tower, tuple(args), kwargs, kind, key))
+
+    def _put(self, found: Any) -> Any:
+        self.found.append(found)
+        return map_arrays(found, _handle)
+
+
+class Desk:
+    """The answers that an adapter's towers hand out while it encodes a request; none at other times."""
+
+    def __init__(self) -> None:
+        self.answers: Answers | None = None
+
+    @contextmanager
+    def at(self, answers: Answers) -> Iterator[None]:
+        """Begin with the first of a request's answers."""
+        answers.place = 0
+        before, self.answers = self.answers, answers
+        try:
+            yield
+        finally:
+            self.answers = before
+
+
+class Looked(dict[str, Any]):
+    """A request's inputs, with answers of towers to its first calls."""
+
+    def __init__(self, inputs: Mapping[str, Any], answers: Answers) -> None:
+        super().__init__(inputs)
+        self.answers = answers
+
+
+def hands_out(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """An adapter's ``encode``, during which its towers hand out what was found for the request."""
+
+    @wraps(encode)
+    def handing(self: Any, inputs: Mapping[str, Any], cached: int = 0) -> Any:
+        if not isinstance(inputs, Looked) or self.desk.answers is not None:
+            return encode(self, inputs, cached)
+        if inputs.answers.result is not None and not cached:
+            return inputs.answers.result
+        with self.desk.at(inputs.answers):
+            return encode(self, inputs, cached)
+
+    return handing
+
+
+def advance(desk: Desk, answers: Answers, encode: Callable[[], Any]) -> TowerCall | None:
+    """Run a request's encoding to its first call without an answer, or to its end. What is wrong with a request is said when
+    it is encoded by itself."""
+    answers.awaits = True
+    try:
+        with desk.at(answers):
+            answers.result = encode()
+    except Awaited as awaited:
+        return awaited.call
+    except Exception:
+        return None
+    finally:
+        answers.awaits = False
+    return None
+
+
+def make_calls(calls: Mapping[int, TowerCall]) -> dict[int, Any]:
+    """The answers to calls, those of one tower and kind made as one. Calls that fail together have none: each is made anew
+    when its request is encoded by itself, and raises what is wrong with it."""
+    groups: dict[tuple[int, Kind], list[int]] = {}
+    for at, call in calls.items():
+        groups.setdefault((id(call.tower), call.kind), []).append(at)
+    found: dict[int, Any] = {}
+    for places in groups.values():
+        given = [calls[at] for at in places]
+        try:
+            made = given[0].tower.together(given)
+            mx.async_eval(*arrays_of(made))
+        except Exception:
+            continue
+        found.update(zip(places, made, strict=True))
+    return found
+
+
+def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of calls of one kind as those of one: arrays joined along their first axis."""
+    rest = zip(*(call.arrays for call in calls), strict=True)
+
+    def joined(array: Any) -> Any:
+        return mx.concatenate(list(next(rest))) if isinstance(array, mx.array) else array
+
+    args, kwargs = map_arrays(_tree(calls[0].args, calls[0].kwargs), joined)
+    return args, kwargs
+
+
+def _tree(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    return [list(args), dict(sorted(kwargs.items()))]
+
+
+def _handle(array: Any) -> Any:
+    """The same values in an array object of its own: an ``x += 1`` changes the object."""
+    return array[...]
