@@ -18,6 +18,7 @@ from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
 from tests.zoo._build import words
 from vlm_batch import VLMBatcher, loading
+from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
@@ -400,6 +401,27 @@ def test_attention_reads_what_is_stored(bits: int, depth: int) -> None:
         right = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.3, mask=wanted, sinks=sinks)
         assert found.shape == right.shape
         assert mx.allclose(found, right, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("depth", [64, 80])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_heads_that_share_keys_attend_by_their_codes(bits: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where a byte holds whole codes: of one group a head and of several, the last one filled, of a cut slab."""
+    calls = []
+    right = kernels.attend_codes
+    monkeypatch.setattr(kernels, "attend_codes", lambda *given: calls.append(1) or right(*given))
+    mx.random.seed(bits)
+    keys, values = (quantize(mx.random.normal((2, 2, 40, depth)), 32, bits) for _ in range(2))
+    keys, values = (states.map(lambda part: part[:1, :, :37]) for states in (keys, values))
+    plain = [states.dequantized() for states in (keys, values)]
+    for heads, mask in ((8, None), (14, "causal"), (8, mx.arange(37) > 3), (2, None)):
+        queries = mx.random.normal((1, heads, 1, depth))
+        found = attention(queries, keys, values, None, 0.3, mask)
+        shown = None if isinstance(mask, str) else mask
+        wanted = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.3, mask=shown)
+        assert found.shape == wanted.shape
+        assert mx.allclose(found, wanted, atol=1e-5).item()
+    assert len(calls) == (0 if bits == 3 else 2)
 
 
 def test_slabs_and_rows_hold_the_same() -> None:
