@@ -13,7 +13,7 @@ from mlx_vlm.models.cache import create_attention_mask
 from vlm_batch.arrays import grown, own_array, round_up
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.slab import SlabCache, put_columns
+from vlm_batch.caches.slab import SlabCache, put_columns, widened
 from vlm_batch.caches.states import SimpleState, filed
 from vlm_batch.runtime.device import Device, device
 
@@ -331,6 +331,12 @@ class QuantizedSlabCache(SlabCache):
         states = of_parts([slab[: self._live, :, :taken] for slab in slabs], layout)
         return states.dequantized()[:, :, :width]
 
+    def _cut(self, capacity: int) -> None:
+        """Keep the first columns only, once that is computed."""
+        self.keys, self.values = (
+            tuple(own_array(part[:, :, :capacity]) for part in slabs) for slabs in (self.keys, self.values)
+        )
+
     def _widths(self, states: Sequence[QuantizedStates]) -> list[list[tuple[int, int, mx.Dtype]]]:
         """(heads, width, type) of every part of every slab, for states of keys and values."""
         found = [[(one.shape[1], part.shape[3], part.dtype) for part in one.parts] for one in states]
@@ -344,13 +350,12 @@ class QuantizedSlabCache(SlabCache):
 
     def _reserve_parts(self, widths: Sequence[Sequence[tuple[int, int, mx.Dtype]]], tokens: int) -> None:
         """Make room for ``tokens`` columns of slabs of such widths."""
-        current = 0 if self.keys is None else int(self.keys[0].shape[2])
-        if tokens <= current:
+        if tokens <= self.capacity:
             return
-        capacity, places = self._capacity(tokens, current), self.num_places
+        capacity, places = self._capacity(tokens), self.num_places
         slabs_grown: list[tuple[mx.array, ...]] = []
         for slabs, parts in zip((self.keys, self.values), widths, strict=False):
             old = slabs or (None,) * len(parts)
             shapes = [((places, heads, capacity, width), dtype) for heads, width, dtype in parts]
-            slabs_grown.append(tuple(grown(o, *shape) for o, shape in zip(old, shapes, strict=True)))
+            slabs_grown.append(tuple(widened(o, *shape) for o, shape in zip(old, shapes, strict=True)))
         self.keys, self.values = slabs_grown if len(slabs_grown) == 2 else (slabs_grown[0], ())
