@@ -33,7 +33,9 @@ from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.reuse import Reuse  # noqa: E402
 from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
+from vlm_batch.policy import PACKED, UNPACKED, policy_for  # noqa: E402
 from vlm_batch.records import DecodeStep  # noqa: E402
+from vlm_batch.runtime.device import device  # noqa: E402
 from vlm_batch.store.budget import ByteBudget  # noqa: E402
 from vlm_batch.store.features import FeatureStore  # noqa: E402
 from vlm_batch.store.prefix import PrefixCache  # noqa: E402
@@ -49,7 +51,7 @@ SCHEMES: dict[str, KVQuantisation | None] = {
 }
 
 
-def plain_model(layers: int) -> Adapter:
+def plain_model(layers: int, kv_heads: int = KV_HEADS) -> Adapter:
     """qwen2_vl with ``layers`` of 512, 8 heads of 64 over 4 of keys and values, and a vision tower of 4 blocks of 256."""
     from mlx_vlm.models import qwen2_vl
 
@@ -59,7 +61,7 @@ def plain_model(layers: int) -> Adapter:
         num_hidden_layers=layers,
         intermediate_size=2048,
         num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        num_key_value_heads=kv_heads,
         rms_norm_eps=1e-6,
         vocab_size=VOCABULARY,
         rope_theta=1e6,
@@ -143,24 +145,27 @@ def clock() -> float:
 
 
 def decode_of(
-    adapter: Adapter, rows: int, context: int, kv: KVQuantisation | None, placement: Placement, steps: int
+    adapter: Adapter, rows: int, context: int, kv: KVQuantisation | None, args: argparse.Namespace
 ) -> tuple[int, float]:
     """(bytes of all rows' keys and values, median seconds of a decode step) for rows of random keys and values."""
-    batch = DecodeBatch(placement, rows)
+    few_bits = args.few_bits or policy_for(args.placement, device()).few_bits
+    batch = DecodeBatch(Placement(args.placement), rows, unpacks=few_bits == UNPACKED)
     dtype = adapter.model.language_model.model.embed_tokens.weight.dtype
     for index in range(rows):
         fresh = adapter.make_cache()
         row = new_row(str(index), Prompt(), SamplingParams())
         own = fresh if kv is None else kv.caches(fresh)
         for cache in own:
-            keys, values = (mx.random.normal((1, KV_HEADS, context, WIDTH // HEADS)).astype(dtype) for _ in range(2))
+            keys, values = (
+                mx.random.normal((1, args.kv_heads, context, WIDTH // HEADS)).astype(dtype) for _ in range(2)
+            )
             cache.update_and_fetch(keys, values)
         mx.eval([cache.state for cache in own])
         batch.join(row, own)
     mx.eval([layer.arrays() for layer in batch.layers])
     held = batch.nbytes
     seconds = []
-    for step in range(steps + 2):
+    for step in range(args.steps + 2):
         began = clock()
         positions = mx.full((rows,), context + step, dtype=mx.int32)
         tokens = mx.full((rows, 1), 5, dtype=mx.int32)
@@ -170,9 +175,10 @@ def decode_of(
 
 
 def quantisation(args: argparse.Namespace) -> list[dict[str, Any]]:
-    adapter = plain_model(args.layers)
+    adapter = plain_model(args.layers, args.kv_heads)
     print(
-        f"\nkeys and values in few bits: {args.layers} layers, {KV_HEADS} heads of {WIDTH // HEADS}, {args.placement}"
+        f"\nkeys and values in few bits: {args.layers} layers, {HEADS} heads over {args.kv_heads} of {WIDTH // HEADS}, "
+        f"{args.placement}"
     )
     print(f"{'context':>8} {'rows':>4}  " + "".join(f"{name:>32}" for name in SCHEMES))
     found = []
@@ -183,7 +189,7 @@ def quantisation(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if name.startswith("turbo") and context > args.turbo_up_to:
                     line += f"{'-':>32}"
                     continue
-                held, seconds = decode_of(adapter, rows, context, kv, Placement(args.placement), args.steps)
+                held, seconds = decode_of(adapter, rows, context, kv, args)
                 if kv is None:
                     exact = held, seconds
                 size, speed = exact[0] / held, exact[1] / seconds
@@ -291,19 +297,28 @@ def features(args: argparse.Namespace) -> dict[str, float]:
     return medians
 
 
+TABLES: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "quantisation": quantisation,
+    "reuse": reuse,
+    "features": features,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--layers", type=int, default=2, help="layers of the quantised model (default: 2)")
     parser.add_argument("--placement", choices=[p.value for p in Placement], default=Placement.for_device().value)
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="heads of keys and values (default: 4)")
+    parser.add_argument("--few-bits", choices=[PACKED, UNPACKED], help="how slabs are read (default: the device's way)")
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--steps", type=int, default=7, help="timed decode steps, of which the median counts")
     parser.add_argument("--repeats", type=int, default=3, help="timed prompts of each kind, of which the median counts")
     parser.add_argument("--turbo-up-to", type=int, default=4096, help="longest context for turboquant")
     args = parser.parse_args()
     blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))
-    found = {"quantisation": quantisation(args), "reuse": reuse(args), "features": features(args)}
-    print(json.dumps(found))
+    print(json.dumps({name: TABLES[name](args) for name in args.tables}))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
 from tests.zoo._build import words
 from vlm_batch import VLMBatcher, loading
+from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
@@ -32,6 +33,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
+from vlm_batch.policy import policy_for
 from vlm_batch.records import DecodeStep
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -401,6 +403,27 @@ def test_attention_reads_what_is_stored(bits: int, depth: int) -> None:
         assert mx.allclose(found, right, atol=1e-4).item()
 
 
+@pytest.mark.parametrize("depth", [64, 80])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_heads_that_share_keys_attend_by_their_codes(bits: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where a byte holds whole codes: of one group a head and of several, the last one filled, of a cut slab."""
+    calls = []
+    right = kernels.attend_codes
+    monkeypatch.setattr(kernels, "attend_codes", lambda *given: calls.append(1) or right(*given))
+    mx.random.seed(bits)
+    keys, values = (quantize(mx.random.normal((2, 2, 40, depth)), 32, bits) for _ in range(2))
+    keys, values = (states.map(lambda part: part[:1, :, :37]) for states in (keys, values))
+    plain = [states.dequantized() for states in (keys, values)]
+    for heads, mask in ((8, None), (14, "causal"), (8, mx.arange(37) > 3), (2, None)):
+        queries = mx.random.normal((1, heads, 1, depth))
+        found = attention(queries, keys, values, None, 0.3, mask)
+        shown = None if isinstance(mask, str) else mask
+        wanted = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.3, mask=shown)
+        assert found.shape == wanted.shape
+        assert mx.allclose(found, wanted, atol=1e-5).item()
+    assert len(calls) == (0 if bits == 3 else 2)
+
+
 def test_slabs_and_rows_hold_the_same() -> None:
     """put, tokens, take: packed numbers equal, whatever the place."""
     slab = QuantizedSlabCache(3, 32, 4)
@@ -430,6 +453,63 @@ def test_slabs_and_rows_hold_the_same() -> None:
         state = save_layer(taken, taken.offset)
         again = state.restore(7)
         assert again.state[0].shape == (1, 2, 7, 48)
+
+
+@pytest.mark.parametrize(("key_depth", "value_depth"), [(48, 48), (64, 32)], ids=["stacked", "of two depths"])
+def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None:
+    """Packed or unpacked, with keys and values in one slab or in two, and with many columns behind the widest row."""
+    singles, slabs = [], [QuantizedSlabCache(3, 32, 8, unpacks=unpacks) for unpacks in (False, True)]
+    for place, count in ((0, 700), (2, 9)):
+        mx.random.seed(place)
+        single = QuantizedCache(32, 8)
+        single.update_and_fetch(
+            mx.random.normal((1, 2, count, key_depth)), mx.random.normal((1, 2, count, value_depth))
+        )
+        singles.append((place, single))
+    for slab in slabs:
+        slab.resize(3)
+        for place, single in singles:
+            slab.put(place, single)
+    for kept in ((0, 2), (2,)):
+        for slab in slabs:
+            for place in {0, 2} - set(kept):
+                slab.clear(place)
+        mx.random.seed(5)
+        keys, values = mx.random.normal((3, 2, 1, key_depth)), mx.random.normal((3, 2, 1, value_depth))
+        for _, single in singles:
+            single.update_and_fetch(keys[_ : _ + 1], values[_ : _ + 1])
+        packed, unpacked = (slab.update_and_fetch(keys, values) for slab in slabs)
+        for place in kept:
+            single = dict(singles)[place]
+            for found, whole, right in zip(packed, unpacked, single.state, strict=True):
+                right, columns = right.dequantized(), single.offset
+                assert isinstance(whole, mx.array)
+                assert mx.array_equal(whole[place : place + 1, :, :columns], right).item()
+                assert mx.array_equal(found.dequantized()[place : place + 1, :, :columns], right).item()
+    assert packed[0].shape[2] == unpacked[0].shape[2] == 256
+
+
+@pytest.mark.parametrize("few_bits", ["packed", "unpacked"])
+def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products of packed numbers, or by the kernels of exact keys; both are the row alone."""
+    seen: list[type] = []
+    right = QuantizedSlabCache._fetched
+
+    def fetched(self: QuantizedSlabCache) -> Any:
+        found = right(self)
+        seen.append(type(found[0]))
+        return found
+
+    monkeypatch.setattr(QuantizedSlabCache, "_fetched", fetched)
+    policy = policy_for("slab", Device.CPU).with_settings({"few_bits": few_bits})
+    engine = generator("qwen2_vl", UNIFORM, placement=Placement.SLAB, policy=policy)
+    asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
+    check(
+        "qwen2_vl",
+        run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine),
+        UNIFORM,
+    )
+    assert set(seen) == {mx.array if few_bits == "unpacked" else QuantizedStates}
 
 
 def test_a_late_cache_is_exact_until_its_start() -> None:

@@ -51,7 +51,7 @@ def test_nothing_but_the_table_names_a_devices_settings() -> None:
     for policy in POLICIES.values():
         filled = for_policy(SchedulerConfig(), policy)
         assert (filled.max_rows, filled.first_rows) == (policy.most_rows, policy.first_rows)
-        shared = {"placement", "grid", "most_patches", "most_rows", "first_rows"}
+        shared = {"placement", "few_bits", "grid", "most_patches", "most_rows", "first_rows"}
         for name in SETTINGS.keys() - shared:
             assert vars(filled)[name] == vars(policy)[name]
     said = SchedulerConfig(max_rows=3, max_chunk=7, prefill_budget=9, encode_seconds=1.0, encode_ahead=0)
@@ -90,10 +90,11 @@ def test_another_layout_comes_with_the_settings_that_fit_it() -> None:
     [
         ("fast", "policy is 'fast'; it must be 'tuned', 'device' or a mapping"),
         (3, "policy is 3"),
-        ({"rows": 3}, "policy has no rows; it has placement, first_rows"),
+        ({"rows": 3}, "policy has no rows; it has placement, few_bits, first_rows"),
         ({"max_chunk": 0}, "max_chunk is 0; it must be an integer of at least 1"),
         ({"max_chunk": True}, "max_chunk is True"),
         ({"placement": "heap"}, "placement is 'heap'; it must be one of rows, slab"),
+        ({"few_bits": "some"}, "few_bits is 'some'; it must be one of packed, unpacked"),
         ({"encode_seconds": -1}, "encode_seconds is -1"),
         ({"grid": 100}, "grid is 100; it must be a multiple of 256"),
         ({"first_rows": 9, "most_rows": 8}, "first_rows is 9, above most_rows, which is 8"),

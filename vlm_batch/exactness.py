@@ -50,18 +50,19 @@ def exact_for(
     *,
     max_rows: int = 1,
     grid: int | None = None,
+    unpacks: bool | None = None,
 ) -> Exact:
     """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
 
     ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too.
-    ``grid`` is the positions between a prompt's cuts, by default the device's.
+    ``grid`` is the positions between a prompt's cuts, ``unpacks`` how slabs in few bits are read; by default the device's.
     """
     layout = layout or Placement.for_device()
     grid = grid or policy_for(layout.value, device()).grid
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
     if adapter.max_rows != 1:
-        proof = prove(adapter, kv, layout, max_rows=max_rows)
+        proof = prove(adapter, kv, layout, max_rows=max_rows, unpacks=unpacks)
         counts = proof.best(layout)
         if counts == (1,):
             warnings.warn(
@@ -72,34 +73,44 @@ def exact_for(
     return Exact(counts, layout, grid, stops)
 
 
-def prove(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, *, max_rows: int = 1) -> Proof:
+def prove(
+    adapter: Adapter,
+    kv: KVQuantisation | None,
+    layout: Placement,
+    *,
+    max_rows: int = 1,
+    unpacks: bool | None = None,
+) -> Proof:
     """The proof for a model on this device: from its file, or measured."""
     adapter.go_by_shapes()
+    unpacks = kv is not None and (policy_for(layout.value, device()).unpacks if unpacks is None else unpacks)
     counts = counts_for(layout, max_rows)
     key = {
         "versions": versions(),
         "device": device_facts(),
         "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
-        "kv": settings_of(kv),
+        "kv": settings_of(kv) | {"unpacks": str(unpacks)},
         "layout": layout.value,
         "counts": counts,
         "proof": PROOF,
     }
     if (kept := read_proof(key)) is not None:
         return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"])
-    proof = _measured(adapter, kv, layout, counts)
+    proof = _measured(adapter, kv, layout, counts, unpacks)
     write_proof(key, {"classes": proof.classes, "how": proof.how})
     return proof
 
 
-def _measured(adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...]) -> Proof:
+def _measured(
+    adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...], unpacks: bool
+) -> Proof:
     products = products_of(adapter.language, MAX_WEIGHTS if layout is Placement.ROWS else None)
     said = f"{len(products)} kinds of products"
     try:
         single = product_bits(products, counts)
         if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
             return Proof(classes_of(single), f"{said} were compared")
-        steps = decode_bits(adapter, layout, kv, counts)
+        steps = decode_bits(adapter, layout, kv, counts, unpacks=unpacks)
         return Proof(classes_of(single, steps), f"{said} and its decode step were compared")
     except Exception as error:  # what it raises for a request, the request is told
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")

@@ -17,10 +17,13 @@ from vlm_batch.errors import shown
 from vlm_batch.runtime.device import Device
 
 PLACEMENTS = ("rows", "slab")
+#: How a decode step reads keys and values in few bits.
+PACKED, UNPACKED = "packed", "unpacked"
 #: Settings on which the last bits of reproducible answers depend.
-MOVES_BITS = frozenset({"placement", "grid"})
+MOVES_BITS = frozenset({"placement", "few_bits", "grid"})
 #: What a caller may say in the place of settings: the table and what was found here, or the table alone.
 TUNED, DEVICE = "tuned", "device"
+_WORDS = {"placement": PLACEMENTS, "few_bits": (PACKED, UNPACKED)}
 _MAY_BE_ZERO = ("encode_ahead", "slack")
 
 
@@ -29,6 +32,7 @@ class Policy:
     """A device's settings; ``SETTINGS`` says what each means. Raises ValueError for one out of range."""
 
     placement: str
+    few_bits: str
     first_rows: int
     most_rows: int
     max_chunk: int
@@ -47,9 +51,10 @@ class Policy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = vars(self)[field.name]
-            if field.name == "placement":
-                if value not in PLACEMENTS:
-                    raise ValueError(f"placement is {shown(value)}; it must be one of {', '.join(PLACEMENTS)}")
+            if field.name in _WORDS:
+                if value not in _WORDS[field.name]:
+                    words = ", ".join(_WORDS[field.name])
+                    raise ValueError(f"{field.name} is {shown(value)}; it must be one of {words}")
             elif field.name == "encode_seconds":
                 if not (is_real(value) and value >= 0):
                     raise ValueError(f"encode_seconds is {shown(value)}; it must be a number of seconds of at least 0")
@@ -60,6 +65,11 @@ class Policy:
             raise ValueError(f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}")
         if self.grid % 256:
             raise ValueError(f"grid is {self.grid}; it must be a multiple of 256, in which single-row caches grow")
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether a decode step over slabs in few bits reads them as arrays."""
+        return self.few_bits == UNPACKED
 
     def with_settings(self, settings: Mapping[str, Any]) -> Policy:
         """A policy with some settings in the place of its own. Raises ValueError for a name that is none."""
@@ -81,6 +91,7 @@ class Setting:
 
 _CPU = Policy(
     placement="rows",
+    few_bits=PACKED,
     first_rows=8,
     most_rows=32,
     max_chunk=256,
@@ -97,6 +108,7 @@ _CPU = Policy(
 )
 _CUDA = Policy(
     placement="slab",
+    few_bits=UNPACKED,
     first_rows=32,
     most_rows=64,
     max_chunk=2048,
@@ -115,7 +127,7 @@ _CUDA = Policy(
 POLICIES: Mapping[Device, Policy] = {
     Device.CPU: _CPU,
     Device.CUDA: _CUDA,
-    Device.METAL: replace(_CUDA, first_rows=8, most_rows=32),
+    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32),
 }
 
 _STATE = "measured: docs/architecture.md, decode state"
@@ -126,6 +138,12 @@ _LAUNCHES = "measured: docs/benchmarks.md, where the time went"
 SETTINGS: Mapping[str, Setting] = {
     "placement": Setting(
         "layout of the live rows' keys and values: a cache a row, or one array (slab)", _STATE, _STATE
+    ),
+    "few_bits": Setting(
+        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, or unpacked, by the kernels of exact keys",
+        "measured: docs/benchmarks.md, caches",
+        "assumed: MLX's products there take no columns cut out of a slab, and are slow (docs/benchmarks.md, caches)",
+        "assumed, as on a CPU",
     ),
     "first_rows": Setting(
         "rows that may live at first, where max_rows leaves it open",

@@ -45,6 +45,8 @@ def attention(
     if isinstance(keys, QuantizedStates):
         if queries.shape[2] > 1 and sinks is None:  # several queries are worth unpacking the numbers once for all
             return kernels.attend(queries, keys.dequantized(), values.dequantized(), scale, mask)
+        if sinks is None and kernels.takes_codes(queries, keys, mask):
+            return kernels.attend_codes(queries, keys, values, scale)
         return attend_quantized(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, TurboStates):
         cache = keys.cache

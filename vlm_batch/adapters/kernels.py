@@ -4,6 +4,8 @@ On a CPU, an exponential or a selection by a mask costs MLX 0.32 more than a pow
 product. So causal attention goes block by block of queries, over no more keys than a block can see, with a mask that is
 added and powers of e. The queries of one group of heads are rows of one product, which packs their keys once; MLX
 multiplies head by head. This is for float32 only, as all fast operations there.
+MLX's product of packed numbers takes longer than to turn their codes into floats and multiply those, where several heads
+share them; scales and biases are then applied to the scores.
 
 On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
@@ -27,6 +29,7 @@ from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
 from vlm_batch.adapters.hooks import goes_by_shapes
+from vlm_batch.caches.quantized import QuantizedStates
 
 #: Calls of a shape before it is given a plan: in about 30 forwards of 36 layers a plan pays for itself.
 USES_BEFORE_PLAN = 1024
@@ -47,6 +50,10 @@ BLOCK = 64
 #: (docs/benchmarks.md).
 MANY_KEYS = 512
 E = math.e
+#: Bits of which a byte holds whole codes.
+CODES_OF_BYTES = (2, 4, 8)
+#: Heads that share keys, from which on their codes are worth it.
+FEW_HEADS = 4
 
 #: mlx-vlm's, whatever its name is bound to later.
 SWIGLU = activations.swiglu
@@ -208,6 +215,53 @@ def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale:
         attended = (weights @ values[:, :, :seen]) / weights.sum(axis=-1, keepdims=True)
         outputs.append(attended.reshape(batch, heads, stop - start, -1))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def takes_codes(queries: mx.array, keys: QuantizedStates, mask: Any) -> bool:
+    """True for one query a row over packed keys that are cheaper as floats of their codes, all of which it sees."""
+    is_plain = mask is None or isinstance(mask, str)
+    is_shared = queries.shape[2] == 1 and queries.shape[1] >= FEW_HEADS * keys.shape[1]
+    return is_plain and is_shared and keys.layout.bits in CODES_OF_BYTES and takes_powers(queries)
+
+
+def attend_codes(queries: mx.array, keys: QuantizedStates, values: QuantizedStates, scale: float) -> mx.array:
+    """Attention of one query a row (B, H, 1, D) over packed keys and values, by the codes: (B, H, 1, D_v).
+
+    A number is ``code * scale + bias`` in its group, so a score is a product with the codes of each group, scaled, and a
+    bias for the sum of the query's group. A query is as many rows of one product as it has groups, zero but in its own.
+    """
+    batch, heads, _, depth = queries.shape
+    kv_heads, size = keys.shape[1], keys.layout.group_size
+    missing = [(0, 0)] * 3 + [(0, -depth % size)]  # the last group is filled with zeros
+    grouped = mx.pad((queries * scale).reshape(batch, kv_heads, heads // kv_heads, depth), missing)
+    grouped = grouped.reshape(batch, kv_heads, heads // kv_heads, -1, size)  # (B, G, R, n, g)
+    apart = grouped[..., None, :, :] * mx.eye(grouped.shape[3])[:, :, None]  # (B, G, R, n, n, g)
+    apart = apart.flatten(-2).flatten(2, 3)
+    planes = _planes(keys)
+    found = sum(apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2) for i, plane in enumerate(planes))
+    scales, biases = (numbers.swapaxes(-1, -2) for numbers in (keys.scales, keys.biases))  # (B, G, n, K)
+    scores = (found.reshape(*grouped.shape[:4], -1) * scales[:, :, None]).sum(axis=3) + grouped.sum(axis=-1) @ biases
+    weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
+    attended = _weighted(values, weights) / weights.sum(axis=-1, keepdims=True)
+    return attended[..., : values.layout.depth].reshape(batch, heads, 1, -1)
+
+
+def _weighted(values: QuantizedStates, weights: mx.array) -> mx.array:
+    """The sum of packed values (B, G, K, D_v) by weights (B, G, R, K): (B, G, R, D_v)."""
+    batch, kv_heads, rows, columns = weights.shape
+    scales = values.scales.swapaxes(-1, -2)  # (B, G, n, K)
+    count = scales.shape[2]
+    scaled = (weights[:, :, :, None] * scales[:, :, None]).reshape(batch, kv_heads, -1, columns)
+    planes = [(scaled @ plane).reshape(batch, kv_heads, rows, count, count, -1) for plane in _planes(values)]
+    own = [(plane * mx.eye(count)[:, :, None]).sum(axis=3) for plane in planes]  # a group's by its own scales
+    return (mx.stack(own, axis=-1).flatten(-2) + (weights @ values.biases)[..., None]).flatten(-2)
+
+
+def _planes(states: QuantizedStates) -> list[mx.array]:
+    """The codes as floats: of ``p`` codes a byte, array ``i`` has those of the numbers i, i + p, ..."""
+    packed, bits = states.packed.view(mx.uint8), states.layout.bits
+    parts = [packed] if bits == 8 else [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return [part.astype(mx.float32) for part in parts]
 
 
 @lru_cache(maxsize=64)

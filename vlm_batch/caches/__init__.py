@@ -7,7 +7,7 @@ from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, take_row
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
-from vlm_batch.caches.listed import ListedCache, always_mask
+from vlm_batch.caches.listed import ListedCache, always_mask, unpack
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
@@ -34,6 +34,7 @@ __all__ = [
     "can_share",
     "make_layer_cache",
     "take_row",
+    "unpack",
 ]
 
 for _module in pkgutil.iter_modules(__path__):  # every kind registers itself, also those that nothing here names

@@ -19,6 +19,7 @@ from vlm_batch.caches.layers import (
     save_layer,
     upstream,
 )
+from vlm_batch.caches.quantized import QuantizedSlabCache
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 
@@ -62,6 +63,13 @@ def always_mask(layer: LayerCache) -> None:
     for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
         if isinstance(part, SlabCache):
             part.always_masked = True
+
+
+def unpack(layer: LayerCache) -> None:
+    """Make a batch's layer hand out keys and values that it holds in few bits as arrays, for the kernels of exact ones."""
+    for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
+        if isinstance(part, QuantizedSlabCache):
+            part.unpacks = True
 
 
 @filed

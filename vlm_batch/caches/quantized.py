@@ -13,8 +13,9 @@ from mlx_vlm.models.cache import create_attention_mask
 from vlm_batch.arrays import grown, own_array, round_up
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.slab import SlabCache, put_columns
+from vlm_batch.caches.slab import SlabCache, put_columns, widened
 from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.runtime.device import Device, device
 
 #: Columns by which a row's cache grows.
 STEP = 256
@@ -182,6 +183,8 @@ def attend_quantized(
     groups = keys.shape[1]
     group_size, bits, _ = keys.layout
     product = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
+    if device() is Device.CUDA:  # MLX 0.32 has no product there of columns cut out of an array (supports_qmm_naive)
+        keys, values = (states.map(mx.contiguous) for states in (keys, values))
     grouped = _filled(queries * scale, group_size).reshape(
         batch, groups, heads // groups, -1
     )  # the heads of a group as its rows
@@ -222,49 +225,60 @@ def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> Quan
 
 
 class QuantizedSlabCache(SlabCache):
-    """A layer of full attention as quantised slabs: packed numbers, scales and biases, each (S, H, C, ...)."""
+    """A layer of full attention as quantised slabs: packed numbers, scales and biases, each (S, H, C, ...).
 
-    keys: Any  # the parts of QuantizedStates, or None
-    values: Any
+    Keys and values of one depth are heads of the same slabs, so that a token of all rows is quantised, written and unpacked
+    in one operation each: on a GPU the number of operations decides. ``unpacks`` says what models are handed: arrays, for the
+    kernels of exact keys and values, or QuantizedStates, for products of the packed numbers. Arrays live for the layer's
+    attention: a step needs room for the exact keys and values of as many layers as are launched at once.
+    """
 
-    def __init__(self, num_places: int, group_size: int, bits: int) -> None:
+    keys: Any  # the parts of QuantizedStates of keys, and of values behind them where they are stacked; or None
+    values: Any  # those of values, () where they are stacked; or None
+
+    def __init__(self, num_places: int, group_size: int, bits: int, *, unpacks: bool = False) -> None:
         super().__init__(num_places)
-        self.group_size = group_size
-        self.bits = bits
-        self.layouts: list[Layout] = []  # of keys and of values
+        self.unpacks = unpacks
+        self._group_size = (
+            group_size  # not ``bits``: mlx-vlm takes a cache that has those for one that hands out packed numbers
+        )
+        self._num_bits = bits
+        self._heads = (0, 0)  # of keys and of values
+        self._layouts: list[Layout] = []
 
     def put(self, place: int, cache: QuantizedCache) -> None:
         """Copy one row's packed keys and values (its own bytes only) into a place."""
-        length = cache.offset
-        self.layouts = [states.layout for states in cache.state]
-        rows = [states.parts for states in cache.state]
-        self._reserve_parts(rows, length + 1)
+        length, states = cache.offset, cache.state
+        self._layouts, self._heads = [one.layout for one in states], (states[0].shape[1], states[1].shape[1])
+        self._reserve_parts(self._widths(states), length + 1)
         self._left[place] = max(self._left[place], length)
-        for slabs, parts in zip((self.keys, self.values), rows, strict=True):
-            for slab, part in zip(slabs, parts, strict=True):
-                slab[place : place + 1, :, :length] = part
+        for (slabs, heads), one in zip(self._halves(), states, strict=True):
+            for slab, part in zip(slabs, one.parts, strict=True):
+                slab[place : place + 1, heads, :length] = part
         self._wipe(place, length)
         self._lengths[place] = length
 
     def take(self, place: int) -> Any:
         """The row at a place as a single-row cache with arrays of its own, not evaluated yet."""
-        cache = QuantizedCache(self.group_size, self.bits)
+        cache = QuantizedCache(self._group_size, self._num_bits)
         cache.offset = self._lengths[place]
         cache.keys, cache.values = (
-            of_parts([self._row(slab, place, 0, cache.offset) for slab in slabs], layout)
-            for slabs, layout in zip((self.keys, self.values), self.layouts, strict=True)
+            of_parts([own_array(slab[place : place + 1, heads, : cache.offset]) for slab in slabs], layout)
+            for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True)
         )
         return cache
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Append (S, H, 1, D) keys and values at each place's own length; all up to the widest row, quantised."""
+        """Append (S, H, 1, D) keys and values at each place's own length; all up to the widest row."""
+        stacks = [mx.concatenate([keys, values], axis=1)] if self._is_stacked else [keys, values]
         at = self._pad(self._positions()[:, None, None, None])
-        new = [quantize(self._pad(array), self.group_size, self.bits).parts for array in (keys, values)]
-        self._reserve_parts(new, self._idx + 1)
-        self.keys, self.values = (
+        new = [quantize(self._pad(stack), self._group_size, self._num_bits).parts for stack in stacks]
+        self._reserve_parts(self._held_widths(), self._idx + 1)
+        written = [
             tuple(put_columns(slab, at, part) for slab, part in zip(slabs, parts, strict=True))
-            for slabs, parts in zip((self.keys, self.values), new, strict=True)
-        )
+            for slabs, parts in zip((self.keys, self.values), new, strict=False)
+        ]
+        self.keys, self.values = written if len(written) == 2 else (written[0], ())
         self.advance()
         if self._traced is not None:
             self._traced = self._traced + 1
@@ -272,8 +286,8 @@ class QuantizedSlabCache(SlabCache):
 
     def prepare(self) -> tuple[Any, ...]:
         """Make room for one more token; what a step's graph depends on."""
-        self._reserve_parts([self.keys, self.values], self._idx + 1)
-        shapes = tuple(part.shape for slabs in (self.keys, self.values) for part in slabs)
+        self._reserve_parts(self._held_widths(), self._idx + 1)
+        shapes = tuple(part.shape for part in self.arrays())
         return (shapes, self.keys[1].dtype, self._live, self._width(self._idx + 1))
 
     @property
@@ -283,22 +297,65 @@ class QuantizedSlabCache(SlabCache):
     def arrays(self) -> list[mx.array]:
         return [part for slabs in (self.keys, self.values) if slabs is not None for part in slabs]
 
+    @property
+    def _is_stacked(self) -> bool:
+        """True where keys and values are heads of the same slabs."""
+        keys, values = self._layouts
+        return keys == values
+
+    def _halves(self) -> list[tuple[Sequence[mx.array], slice]]:
+        """(slabs, heads in them) of the keys and of the values."""
+        if not self._is_stacked:
+            return [(self.keys, slice(None)), (self.values, slice(None))]
+        return [(self.keys, slice(self._heads[0])), (self.keys, slice(self._heads[0], None))]
+
     def _fetched(self) -> Any:
-        width = self._width(self._idx)
-        return tuple(
-            of_parts([slab[: self._live, :, :width] for slab in slabs], layout)
-            for slabs, layout in zip((self.keys, self.values), self.layouts, strict=True)
+        if not self.unpacks:
+            width = self._width(self._idx)
+            return tuple(
+                of_parts([slab[: self._live, heads, :width] for slab in slabs], layout)
+                for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True)
+            )
+        if not self._is_stacked:
+            return self._unpacked(self.keys, self._layouts[0]), self._unpacked(self.values, self._layouts[1])
+        both = self._unpacked(self.keys, self._layouts[0])
+        return both[:, : self._heads[0]], both[:, self._heads[0] :]
+
+    def _unpacked(self, slabs: Sequence[mx.array], layout: Layout) -> mx.array:
+        """The live places' columns up to the widest row: (B, H, width, D).
+
+        Cutting columns out copies packed numbers, scales and biases, one operation each; a few columns too many cost less.
+        """
+        width, capacity = self._width(self._idx), int(slabs[0].shape[2])
+        taken = capacity if 2 * capacity <= 3 * width else width
+        states = of_parts([slab[: self._live, :, :taken] for slab in slabs], layout)
+        return states.dequantized()[:, :, :width]
+
+    def _cut(self, capacity: int) -> None:
+        """Keep the first columns only, once that is computed."""
+        self.keys, self.values = (
+            tuple(own_array(part[:, :, :capacity]) for part in slabs) for slabs in (self.keys, self.values)
         )
 
-    def _reserve_parts(self, like: Sequence[Sequence[mx.array]], tokens: int) -> None:
-        """Make room for ``tokens`` columns, of heads and depths as in ``like``."""
-        current = 0 if self.keys is None else int(self.keys[0].shape[2])
-        if tokens <= current:
+    def _widths(self, states: Sequence[QuantizedStates]) -> list[list[tuple[int, int, mx.Dtype]]]:
+        """(heads, width, type) of every part of every slab, for states of keys and values."""
+        found = [[(one.shape[1], part.shape[3], part.dtype) for part in one.parts] for one in states]
+        if not self._is_stacked:
+            return found
+        return [[(sum(self._heads), width, dtype) for _, width, dtype in found[0]]]
+
+    def _held_widths(self) -> list[list[tuple[int, int, mx.Dtype]]]:
+        """The same of the slabs that there are."""
+        return [[(p.shape[1], p.shape[3], p.dtype) for p in slabs] for slabs in (self.keys, self.values) if slabs]
+
+    def _reserve_parts(self, widths: Sequence[Sequence[tuple[int, int, mx.Dtype]]], tokens: int) -> None:
+        """Make room for ``tokens`` columns of slabs of such widths."""
+        if tokens <= self.capacity:
             return
-        capacity = self._capacity(tokens, current)
-        slabs_grown = []
-        for slabs, parts in zip((self.keys, self.values), like, strict=True):
-            shapes = [(self.num_places, part.shape[1], capacity, part.shape[3]) for part in parts]
-            old = slabs or (None,) * len(shapes)
-            slabs_grown.append(tuple(grown(o, shape, p.dtype) for o, shape, p in zip(old, shapes, parts, strict=True)))
-        self.keys, self.values = slabs_grown
+        capacity, places = self._capacity(tokens), self.num_places
+        slabs_grown: list[tuple[mx.array, ...]] = []
+        for slabs, parts in zip((self.keys, self.values), widths, strict=False):
+            old = slabs or (None,) * len(parts)
+            shapes = [((places, heads, capacity, width), dtype) for heads, width, dtype in parts]
+            slabs_grown.append(tuple(widened(o, *shape) for o, shape in zip(old, shapes, strict=True)))
+        self.keys, self.values = slabs_grown if len(slabs_grown) == 2 else (slabs_grown[0], ())

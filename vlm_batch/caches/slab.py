@@ -16,7 +16,8 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache
 from vlm_batch.arrays import grown, own_array, round_up
 
 #: Capacities are multiples of this, and so are the columns that attention reads: shapes, and with them compiled graphs,
-#: change rarely. A capacity grows by a quarter at least, so that a token is copied O(1) times.
+#: change rarely. A capacity is the least that the longest row needs: growth copies a slab once in so many tokens, and
+#: attention reads it at each of them.
 CAPACITY_STEP = 256
 
 
@@ -43,8 +44,13 @@ class SlabArrays:
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.keys, self.values) if array is not None]
 
-    def _capacity(self, tokens: int, current: int) -> int:
-        return round_up(max(tokens, current + current // 4), CAPACITY_STEP)
+    @property
+    def capacity(self) -> int:
+        """Columns that there is room for."""
+        return min((int(array.shape[2]) for array in self.arrays()), default=0)
+
+    def _capacity(self, tokens: int) -> int:
+        return round_up(tokens, CAPACITY_STEP)
 
     def _width(self, tokens: int) -> int:
         return round_up(tokens, CAPACITY_STEP)
@@ -72,13 +78,17 @@ class SlabArrays:
                 slab[place : place + 1, :, columns:end] = 0
 
     def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
-        """Make room for ``tokens`` columns. Growth doubles; it is the only time that a neighbour's bytes are copied."""
-        current = 0 if self.keys is None else int(self.keys.shape[2])
-        if tokens <= current:
+        """Make room for ``tokens`` columns. Growing and giving back are the only times that a neighbour's bytes are copied."""
+        if tokens <= self.capacity:
             return
-        capacity = self._capacity(tokens, current)
-        self.keys = grown(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
-        self.values = grown(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+        capacity = self._capacity(tokens)
+        self.keys = widened(self.keys, (self.num_places, keys.shape[1], capacity, keys.shape[3]), keys.dtype)
+        self.values = widened(self.values, (self.num_places, values.shape[1], capacity, values.shape[3]), values.dtype)
+
+    def _cut(self, capacity: int) -> None:
+        """Keep the first columns only, once that is computed."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = (own_array(slab[:, :, :capacity]) for slab in (self.keys, self.values))
 
 
 class SlabCache(SlabArrays):
@@ -112,9 +122,13 @@ class SlabCache(SlabArrays):
         return cache
 
     def clear(self, place: int) -> None:
-        """Free a place; its bytes stay until another row is put there."""
+        """Free a place; its bytes stay until another row is put there. Columns that no row needs are given back if they are
+        half of all or more, so that rows that come and go do not make a slab narrow and wide in turns."""
         self._left[place] = max(self._left[place], self._lengths[place])
         self._lengths[place] = 0
+        longest = max(self._lengths)
+        if longest and 2 * (needed := self._capacity(longest + 1)) <= self.capacity:
+            self._cut(needed)
 
     def resize(self, num_places: int) -> None:
         """Attend over the first places only (the others are empty)."""
@@ -269,8 +283,8 @@ class RingSlabCache(SlabCache):
         is_known = self._traced is None and not self.always_masked
         return is_known and all(length + 1 >= self.window for length in self.lengths)
 
-    def _capacity(self, tokens: int, current: int) -> int:
-        return min(self.window, super()._capacity(tokens, current))
+    def _capacity(self, tokens: int) -> int:
+        return min(self.window, super()._capacity(tokens))
 
     def _width(self, tokens: int) -> int:
         return min(self.window, super()._width(tokens))
@@ -289,6 +303,15 @@ class RingSlabCache(SlabCache):
             slab[place : place + 1, :, shift : shift + first] = tail[:, :, :first]
             if first < kept:
                 slab[place : place + 1, :, : kept - first] = tail[:, :, first:]
+
+
+def widened(slab: mx.array | None, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array:
+    """A slab with more columns. One that has some is copied at once: the old ones of many layers would wait for the device
+    beside the new ones."""
+    wide = grown(slab, shape, dtype)
+    if slab is not None:
+        mx.eval(wide)
+    return wide
 
 
 def put_columns(slab: mx.array, at: mx.array, new: mx.array) -> mx.array:

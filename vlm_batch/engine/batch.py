@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, make_layer_cache
+from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, make_layer_cache, unpack
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row, Status
 
@@ -17,12 +17,16 @@ class DecodeBatch:
 
     With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it.
     With ``exact`` there are as many places as it has a count for; those without a row run and are thrown away.
+    ``unpacks``: slabs in few bits are read as arrays, not as packed numbers.
     """
 
-    def __init__(self, placement: Placement, max_rows: int, exact: Exact | None = None) -> None:
+    def __init__(
+        self, placement: Placement, max_rows: int, exact: Exact | None = None, *, unpacks: bool = False
+    ) -> None:
         self.placement = placement
         self.max_rows = max_rows
         self._exact = exact
+        self._unpacks = unpacks
         self.places: list[Row | None] = []
         self.layers: list[LayerCache] = []
 
@@ -40,6 +44,8 @@ class DecodeBatch:
             self.layers = [make_layer_cache(single, layout, self.max_rows) for single in caches]
             for layer in self.layers if self._exact is not None else ():
                 always_mask(layer)
+            for layer in self.layers if self._unpacks else ():
+                unpack(layer)
         if None not in self.places:
             self._resize(len(self.places) + 1)
         place = self.places.index(None)

@@ -92,7 +92,7 @@ class BatchGenerator:
             adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
         first = min(config.first_rows, FIRST_PLACES) if config.first_rows is not None else None
-        self.batch = DecodeGroups(placement, self.scheduler.most_rows, exact, first_rows=first)
+        self.batch = DecodeGroups(placement, self.scheduler.most_rows, exact, first_rows=first, unpacks=policy.unpacks)
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)

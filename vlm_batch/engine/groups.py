@@ -23,10 +23,17 @@ class DecodeGroups:
     """
 
     def __init__(
-        self, placement: Placement, max_rows: int, exact: Exact | None = None, *, first_rows: int | None = None
+        self,
+        placement: Placement,
+        max_rows: int,
+        exact: Exact | None = None,
+        *,
+        first_rows: int | None = None,
+        unpacks: bool = False,
     ) -> None:
         self._placement = exact.layout if exact is not None and exact.layout is Placement.SLAB else placement
         self._exact = exact
+        self._unpacks = unpacks
         self._most = max_rows if exact is None else exact.places(min(max_rows, exact.counts[-1]))
         grows = self._placement is Placement.SLAB and first_rows is not None
         self._first = self._at_most(first_rows) if grows and first_rows is not None else self._most
@@ -148,4 +155,4 @@ class DecodeGroups:
             self._shared = (self._empty(),)
 
     def _empty(self, places: int | None = None) -> DecodeBatch:
-        return DecodeBatch(self._placement, places or self._places, self._exact)
+        return DecodeBatch(self._placement, places or self._places, self._exact, unpacks=self._unpacks)

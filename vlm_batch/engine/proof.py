@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches import Placement, always_mask, make_layer_cache
+from vlm_batch.caches import Placement, always_mask, make_layer_cache, unpack
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
@@ -62,7 +62,14 @@ def counts_for(layout: Placement, max_rows: int = 1) -> tuple[int, ...]:
     return (*COUNTS[layout], *(LARGER[layout] if max_rows > COUNTS[layout][-1] else ()))
 
 
-def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | None, counts: Sequence[int]) -> Found:
+def decode_bits(
+    adapter: ModelAdapter,
+    layout: Placement,
+    kv: KVQuantisation | None,
+    counts: Sequence[int],
+    *,
+    unpacks: bool = False,
+) -> Found:
     """The bits that decode steps of a model give, by the number of rows.
 
     Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
@@ -76,7 +83,8 @@ def decode_bits(adapter: ModelAdapter, layout: Placement, kv: KVQuantisation | N
         for shift in range(len(prompts) if count < len(prompts) else 2):
             places = [(place + shift) % len(prompts) for place in range(count)]
             live = places[: count - (shift > 0 and count > len(prompts))]  # the last place is idle
-            for number, bits in zip(live, _decoded(adapter, layout, [prompts[n] for n in live], count), strict=True):
+            decoded = _decoded(adapter, layout, [prompts[n] for n in live], count, unpacks=unpacks)
+            for number, bits in zip(live, decoded, strict=True):
                 seen[number].add(bits)
         if all(len(bits) == 1 for bits in seen):
             found[count] = tuple(next(iter(bits)) for bits in seen)
@@ -145,12 +153,16 @@ def _prefilled(adapter: ModelAdapter, kv: KVQuantisation | None, number: int, le
     return _Prompt(encoded, copied, tuple(int(token) for token in ids[length:]))
 
 
-def _decoded(adapter: ModelAdapter, layout: Placement, prompts: Sequence[_Prompt], count: int) -> list[bytes]:
+def _decoded(
+    adapter: ModelAdapter, layout: Placement, prompts: Sequence[_Prompt], count: int, *, unpacks: bool
+) -> list[bytes]:
     """The bits of all logits that each prompt gets over ``STEPS`` decode steps of ``count`` places."""
     first = [state.restore(0) for state in prompts[0].caches]
     layers = [make_layer_cache(single, layout, count) for single in first]
     for layer in layers:
         always_mask(layer)
+        if unpacks:
+            unpack(layer)
         layer.resize(count)
     for place, prompt in enumerate(prompts):
         for layer, state in zip(layers, prompt.caches, strict=True):

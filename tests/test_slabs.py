@@ -1,0 +1,115 @@
+"""Slabs take the room that their longest row needs: they grow an array at a time, and give room back when a long row leaves."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_vlm.models.cache import KVCache, RotatingKVCache
+
+from tests.harness import Ask, check, run_family
+from vlm_batch.caches import Placement, RingSlabCache, SlabCache
+from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
+
+HEADS, DEPTH, PLACES, WINDOW = 2, 64, 4, 4096
+KINDS = ("full", "sliding", "few bits")
+
+
+def empty(kind: str, places: int = PLACES) -> SlabCache:
+    if kind == "full":
+        slab = SlabCache(places)
+    else:
+        slab = RingSlabCache(places, WINDOW) if kind == "sliding" else QuantizedSlabCache(places, 64, 8)
+    slab.resize(places)
+    return slab
+
+
+def row(kind: str, length: int) -> Any:
+    """A row's own cache, with numbers of its own, evaluated."""
+    mx.random.seed(length)
+    keys, values = (mx.random.normal((1, HEADS, length, DEPTH)) for _ in range(2))
+    if kind == "full":
+        cache: Any = KVCache()
+    else:
+        cache = RotatingKVCache(WINDOW) if kind == "sliding" else QuantizedCache(64, 8)
+    cache.update_and_fetch(keys, values)
+    mx.eval(cache.state)
+    return cache
+
+
+def held(slab: SlabCache, place: int) -> list[mx.array]:
+    """The arrays of the row at a place."""
+    state = slab.take(place).state
+    return [part for states in state for part in (states.parts if hasattr(states, "parts") else [states])]
+
+
+def own(cache: Any) -> list[mx.array]:
+    return [part for states in cache.state for part in (states.parts if hasattr(states, "parts") else [states])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_the_same_while_slabs_grow_and_give_back(kind: str) -> None:
+    slab, rows = empty(kind), {place: row(kind, length) for place, length in enumerate((200, 900, 2100))}
+    for place, single in rows.items():
+        slab.put(place, single)
+    assert slab.capacity == 2304
+    slab.clear(2)
+    assert slab.capacity == 1024
+    slab.clear(1)
+    assert slab.capacity == 256
+    slab.put(1, rows[1])
+    assert slab.capacity == 1024
+    for place in (0, 1):
+        assert all(
+            mx.array_equal(found, right).item()
+            for found, right in zip(held(slab, place), own(rows[place]), strict=True)
+        )
+    slab.put(2, row(kind, 300))  # columns that the row of 2,100 had are zeros behind it
+    for array in slab.arrays():
+        assert not mx.any(array[2, :, 300:] != 0).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slab_that_shrinks_a_little_keeps_its_room(kind: str) -> None:
+    """So that rows that come and go do not copy their neighbours each time."""
+    slab = empty(kind)
+    slab.put(0, row(kind, 600))
+    slab.put(1, row(kind, 1000))
+    slab.clear(1)
+    assert slab.capacity == 1024
+    slab.put(1, row(kind, 900))
+    assert slab.capacity == 1024
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slab_grows_an_array_at_a_time(kind: str) -> None:
+    """The room of the narrow slab is free again when a longer row is put in, so that no two layers hold both."""
+    slab, long = empty(kind, 16), row(kind, 3000)
+    slab.put(0, row(kind, 100))
+    mx.eval(slab.arrays())
+    narrow = slab.nbytes
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    slab.put(1, long)
+    grown = mx.get_active_memory() - before
+    assert abs(grown - (slab.nbytes - narrow)) < narrow
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3n", "llama4", "qwen3_5"])
+def test_answers_are_the_same_over_slabs_that_grow_and_give_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacities in steps of 4 columns: rows of several lengths make slabs wide and narrow again within a few tokens."""
+    monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 4)
+    cuts: list[int] = []
+    right = SlabCache._cut
+    monkeypatch.setattr(SlabCache, "_cut", lambda self, capacity: cuts.append(capacity) or right(self, capacity))
+    asks = [
+        Ask("text:5:26", tokens=3),
+        Ask("text:4:9", tokens=12),
+        Ask("image:3:2", at=4, tokens=3),
+        Ask("text:6:14", at=9),
+    ]
+    check(name, run_family(name, asks, placement=Placement.SLAB))
+    assert cuts
