@@ -86,7 +86,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     exact = None
     if options.reproducible:
         rows, layout = config.max_rows or policy.most_rows, Placement(policy.placement)
-        exact = exact_for(adapter, options.kv, layout, max_rows=rows, grid=policy.grid)
+        exact = exact_for(adapter, options.kv, layout, max_rows=rows, grid=policy.grid, pad_to=policy.pad_to)
     reuse = _reuse(adapter, options, exact)
     if config.max_bytes is None:
         config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))

@@ -108,7 +108,7 @@ def key_of(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
 _ANY: dict[str, Any] = {
     **{"placement": "rows", "first_rows": 1, "most_rows": 256, "encode_seconds": 0.0, "grid": 256},
     **dict.fromkeys(("max_chunk", "smallest_chunk", "idle_budget", "slack", "encode_together", "beside_decode"), 1),
-    **dict.fromkeys(("most_patches", "prefill_together", "together_tokens", "encode_ahead"), 1),
+    **dict.fromkeys(("most_patches", "prefill_together", "together_tokens", "pad_to", "encode_ahead"), 1),
 }
 
 

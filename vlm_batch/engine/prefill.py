@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import can_share, take_row
+from vlm_batch.caches import can_share, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
@@ -16,6 +16,7 @@ from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
 from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, together
+from vlm_batch.engine.shapes import padded_count, padded_length
 from vlm_batch.records import Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
@@ -40,7 +41,10 @@ class Prefill:
         self._reuse = reuse
         self._guard = guard
         self._kv = kv
-        shares = adapter.shares_prefill and can_share(self._fresh_cache())
+        fresh = self._fresh_cache()
+        shares = adapter.shares_prefill and can_share(fresh)
+        pads = adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
+        self._pad_to = (config.pad_to or 0) if pads else 0
         self._most_together = (config.prefill_together or 1) if shares else 1
         self._most_tokens = config.together_tokens
         self._stops = (kv.start,) if kv is not None and kv.start else ()
@@ -98,7 +102,7 @@ class Prefill:
             return [[chunk] for chunk in plan]
         scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
         lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
-        return together(plan, lengths, self._most_together, self._most_tokens)
+        return together(plan, lengths, self._most_together, self._most_tokens, self._pad_to)
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]
@@ -109,10 +113,18 @@ class Prefill:
         return [(row, logits) for row, logits in zip(rows, found, strict=True) if logits is not None]
 
     def _run_together(self, rows: Sequence[Row]) -> list[mx.array | None] | None:
-        """Launch whole prompts of one length as one array. None if that failed: each then runs alone and is told its error."""
+        """Launch whole prompts as one array, padded to one length. None if that failed: each then runs alone and is told its
+        error."""
+        lengths = [row.facts.length for row in rows]
+        width = padded_length(max(lengths), self._pad_to)
+        idle = padded_count(len(rows), self._pad_to) - len(rows)  # places that run and are thrown away
         try:
-            cache = self._fresh_cache()
-            logits = self.adapter.prefill_together([_encoded(_prompt(row)) for row in rows], cache)  # (R, V)
+            cache, encoded = self._fresh_cache(), [_encoded(_prompt(row)) for row in rows]
+            encoded, ends = encoded + encoded[-1:] * idle, lengths + lengths[-1:] * idle
+            if any(end < width for end in ends):
+                logits = self.adapter.prefill_padded(encoded, cache, 0, ends, width)  # (R, V)
+            else:
+                logits = self.adapter.prefill_together(encoded, cache)
             mx.async_eval(logits, [layer.state for layer in cache])
         except Exception:
             return None
@@ -120,6 +132,8 @@ class Prefill:
         for index, row in enumerate(rows):
             prompt = _prompt(row)
             prompt.cache, prompt.prefilled = take_row(cache, index), row.facts.length
+            if row.facts.length < width:
+                trim(prompt.cache, width - row.facts.length)
             found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
         return found
 
@@ -134,15 +148,24 @@ class Prefill:
         logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
-            scores_chunk = scores is not None and self.adapter.scores_chunks
-            prefill = self.adapter.prefill_scored if scores_chunk else self.adapter.prefill
-            logits = prefill(
-                _encoded(prompt), prompt.cache, chunk.start, chunk.end
-            )  # (1, V); (L, V) where all are scored
+            logits = self._forward(_encoded(prompt), prompt.cache, chunk, is_scored=scores is not None)
             if scores is not None:
                 scored, logits = scores.add(logits, chunk.end), logits[-1:]
         prompt.prefilled = chunk.end
         return self._settle(row, logits, scored)
+
+    def _forward(self, encoded: Encoded, cache: list[Any], chunk: Chunk, *, is_scored: bool) -> mx.array:
+        """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
+        start, end = chunk.start, chunk.end
+        if is_scored:
+            prefill = self.adapter.prefill_scored if self.adapter.scores_chunks else self.adapter.prefill
+            return prefill(encoded, cache, start, end)
+        width = padded_length(end - start, self._pad_to)
+        if start + width == end:
+            return self.adapter.prefill(encoded, cache, start, end)
+        logits = self.adapter.prefill_padded([encoded], cache, start, [end], width)
+        trim(cache, start + width - end)
+        return logits
 
     def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> mx.array | None:
         """Launch what a chunk left in a row's caches and ``scored`` of its tokens; ``logits`` (1, V) if the prompt is done."""

@@ -24,6 +24,7 @@ from vlm_batch.registry import ModelSpec, register
 class AyaVision(Adapter):
     """The plain ``Adapter`` serves it: RoPE takes each row's own offset, and the caches keep the windows."""
 
+    pads_prefill = True
     compiles = True
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
 

@@ -11,6 +11,8 @@ from vlm_batch.registry import ModelSpec, register
 class DotsOCR(GridAdapter):
     """The plain ``Adapter`` serves it, but for the place of the head."""
 
+    pads_prefill = True
+
     def last_position_logits(self) -> None:
         """The head is the trunk's own here, so the last position is cut out before it."""
         self.language.model.norm = LastPosition(self.language.model.norm)

@@ -24,6 +24,8 @@ FASTVIT_STRIDE = 64
 class FastVLM(OnePlaceholder):
     """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
 
+    pads_prefill = True
+
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         """The stem halves a picture twice, and four patch embeddings once each, rounding up (fastvlm/vision.py)."""
         count, _, height, width = extra["pixel_values"].shape

@@ -29,6 +29,7 @@ from vlm_batch.registry import ModelSpec, register
 class Gemma3(PlacingAdapter):
     """A chunk holds a picture whole. A chunk without a picture takes upstream's own masks."""
 
+    pads_prefill = True
     ignored_inputs = frozenset({"num_crops"})
 
     @classmethod

@@ -31,6 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class Gemma3n(Adapter):
     """Attention is causal for pictures too. Audio is not verified, and its inputs are refused."""
 
+    pads_prefill = True
     compiles = True
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 

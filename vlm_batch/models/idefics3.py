@@ -13,6 +13,7 @@ from vlm_batch.registry import ModelSpec, register
 class Idefics3(Adapter):
     """Tiles of one size, and a language model without a trunk of its own."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
     @property

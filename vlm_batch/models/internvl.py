@@ -31,6 +31,7 @@ class ExactGELU(nn.GELU):
 class InternVL(Adapter):
     """The format of transformers; Qwen3 text."""
 
+    pads_prefill = True
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"image_token_index", "num_patches_list"})
 

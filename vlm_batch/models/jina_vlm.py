@@ -24,6 +24,7 @@ from vlm_batch.registry import ModelSpec, register
 class JinaVLM(Adapter):
     """The language model is its own trunk."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod

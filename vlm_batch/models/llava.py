@@ -22,6 +22,8 @@ from vlm_batch.registry import ModelSpec, register
 class Llava(Adapter):
     """The decoder is a plain one; the tower is CLIP's, or SigLIP's with its own activation."""
 
+    pads_prefill = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         if self.config.vision_config.model_type == "siglip_vision_model":

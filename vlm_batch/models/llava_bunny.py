@@ -27,6 +27,8 @@ from vlm_batch.registry import ModelSpec, register
 class LlavaBunny(OnePlaceholder):
     """The tower's last layer without its norm, as upstream takes it."""
 
+    pads_prefill = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)

@@ -25,6 +25,7 @@ from vlm_batch.registry import ModelSpec, register
 class LocateAnything(Adapter):
     """RoPE takes each row's own offset."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:

@@ -16,4 +16,5 @@ from vlm_batch.registry import ModelSpec, register
 class MageVL(GridAdapter):
     """The kind's adapter serves it as it is. Videos, whose patches come with positions, are refused: they are not verified."""
 
+    pads_prefill = True
     input_keys = frozenset({"pixel_values", "image_grid_thw"})

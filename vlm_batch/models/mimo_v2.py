@@ -21,4 +21,5 @@ from vlm_batch.registry import ModelSpec, register
 class MiMoV2(Adapter):
     """RoPE takes each row's own offset; the caches keep the windows, and the attention knows its sinks."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_thw"}

@@ -26,6 +26,7 @@ from vlm_batch.registry import ModelSpec, register
 class MiniCPMO(SlicedAdapter):
     """The language model is Qwen3-VL's, whose three axes are all the count of tokens here."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
     #: The processor's outputs for audio, empty without any.
     ignored_inputs = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})

@@ -19,6 +19,7 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo(Adapter):
     """``image_input_idx`` says which token each feature is added to; below 0 it is added to none."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod

@@ -30,6 +30,7 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo2(Adapter):
     """Markers and column ends belong to a picture, too (Molmo2Processor.image_token_ids)."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
 
     def __init__(self, model: nn.Module) -> None:

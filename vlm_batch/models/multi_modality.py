@@ -28,6 +28,7 @@ from vlm_batch.registry import ModelSpec, register
 class MultiModality(PlacingAdapter):
     """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
 
+    pads_prefill = True
     input_keys = frozenset({"pixel_values"})
 
     def __init__(self, model: nn.Module) -> None:

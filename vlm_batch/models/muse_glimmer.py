@@ -10,4 +10,5 @@ from vlm_batch.registry import ModelSpec, register
 class MuseGlimmer(Adapter):
     """The kind's adapter serves it as it is. Videos are refused: they are not verified."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_thw"}

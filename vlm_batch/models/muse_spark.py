@@ -36,6 +36,8 @@ from vlm_batch.registry import ModelSpec, register
 class MuseSpark(Adapter):
     """RoPE takes each row's own offset, and the caches keep the windows."""
 
+    pads_prefill = True
+
     def hook_functions(self) -> None:
         """Hook attention, and without Metal also functions in the place of Metal's kernels."""
         if not mx.metal.is_available():

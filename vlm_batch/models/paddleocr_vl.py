@@ -23,6 +23,7 @@ from vlm_batch.registry import ModelSpec, register
 class PaddleOCRVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's model has no place for ``pixel_values_videos``."""
 
+    pads_prefill = True
     input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:

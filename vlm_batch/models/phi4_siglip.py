@@ -31,6 +31,7 @@ NO_TOKEN = -200
 class Phi4SigLip(OnePlaceholder):
     """Pictures of any shape as a padded list of patches, of which a mask says how many are real."""
 
+    pads_prefill = True
     input_keys = OnePlaceholder.input_keys | {"spatial_shapes", "pixel_attention_mask"}
 
     @classmethod

@@ -16,6 +16,7 @@ from vlm_batch.registry import ModelSpec, register
 class Pixtral(Adapter):
     """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
 
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Qwen2VL(MRoPEAdapter):
 
     compiles = True
     shares_prefill = True
+    pads_prefill = True
     encode_together = MRoPEAdapter.encode_grids_together
 
     @classmethod

@@ -10,4 +10,5 @@ from vlm_batch.registry import ModelSpec, register
 class Step3p7(Adapter):
     """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
 
+    pads_prefill = True
     input_keys = frozenset({"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"})
