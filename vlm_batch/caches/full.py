@@ -90,7 +90,7 @@ def can_trim(caches: Sequence[Any]) -> bool:
 
 def trim(caches: Sequence[Any], count: int) -> None:
     """Take the last ``count`` positions out of a row's caches: padding, which went in behind a chunk."""
-    for cache in caches:
+    for cache in caches if count else ():
         kind_of(cache).trim(count)
 
 

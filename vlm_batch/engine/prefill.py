@@ -23,6 +23,10 @@ from vlm_batch.records import Encoded
 Guard = Callable[..., Any]
 
 
+#: The longest chunk that is warmed up where chunks have no bound.
+LONGEST = 2048
+
+
 class Prefill:
     """Runs a plan's chunks. ``guard`` turns an exception into the end of its row. ``exact`` fixes the ends of chunks."""
 
@@ -47,6 +51,7 @@ class Prefill:
         self._pad_to = (config.pad_to or 0) if pads else 0
         self._most_together = (config.prefill_together or 1) if shares else 1
         self._most_tokens = config.together_tokens
+        self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 
@@ -113,29 +118,45 @@ class Prefill:
         return [(row, logits) for row, logits in zip(rows, found, strict=True) if logits is not None]
 
     def _run_together(self, rows: Sequence[Row]) -> list[mx.array | None] | None:
-        """Launch whole prompts as one array, padded to one length. None if that failed: each then runs alone and is told its
-        error."""
-        lengths = [row.facts.length for row in rows]
-        width = padded_length(max(lengths), self._pad_to)
-        idle = padded_count(len(rows), self._pad_to) - len(rows)  # places that run and are thrown away
+        """Launch whole prompts as one array. None if that failed: each then runs alone and is told its error."""
         try:
-            cache, encoded = self._fresh_cache(), [_encoded(_prompt(row)) for row in rows]
-            encoded, ends = encoded + encoded[-1:] * idle, lengths + lengths[-1:] * idle
-            if any(end < width for end in ends):
-                logits = self.adapter.prefill_padded(encoded, cache, 0, ends, width)  # (R, V)
-            else:
-                logits = self.adapter.prefill_together(encoded, cache)
+            logits, cache, width = self.computed([_encoded(_prompt(row)) for row in rows])
             mx.async_eval(logits, [layer.state for layer in cache])
         except Exception:
             return None
         found = []
         for index, row in enumerate(rows):
-            prompt = _prompt(row)
-            prompt.cache, prompt.prefilled = take_row(cache, index), row.facts.length
-            if row.facts.length < width:
-                trim(prompt.cache, width - row.facts.length)
+            prompt, length = _prompt(row), row.facts.length
+            prompt.cache, prompt.prefilled = take_row(cache, index), length
+            trim(prompt.cache, width - length)
             found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
         return found
+
+    def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
+        """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
+
+        Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones.
+        """
+        cache, ends = self._fresh_cache(), [row.length for row in rows]
+        width = padded_length(max(ends), self._pad_to)
+        idle = padded_count(len(rows), self._pad_to) - len(rows)  # places that run and are thrown away
+        rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
+        if any(end < width for end in ends):
+            return self.adapter.prefill_padded(rows, cache, 0, ends, width), cache, width
+        if len(rows) > 1:
+            return self.adapter.prefill_together(rows, cache), cache, width
+        return self.adapter.prefill(rows[0], cache, 0, width), cache, width
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, positions) of the arrays that whole prompts of one chunk come in; the longest where they are of any length."""
+        most = self._longest if self.adapter.max_context is None else min(self._longest, self.adapter.max_context - 1)
+        if not self._pad_to:
+            return [(1, most)]
+        widths = sorted({padded_length(length, self._pad_to) for length in range(1, most + 1)})
+        counts = sorted({padded_count(count, self._pad_to) for count in range(1, self._most_together + 1)})
+        tokens = self._most_tokens or self._longest
+        return [(count, width) for count in counts for width in widths if count == 1 or count * width <= tokens]
 
     def _fresh_cache(self) -> list[Any]:
         fresh = self.adapter.make_cache()
