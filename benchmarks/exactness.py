@@ -54,6 +54,7 @@ WAYS = {
     "pictures apart": Way({"encode_together": 1}),
     "prompts apart": Way({"prefill_together": 1}),
     "both apart": Way({"encode_together": 1, "prefill_together": 1}),
+    "of any length": Way({"pad_to": 0}),  # chunks, which else come in few lengths on a GPU
     "and kernels by shape": Way({"encode_together": 1, "prefill_together": 1}, by_shapes=True),
     REPRODUCIBLE: Way(exact=True),
     "in groups of 32": Way(exact=True, most=32),
@@ -65,7 +66,7 @@ PARTS = {
     "decode": ("", "_launch"),
     "wait": ("", "_await"),
 }
-CALLS = ("encode", "encode_together", "prefill", "prefill_together", "decode")
+CALLS = ("encode", "encode_together", "prefill", "prefill_together", "prefill_padded", "decode")
 
 
 @dataclass

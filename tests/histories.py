@@ -370,20 +370,34 @@ class FaultyAdapter:
             raise Injected("together")
         return self._adapter.encode_together(requests)
 
+    def prefill_padded(self, rows: Any, cache: Any, start: int, ends: Any, width: int) -> mx.array:
+        if len(rows) > 1:
+            self._fail_together(rows)
+        logits = self._adapter.prefill_padded(rows, cache, start, ends, width)
+        if len(rows) == 1:
+            self._fail_alone()
+        return logits
+
     def prefill_together(self, rows: Any, cache: Any) -> Any:
+        self._fail_together(rows)
+        return self._adapter.prefill_together(rows, cache)
+
+    def _fail_together(self, rows: Any) -> None:
         if self._history.befalls("together"):
             raise Injected("together")
         for row in self._history.generator.prefill.rows.values():
             if row.prompt is not None and any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
-        return self._adapter.prefill_together(rows, cache)
 
     def prefill(self, encoded: Any, cache: Any, start: int, end: int) -> mx.array:
         logits = self._adapter.prefill(encoded, cache, start, end)  # its caches are written by then
+        self._fail_alone()
+        return logits
+
+    def _fail_alone(self) -> None:
         self._history.fail_by(self._history.current, "prefill")
         if len(self._history.generator.batch) and self._history.befalls("memory of one"):
             raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
-        return logits
 
     def decode(self, step: Any) -> mx.array:
         history = self._history

@@ -68,7 +68,9 @@ class VLMBatcher:
     ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
     and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``policy`` has
     settings of the device in the place of its table's, by name (docs/tuning.md). By default, "tuned", they are what
-    ``vlm-batch bench --tune`` found for this model here, if it was run; "device" is the table alone. ``dtype`` is what the
+    ``vlm-batch bench --tune`` found for this model here, if it was run; "device" is the table alone. ``warm_up`` computes the
+    shapes that requests will bring, lengths of prompts and numbers of rows, one by one while nothing is asked: worth it on a
+    GPU, where the first call of a shape takes several times as long as the next one. ``dtype`` is what the
     weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or "auto", which
     is the checkpoint's own type but float32 on a CPU.
 
@@ -105,10 +107,16 @@ class VLMBatcher:
         quantized_kv_start: int = 0,
         reproducible: bool = False,
         policy: Mapping[str, Any] | str = TUNED,
+        warm_up: bool = False,
         dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        _check_kinds(model, processor, fetch, {"trust_remote_code": trust_remote_code, "reproducible": reproducible})
+        _check_kinds(
+            model,
+            processor,
+            fetch,
+            {"trust_remote_code": trust_remote_code, "reproducible": reproducible, "warm_up": warm_up},
+        )
         options = EngineOptions(
             scheduler=SchedulerConfig(
                 max_rows=max_rows,
@@ -131,6 +139,7 @@ class VLMBatcher:
             kv=quantisation_of(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
             reproducible=reproducible,
             policy=check_policy(policy),
+            warm_up=warm_up,
         )
         self.look_ahead = look_ahead
         self._lock = threading.Lock()

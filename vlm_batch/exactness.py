@@ -51,14 +51,17 @@ def exact_for(
     max_rows: int = 1,
     grid: int | None = None,
     unpacks: bool | None = None,
+    pad_to: int | None = None,
 ) -> Exact:
     """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
 
     ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too.
-    ``grid`` is the positions between a prompt's cuts, ``unpacks`` how slabs in few bits are read; by default the device's.
+    ``grid`` is the positions between a prompt's cuts, ``pad_to`` what chunks are padded to, ``unpacks`` how slabs in few
+    bits are read; by default the device's.
     """
     layout = layout or Placement.for_device()
-    grid = grid or policy_for(layout.value, device()).grid
+    policy = policy_for(layout.value, device())
+    grid, pad_to = grid or policy.grid, policy.pad_to if pad_to is None else pad_to
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
     if adapter.max_rows != 1:
@@ -70,7 +73,7 @@ def exact_for(
                 "numbers of rows agree in every bit; reproducible=False decodes rows together",
                 stacklevel=4,
             )
-    return Exact(counts, layout, grid, stops)
+    return Exact(counts, layout, grid, stops, pad_to)
 
 
 def prove(

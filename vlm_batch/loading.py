@@ -52,6 +52,7 @@ class EngineOptions:
 
     ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md). ``policy`` has settings in
     the place of the device's (``vlm_batch.policy``): by name, or "tuned" for those found here, or "device" for none.
+    ``warm_up`` computes the shapes that requests will bring while nothing is asked.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -60,6 +61,7 @@ class EngineOptions:
     kv: KVQuantisation | None = None
     reproducible: bool = False
     policy: Mapping[str, Any] | str = TUNED
+    warm_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,15 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     exact = None
     if options.reproducible:
         rows, layout = config.max_rows or policy.most_rows, Placement(policy.placement)
-        exact = exact_for(adapter, options.kv, layout, max_rows=rows, grid=policy.grid, unpacks=policy.unpacks)
+        exact = exact_for(
+            adapter,
+            options.kv,
+            layout,
+            max_rows=rows,
+            grid=policy.grid,
+            pad_to=policy.pad_to,
+            unpacks=policy.unpacks,
+        )
     reuse = _reuse(adapter, options, exact)
     if config.max_bytes is None:
         config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))
@@ -108,7 +118,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         max_context=adapter.max_context,
         limits=options.limits,
     )
-    return Engine(EngineLoop(generator, Loaders(preparer.prepare)), preparer, chosen)
+    return Engine(EngineLoop(generator, Loaders(preparer.prepare), warm_up=options.warm_up), preparer, chosen)
 
 
 def choose_policy(adapter: Adapter, options: EngineOptions) -> Chosen:

@@ -20,11 +20,11 @@ PLACEMENTS = ("rows", "slab")
 #: How a decode step reads keys and values in few bits.
 PACKED, UNPACKED = "packed", "unpacked"
 #: Settings on which the last bits of reproducible answers depend.
-MOVES_BITS = frozenset({"placement", "few_bits", "grid"})
+MOVES_BITS = frozenset({"placement", "few_bits", "grid", "pad_to"})
 #: What a caller may say in the place of settings: the table and what was found here, or the table alone.
 TUNED, DEVICE = "tuned", "device"
 _WORDS = {"placement": PLACEMENTS, "few_bits": (PACKED, UNPACKED)}
-_MAY_BE_ZERO = ("encode_ahead", "slack")
+_MAY_BE_ZERO = ("encode_ahead", "slack", "pad_to")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Policy:
     most_patches: int
     prefill_together: int
     together_tokens: int
+    pad_to: int
     encode_ahead: int = 2
     grid: int
 
@@ -104,6 +105,7 @@ _CPU = Policy(
     most_patches=8192,
     prefill_together=8,
     together_tokens=4096,
+    pad_to=0,
     grid=256,
 )
 _CUDA = Policy(
@@ -121,6 +123,7 @@ _CUDA = Policy(
     most_patches=8192,
     prefill_together=32,
     together_tokens=4096,
+    pad_to=64,
     grid=1024,
 )
 #: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first.
@@ -180,9 +183,16 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "most_patches": Setting("patches of pictures in one call", "assumed, as on CUDA", _SET),
     "prefill_together": Setting(
-        "whole prompts of one length that are prefilled as one array", "measured: docs/log.md", _LAUNCHES
+        "whole prompts of one length, after padding, that are prefilled as one array",
+        "measured: docs/log.md",
+        _LAUNCHES,
     ),
     "together_tokens": Setting("prompt tokens of that array", "assumed, as on CUDA", _SET),
+    "pad_to": Setting(
+        "chunks of prompts are padded to multiples of so many tokens, long ones to coarser lengths; 0: never",
+        "padding takes as long as tokens do",
+        "assumed: a new length costs 45 ms, and padding nothing up to 1,024 tokens (docs/benchmarks.md, where the time went)",
+    ),
     "encode_ahead": Setting("rows that are encoded before they have a place", "assumed", "assumed", "assumed"),
     "grid": Setting(
         "prompt tokens between two cuts of reproducible answers", "as max_chunk", "as smallest_chunk, measured once"

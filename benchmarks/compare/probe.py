@@ -73,7 +73,16 @@ def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[
     generator = engine.generator
     models: AbstractContextManager[None] = nullcontext()
     if hasattr(generator, "adapter"):
-        calls = ("encode", "encode_together", "prefill", "prefill_together", "finish_prefill", "decode", "make_cache")
+        calls = (
+            "encode",
+            "encode_together",
+            "prefill",
+            "prefill_together",
+            "prefill_padded",
+            "finish_prefill",
+            "decode",
+            "make_cache",
+        )
         models = watched(generator.adapter, clock, calls)
     else:
         generator.model = Watched(generator.model, clock)

@@ -57,6 +57,7 @@ class RecallingAdapter:
     """A family's adapter whose prefill recalls."""
 
     shares_prefill = False
+    pads_prefill = False
 
     def __init__(self, adapter: Any, contexts: Contexts) -> None:
         self._adapter = adapter

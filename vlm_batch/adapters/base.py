@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.joint import Answers, Desk, Looked, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
-from vlm_batch.adapters.prompts import cut, num_entries, pad_front, spans_of
+from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.policy import POLICIES
@@ -35,7 +36,9 @@ SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 #: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
-RUNS_MODEL = frozenset({"encode", "encode_together", "prefill", "prefill_scored", "prefill_together", "decode"})
+RUNS_MODEL = frozenset(
+    {"encode", "encode_together", "prefill", "prefill_scored", "prefill_together", "prefill_padded", "decode"}
+)
 
 #: Beginnings of the names under which processors give pictures and videos, or their features.
 PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features", "image_embeds", "encoder_outputs")
@@ -68,6 +71,9 @@ class Adapter:
     #: Whether whole prompts of one length may be prefilled as one array (R, L): true of families whose prefill takes no more
     #: than embeddings and positions, and whose caches are plain keys and values.
     shares_prefill: ClassVar[bool] = False
+    #: Whether positions may stand behind a chunk that belong to no prompt: true of causal families, whose prefill takes
+    #: embeddings, positions and features along the prompt, over keys and values from which the last ones can be cut.
+    pads_prefill: ClassVar[bool] = False
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
     #: The frames of a video file that the family's published processor takes; a checkpoint's own settings go first.
@@ -455,14 +461,8 @@ class Adapter:
     @runs_model
     def prefill_scored(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """``prefill`` with the logits of every position of the chunk, (end - start, V), where ``scores_chunks`` is true."""
-        parts = self._last_positions
-        for part in parts:
-            part.is_apart = True
-        try:
+        with self._answering("is_apart", True):
             return self.prefill(encoded, cache, start, end)
-        finally:
-            for part in parts:
-                part.is_apart = False
 
     @property
     def scores_chunks(self) -> bool:
@@ -483,6 +483,51 @@ class Adapter:
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
         """The positions of prompts of one length, for families that take them."""
         return {}
+
+    @runs_model
+    def prefill_padded(
+        self, rows: Sequence[Encoded], cache: list[Any], start: int, ends: Sequence[int], width: int
+    ) -> mx.array:
+        """Run ``width`` positions from ``start`` on of one row, or of several from their beginnings into a fresh cache of R
+        rows; logits (R, V) of the last before each row's end. What lies behind the ends is padding, in the caches, too. For
+        families that pad."""
+        lasts = mx.array([end - start - 1 for end in ends])
+        padded = [self.padded(row, start + width) for row in rows]
+        with self._answering("at", lasts):
+            if len(rows) > 1:
+                return self.prefill_together(padded, cache)
+            return self.prefill(padded[0], cache, start, start + width)
+
+    def padded(self, encoded: Encoded, length: int) -> Encoded:
+        """A row with at least ``length`` positions: behind its own its last one is repeated, without features."""
+        count = length - encoded.length
+        if count <= 0:
+            return encoded
+        features = {name: pad_behind(value, self.prefill_axes[name], count) for name, value in encoded.prefill.items()}
+        return replace(
+            encoded,
+            input_ids=repeat_last(encoded.input_ids, 1, count),
+            inputs_embeds=repeat_last(encoded.inputs_embeds, 1, count),
+            position=self.padded_positions(encoded.position, count),
+            prefill=features,
+        )
+
+    def padded_positions(self, position: PositionState, count: int) -> PositionState:
+        """A row's positions with ``count`` more, for families that take them; the others count what is in the cache."""
+        return position
+
+    @contextmanager
+    def _answering(self, name: str, value: Any) -> Iterator[None]:
+        """Let the trunk answer for other positions than its last one (``LastPosition``)."""
+        parts = self._last_positions
+        before = [vars(part)[name] for part in parts]
+        for part in parts:
+            vars(part)[name] = value  # an array would be taken for a weight
+        try:
+            yield
+        finally:
+            for part, was in zip(parts, before, strict=True):
+                vars(part)[name] = was
 
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         """Called once the whole prompt is in the row's cache, before the row joins the batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingGridTower, split_patches
 from vlm_batch.adapters.pictures import with_quick_patches
-from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState
@@ -169,6 +170,9 @@ class MRoPEAdapter(GridAdapter):
 
     def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def padded_positions(self, position: PositionState, count: int) -> PositionState:
+        return replace(position, prompt=repeat_last(position.prompt, 2, count))
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
         prompts: list[Any] = [row.position.prompt for row in rows]

@@ -46,17 +46,19 @@ class LastPosition(nn.Module):
     """A language model's trunk that answers for its last position only, so that the LM head runs once per prompt.
 
     Everything else (embedding table, layers, norm) is the trunk's own. While ``is_apart`` is set, each position of one row
-    is answered for as the last position of a row of its own.
+    is answered for as the last position of a row of its own; while ``at`` (B,) is set, each row is by that position.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
-        self.is_apart = False
+        self.__dict__.update(is_apart=False, at=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row whose positions are wanted apart."""
         hidden: mx.array = self.trunk(*args, **kwargs)
+        if self.at is not None:
+            return mx.take_along_axis(hidden, self.at[:, None, None], axis=1)
         return hidden[0][:, None] if self.is_apart else hidden[:, -1:]
 
     def __getattr__(self, name: str) -> Any:

@@ -29,6 +29,21 @@ def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
     return mx.concatenate([mx.zeros(shape, value.dtype), value], axis=axis)
 
 
+def pad_behind(value: Any, axis: int | None, count: int) -> Any:
+    """``value`` with ``count`` zeros behind an axis; None leaves it as it is."""
+    if axis is None:
+        return value
+    shape = list(value.shape)
+    shape[axis] = count
+    return mx.concatenate([value, mx.zeros(shape, value.dtype)], axis=axis)
+
+
+def repeat_last(value: Any, axis: int, count: int) -> mx.array:
+    """``value`` with its last entry along an axis ``count`` more times."""
+    last = cut(value, axis, value.shape[axis] - 1, value.shape[axis])
+    return mx.concatenate([value, mx.repeat(last, count, axis=axis)], axis=axis)
+
+
 def num_entries(value: Any) -> int | None:
     """The length of an array's or list's first axis; None for anything else."""
     if isinstance(value, (mx.array, np.ndarray)):

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
-from vlm_batch.caches.full import can_share, take_row
+from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
 from vlm_batch.caches.listed import ListedCache, always_mask, unpack
@@ -32,8 +32,10 @@ __all__ = [
     "WholeCache",
     "always_mask",
     "can_share",
+    "can_trim",
     "make_layer_cache",
     "take_row",
+    "trim",
     "unpack",
 ]
 

@@ -51,6 +51,14 @@ class FullKind(UpstreamKind):
         taken.offset = self.cache.offset
         return taken
 
+    @property
+    def can_trim(self) -> bool:
+        return True
+
+    def trim(self, count: int) -> None:
+        """Set its offset back: the numbers behind it are written over, and read by nobody."""
+        self.cache.offset -= count
+
     def saved(self, length: int) -> LayerState:
         cache = self.cache
         if cache.keys is None:  # a layer that has one and keeps nothing in it (GLM-5-Next)
@@ -73,6 +81,17 @@ class FullKind(UpstreamKind):
 def can_share(caches: Sequence[Any]) -> bool:
     """Whether fresh caches hold several rows of one length as well as one."""
     return all(kind_of(cache).holds_rows for cache in caches)
+
+
+def can_trim(caches: Sequence[Any]) -> bool:
+    """Whether padding can be taken out again behind a chunk of a row with such caches."""
+    return all(kind_of(cache).can_trim for cache in caches)
+
+
+def trim(caches: Sequence[Any], count: int) -> None:
+    """Take the last ``count`` positions out of a row's caches: padding, which went in behind a chunk."""
+    for cache in caches if count else ():
+        kind_of(cache).trim(count)
 
 
 def take_row(caches: Sequence[Any], row: int) -> list[Any]:

@@ -73,6 +73,15 @@ class CacheKind:
         """The single-row cache of one of these rows, with copies of its own: nothing keeps the others'."""
         raise NotImplementedError
 
+    @property
+    def can_trim(self) -> bool:
+        """Whether the last positions of the chunk that went in last can be taken out again, as if they had not been in it."""
+        return False
+
+    def trim(self, count: int) -> None:
+        """Take out the last ``count`` positions of the chunk that went in last."""
+        raise NotImplementedError
+
     def saved(self, length: int) -> LayerState:
         """Its state after ``length`` tokens. The state's arrays are copies, not evaluated yet."""
         return CopiedState.of(self, length)

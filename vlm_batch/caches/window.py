@@ -46,6 +46,16 @@ class WindowKind(UpstreamKind):
 
     cache: RotatingKVCache
 
+    @property
+    def can_trim(self) -> bool:
+        return self.cache.keep == 0
+
+    def trim(self, count: int) -> None:
+        """A chunk leaves as many positions before it as its first one sees, and all of its own: the last ones are cut off."""
+        cache = self.cache
+        cache.keys, cache.values = (part[:, :, :-count] for part in (cache.keys, cache.values))
+        cache.offset, cache._idx = cache.offset - count, cache._idx - count
+
     def saved(self, length: int) -> WindowState:
         cache = self.cache
         ordered = [cache._temporal_order(part) for part in (cache.keys, cache.values)]

@@ -77,6 +77,7 @@ def open_batcher(args: argparse.Namespace) -> Batcher:
     return VLMBatcher(
         str(args.model or default_checkpoint()),
         max_rows=args.max_num_seqs,
+        warm_up=args.warm_up,
         fetch=FetchPolicy(allow_http=False, allow_files=False),
         **said_options(args),
     )
@@ -108,7 +109,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--warm-up",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="answer once before being ready (default: yes)",
+        help="answer once before being ready, and compute further shapes while nobody asks (default: yes)",
     )
     group.add_argument("--idle-unload", type=float, metavar="SECONDS", help="let go of the model when nobody asks")
 

@@ -17,6 +17,7 @@ _SAME = (
     "encode_seconds",
     "prefill_together",
     "together_tokens",
+    "pad_to",
     "encode_ahead",
 )
 

@@ -26,13 +26,14 @@ class Exact:
     values lie, whatever the batch's placement: attention over a row's own columns and over padded ones differ. ``grid``:
     positions between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of that, have the same
     room whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
-    quantised keys begin).
+    quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
     """
 
     counts: tuple[int, ...] = (1,)
     layout: Placement = Placement.ROWS
     grid: int = POLICIES[Device.CPU].grid
     stops: tuple[int, ...] = ()
+    pad_to: int = 0
 
     def places(self, rows: int) -> int:
         """The number of places for so many rows of one group, at most ``counts[-1]``; 0 for none."""
@@ -69,9 +70,10 @@ class Exact:
 
     def config(self, config: SchedulerConfig) -> SchedulerConfig:
         """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
-        return replace(config, encode_together=1, prefill_together=1, slack=0)
+        return replace(config, encode_together=1, prefill_together=1, slack=0, pad_to=self.pad_to)
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings that a saved row must share with the engine that continues it, by name."""
-        return {"reproducible": f"as {self.counts[0]} rows; {self.layout.value}; grid {self.grid}"}
+        padded = f"; padded to {self.pad_to}" if self.pad_to else ""
+        return {"reproducible": f"as {self.counts[0]} rows; {self.layout.value}; grid {self.grid}{padded}"}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.engine.warming import forwards
 from vlm_batch.policy import Policy, policy_for
 from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
@@ -92,7 +94,11 @@ class BatchGenerator:
             adapter.go_by_shapes()
         self.scheduler = Scheduler(config)
         first = min(config.first_rows, FIRST_PLACES) if config.first_rows is not None else None
-        self.batch = DecodeGroups(placement, self.scheduler.most_rows, exact, first_rows=first, unpacks=policy.unpacks)
+        self._placement = placement
+        self._empty_batch = partial(
+            DecodeGroups, placement, self.scheduler.most_rows, exact, first_rows=first, unpacks=policy.unpacks
+        )
+        self.batch = self._empty_batch()
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
         self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
@@ -114,6 +120,14 @@ class BatchGenerator:
         self._launched = Launched()
         self._forks: list[tuple[Row, mx.array]] = []  # further answers to prefilled prompts, with those prompts' logits
         self._events: list[Event] = []
+
+    def warm_up(self) -> Iterator[None]:
+        """Run a forward of one of the shapes that requests will bring for each ``next``; nothing is left of it. Where rows keep
+        caches of their own, no shape is new, and there are none."""
+        if self._placement is Placement.ROWS:
+            return iter(())
+        places, sampler = self.scheduler.num_places, self.chooser.sampler
+        return forwards(self.adapter, self.prefill, self._decoder, self._empty_batch, sampler, places)
 
     # Rows in and out
 

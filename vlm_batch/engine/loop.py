@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +20,14 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import Loaders, Loading, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.several import Several
-from vlm_batch.errors import BatcherClosed
+from vlm_batch.errors import BatcherClosed, describe
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
 from vlm_batch.types import Event, Request, Result, Stats, failed_result
+
+_log = logging.getLogger(__name__)
 
 
 class Rate:
@@ -110,8 +113,9 @@ class EngineLoop:
     the requests that it had, and it goes on with the next; and where its thread is gone, ``abandon`` ends them.
     """
 
-    def __init__(self, generator: BatchGenerator, loaders: Loaders) -> None:
+    def __init__(self, generator: BatchGenerator, loaders: Loaders, *, warm_up: bool = False) -> None:
         self.generator = generator
+        self._warming = generator.warm_up() if warm_up else None  # what is left to be computed while nothing else is
         self._loaders = loaders
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
@@ -256,7 +260,7 @@ class EngineLoop:
         """Do what the inbox asks for, and then a turn. False for the end; nothing of a request is held while it waits."""
         message: _Message | None = None
         with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(block=not self._is_busy)
+            message = self._inbox.get(block=not self._is_busy and self._warming is None)
         if isinstance(message, _Stop):
             return False
         try:
@@ -264,12 +268,30 @@ class EngineLoop:
                 if message is not None:
                     self._followed += 1
                     self._follow(message)
+                elif self._warming is not None and not self._is_busy:
+                    self._warm(self._warming)
+                    return True
                 if self._followed >= MESSAGES_A_TURN or self._inbox.empty():
                     self._followed = 0
                     self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
             self._recover(error, message)
         return True
+
+    def _warm(self, forwards: Iterator[None]) -> None:
+        """Compute one shape more, if any is left. No request hears of what that raises: it would be told by its own forward."""
+        try:
+            next(forwards)
+        except StopIteration:
+            self._warming = None
+        except Exception as error:
+            self._warming = None
+            _log.warning("the warm-up ended early: %s", describe(error))
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether shapes are left to be computed ahead of requests."""
+        return self._warming is not None
 
     def _follow(self, message: _Add | _Cancel | _Read | _Loaded) -> None:
         if isinstance(message, _Add):

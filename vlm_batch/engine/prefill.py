@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import can_share, take_row
+from vlm_batch.caches import can_share, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
@@ -16,10 +16,15 @@ from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
 from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, together
+from vlm_batch.engine.shapes import padded_count, padded_length
 from vlm_batch.records import Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
 Guard = Callable[..., Any]
+
+
+#: The longest chunk that is warmed up where chunks have no bound.
+LONGEST = 2048
 
 
 class Prefill:
@@ -40,9 +45,13 @@ class Prefill:
         self._reuse = reuse
         self._guard = guard
         self._kv = kv
-        shares = adapter.shares_prefill and can_share(self._fresh_cache())
+        fresh = self._fresh_cache()
+        shares = adapter.shares_prefill and can_share(fresh)
+        pads = adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
+        self._pad_to = (config.pad_to or 0) if pads else 0
         self._most_together = (config.prefill_together or 1) if shares else 1
         self._most_tokens = config.together_tokens
+        self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 
@@ -98,7 +107,7 @@ class Prefill:
             return [[chunk] for chunk in plan]
         scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
         lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
-        return together(plan, lengths, self._most_together, self._most_tokens)
+        return together(plan, lengths, self._most_together, self._most_tokens, self._pad_to)
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]
@@ -109,19 +118,45 @@ class Prefill:
         return [(row, logits) for row, logits in zip(rows, found, strict=True) if logits is not None]
 
     def _run_together(self, rows: Sequence[Row]) -> list[mx.array | None] | None:
-        """Launch whole prompts of one length as one array. None if that failed: each then runs alone and is told its error."""
+        """Launch whole prompts as one array. None if that failed: each then runs alone and is told its error."""
         try:
-            cache = self._fresh_cache()
-            logits = self.adapter.prefill_together([_encoded(_prompt(row)) for row in rows], cache)  # (R, V)
+            logits, cache, width = self.computed([_encoded(_prompt(row)) for row in rows])
             mx.async_eval(logits, [layer.state for layer in cache])
         except Exception:
             return None
         found = []
         for index, row in enumerate(rows):
-            prompt = _prompt(row)
-            prompt.cache, prompt.prefilled = take_row(cache, index), row.facts.length
+            prompt, length = _prompt(row), row.facts.length
+            prompt.cache, prompt.prefilled = take_row(cache, index), length
+            trim(prompt.cache, width - length)
             found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
         return found
+
+    def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
+        """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
+
+        Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones.
+        """
+        cache, ends = self._fresh_cache(), [row.length for row in rows]
+        width = padded_length(max(ends), self._pad_to)
+        idle = padded_count(len(rows), self._pad_to) - len(rows)  # places that run and are thrown away
+        rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
+        if any(end < width for end in ends):
+            return self.adapter.prefill_padded(rows, cache, 0, ends, width), cache, width
+        if len(rows) > 1:
+            return self.adapter.prefill_together(rows, cache), cache, width
+        return self.adapter.prefill(rows[0], cache, 0, width), cache, width
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, positions) of the arrays that whole prompts of one chunk come in; the longest where they are of any length."""
+        most = self._longest if self.adapter.max_context is None else min(self._longest, self.adapter.max_context - 1)
+        if not self._pad_to:
+            return [(1, most)]
+        widths = sorted({padded_length(length, self._pad_to) for length in range(1, most + 1)})
+        counts = sorted({padded_count(count, self._pad_to) for count in range(1, self._most_together + 1)})
+        tokens = self._most_tokens or self._longest
+        return [(count, width) for count in counts for width in widths if count == 1 or count * width <= tokens]
 
     def _fresh_cache(self) -> list[Any]:
         fresh = self.adapter.make_cache()
@@ -134,15 +169,24 @@ class Prefill:
         logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
-            scores_chunk = scores is not None and self.adapter.scores_chunks
-            prefill = self.adapter.prefill_scored if scores_chunk else self.adapter.prefill
-            logits = prefill(
-                _encoded(prompt), prompt.cache, chunk.start, chunk.end
-            )  # (1, V); (L, V) where all are scored
+            logits = self._forward(_encoded(prompt), prompt.cache, chunk, is_scored=scores is not None)
             if scores is not None:
                 scored, logits = scores.add(logits, chunk.end), logits[-1:]
         prompt.prefilled = chunk.end
         return self._settle(row, logits, scored)
+
+    def _forward(self, encoded: Encoded, cache: list[Any], chunk: Chunk, *, is_scored: bool) -> mx.array:
+        """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
+        start, end = chunk.start, chunk.end
+        if is_scored:
+            prefill = self.adapter.prefill_scored if self.adapter.scores_chunks else self.adapter.prefill
+            return prefill(encoded, cache, start, end)
+        width = padded_length(end - start, self._pad_to)
+        if start + width == end:
+            return self.adapter.prefill(encoded, cache, start, end)
+        logits = self.adapter.prefill_padded([encoded], cache, start, [end], width)
+        trim(cache, start + width - end)
+        return logits
 
     def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> mx.array | None:
         """Launch what a chunk left in a row's caches and ``scored`` of its tokens; ``logits`` (1, V) if the prompt is done."""

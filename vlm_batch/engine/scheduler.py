@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from vlm_batch.checks import seconds_option, whole_option
 from vlm_batch.engine.limit import RowLimit
+from vlm_batch.engine.shapes import padded_count, padded_length
 
 #: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
 DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
@@ -49,7 +50,8 @@ class SchedulerConfig:
     long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
     ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes, and ``beside_decode``
     times fewer else. ``prefill_together``: whole prompts of one length that are prefilled as one array, of at most
-    ``together_tokens`` or one prompt. ``smallest_chunk``: prompt tokens
+    ``together_tokens`` or one prompt. ``pad_to``: chunks are computed in multiples of so many positions (``engine.shapes``),
+    or, where it is 0, as they are. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
     requests whose pictures are read while they wait, beside a batch's worth, and ``look_ahead_bytes``: what is prepared of
     them is no more than that (one that is larger by itself goes alone), and no more files are read while that much is held.
@@ -68,6 +70,7 @@ class SchedulerConfig:
     beside_decode: int | None = None
     prefill_together: int | None = None
     together_tokens: int | None = None
+    pad_to: int | None = None
     smallest_chunk: int | None = None
     slack: int = 0
     token_gap: float = 0.1
@@ -82,6 +85,7 @@ class SchedulerConfig:
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1))
         object.__setattr__(self, "slack", whole_option("slack", self.slack, least=0))
         object.__setattr__(self, "encode_ahead", whole_option("encode_ahead", self.encode_ahead, least=0, or_none=True))
+        object.__setattr__(self, "pad_to", whole_option("pad_to", self.pad_to, least=0, or_none=True))
         for name in _OPTIONAL:
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
         for name in ("token_gap", "ageing_seconds"):
@@ -174,12 +178,17 @@ class Scheduler:
                 chunks.append(Chunk(row.request_id, row.done, row.done))
             while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
-                room = rest if rest <= budget + self.config.slack else budget
+                room = rest if rest <= budget + self.config.slack else self._rounded(budget)
                 end = chunk_end(row, min(room, self.config.max_chunk or room))
                 chunks.append(Chunk(row.request_id, row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)
+
+    def _rounded(self, budget: int) -> int:
+        """A budget with the positions that would be padding behind it, if it is worth a chunk."""
+        pad_to = self.config.pad_to or 0
+        return padded_length(budget, pad_to) if budget >= pad_to else budget
 
     def urgency(self, priority: int, submitted: float) -> float:
         """The key that sorts waiting rows, the smallest first; it stays the same while a row waits.
@@ -209,21 +218,24 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
 
 
 def together(
-    plan: Sequence[Chunk], lengths: Mapping[str, int], most: int, most_tokens: int | None = None
+    plan: Sequence[Chunk], lengths: Mapping[str, int], most: int, most_tokens: int | None = None, pad_to: int = 0
 ) -> list[list[Chunk]]:
-    """The plan in groups of at most ``most``: neighbours that are whole prompts of one length share a group.
+    """The plan in groups of at most ``most``: whole prompts of one length, padded to multiples of ``pad_to``, share a group.
 
     ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt.
     """
     groups: list[list[Chunk]] = []
+    open_groups: dict[int, list[Chunk]] = {}
     for chunk in plan:
         length = lengths[chunk.request_id]
-        is_whole = (chunk.start, chunk.end) == (0, length)
-        if is_whole and groups:
-            group = groups[-1]
-            is_alike = (group[0].start, group[0].end, lengths[group[0].request_id]) == (0, length, length)
-            if is_alike and len(group) < most and (most_tokens is None or (len(group) + 1) * length <= most_tokens):
-                group.append(chunk)
-                continue
-        groups.append([chunk])
+        if (chunk.start, chunk.end) != (0, length):
+            groups.append([chunk])
+            continue
+        width = padded_length(length, pad_to)
+        group = open_groups.get(width)
+        num_places = padded_count(len(group or ()) + 1, pad_to)
+        if group is None or num_places > most or (most_tokens is not None and num_places * width > most_tokens):
+            open_groups[width] = group = []
+            groups.append(group)
+        group.append(chunk)
     return groups

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 from vlm_batch.adapters.packed import attend_pictures
-from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
 
@@ -32,6 +33,7 @@ from vlm_batch.registry import ModelSpec, register
 class Ernie45MoeVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's resampler takes the pictures' grid for videos, too."""
 
+    pads_prefill = True
     input_keys = GridAdapter.input_keys
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
 
@@ -57,6 +59,9 @@ class Ernie45MoeVL(MRoPEAdapter):
 
     def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"position_ids": cut(encoded.position.prompt, 1, start, end)}
+
+    def padded_positions(self, position: PositionState, count: int) -> PositionState:
+        return replace(position, prompt=repeat_last(position.prompt, 1, count))
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         return {"position_ids": mx.broadcast_to(step.positions[:, None, None], (step.positions.size, 1, 3))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -36,6 +37,7 @@ class HunyuanVL(Adapter):
     """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
 
     encodes_apart = "its tower takes one picture a call"
+    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored_inputs = frozenset({"position_ids", "imgs_pos"})
 
@@ -71,6 +73,9 @@ class HunyuanVL(Adapter):
 
     def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
+
+    def padded_positions(self, position: PositionState, count: int) -> PositionState:
+        return replace(position, prompt=repeat_last(position.prompt, 2, count))
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])

@@ -23,6 +23,7 @@ class Qwen2VL(MRoPEAdapter):
 
     compiles = True
     shares_prefill = True
+    pads_prefill = True
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

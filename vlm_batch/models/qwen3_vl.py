@@ -21,6 +21,7 @@ class Qwen3VL(MRoPEAdapter):
     A video's time steps are pictures with their seconds in words before them.
     """
 
+    pads_prefill = True
     compiles = True
     video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}

@@ -1,0 +1,219 @@
+"""Chunks of prompts in few lengths: padded behind their ends, cut back again, and every answer as it is alone.
+
+The matrix runs every family that pads with slabs (``tests/test_parity.py``), whose table pads; here is the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.models.cache import RotatingKVCache
+
+from tests.exact_cases import KEYS, Arrival, Way, alone, engine_of, exact_of, play
+from tests.exact_cases import adapter_of as adapter_in
+from tests.harness import Ask, check, run_family, shared_adapter
+from vlm_batch.caches import Placement, can_trim, trim
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, SchedulerConfig, together
+from vlm_batch.engine.shapes import padded_count, padded_length
+from vlm_batch.models import families
+from vlm_batch.policy import POLICIES
+from vlm_batch.runtime.device import Device
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
+
+FAMILY = "qwen2_vl"
+PADDED = SchedulerConfig(max_rows=4, pad_to=16)
+MIXED = [Ask("image:1:0"), Ask("text:4:9"), Ask("image:2:1", at=1), Ask("text:5:26", at=2), Ask("text:6:14", at=2)]
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rows, positions) of each forward of a prompt, as the model's embeddings come in."""
+    adapter, seen = shared_adapter(FAMILY), []
+    plain = adapter.forward
+
+    def watched(ids: Any, embeds: Any, cache: Any, extra: Any) -> mx.array:
+        if embeds is not None:
+            seen.append((embeds.shape[0], embeds.shape[1]))
+        return plain(ids, embeds, cache, extra)
+
+    monkeypatch.setattr(adapter, "forward", watched)
+    return seen
+
+
+# ---- shapes ----
+
+
+def test_lengths_are_few_and_padding_is_at_most_a_quarter() -> None:
+    lengths = {padded_length(length, 64) for length in range(1, 2049)}
+    assert sorted(lengths) == [*range(64, 513, 64), 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    for length in range(1, 5000):
+        width = padded_length(length, 64)
+        assert length <= width < max(length + 64, 1.25 * length)
+        assert padded_length(width, 64) == width
+    assert [padded_length(length, 0) for length in (0, 1, 77)] == [0, 1, 77]
+    assert padded_length(0, 64) == 0
+    assert [padded_length(chunk, 64) for chunk in (1024, 2048)] == [1024, 2048], "the table's chunks are not padded"
+
+
+def test_rows_of_one_array_are_few() -> None:
+    assert [padded_count(count, 64) for count in range(1, 18)] == [1, 2, 3, 4, 6, 6, 8, 8, *[12] * 4, *[16] * 4, 24]
+    assert [padded_count(count, 0) for count in range(1, 8)] == list(range(1, 8))
+
+
+def test_prompts_whose_padded_lengths_agree_go_together() -> None:
+    lengths = {"a": 300, "b": 281, "c": 400, "d": 290, "e": 295, "f": 310}
+    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
+
+    def groups(*limits: int) -> list[str]:
+        return ["".join(chunk.request_id for chunk in group) for group in together(plan, lengths, *limits)]
+
+    assert groups(8, 4096, 64) == ["abdef", "c"]
+    assert groups(8, 4 * 320, 64) == ["abde", "c", "f"]
+    assert groups(5, 4096, 64) == ["abde", "c", "f"], "five are computed as six"
+    assert groups(8, 4096, 0) == list("abcdef")
+
+
+def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
+    row = PrefillRow("a", 2000, 0)
+
+    def first(budget: int, pad_to: int) -> int:
+        return Scheduler(SchedulerConfig(max_rows=4, pad_to=pad_to)).plan([row], budget)[0].end
+
+    assert [first(700, 64), first(700, 0), first(3, 64)] == [768, 700, 3]
+    capped = Scheduler(SchedulerConfig(max_rows=4, pad_to=64, max_chunk=512))
+    assert [chunk.end for chunk in capped.plan([row], 700)] == [512, 704]
+
+
+def test_gpus_pad_and_cpus_do_not() -> None:
+    assert POLICIES[Device.CPU].pad_to == 0
+    assert POLICIES[Device.CUDA].pad_to == POLICIES[Device.METAL].pad_to == 64
+    with pytest.raises(ValueError, match="pad_to is -1"):
+        SchedulerConfig(pad_to=-1)
+
+
+# ---- caches ----
+
+
+@pytest.mark.parametrize("chunks", [(5,), (3, 6), (9, 4), (12, 7, 2)])
+def test_what_is_trimmed_from_a_window_is_as_if_it_had_not_been(chunks: tuple[int, ...]) -> None:
+    """Also for the chunks and tokens that come after it."""
+    numbers = iter(range(1, 1000))
+
+    def new(count: int) -> mx.array:
+        return mx.array([next(numbers) for _ in range(count)], dtype=mx.float32)[None, None, :, None]
+
+    plain, padded = RotatingKVCache(8), RotatingKVCache(8)
+    for count in chunks:
+        keys = new(count)
+        plain.update_and_fetch(keys, keys)
+        junk = mx.concatenate([keys, mx.full((1, 1, 5, 1), -1.0)], axis=2)
+        padded.update_and_fetch(junk, junk)
+        trim([padded], 5)
+        assert padded.offset == plain.offset
+        _same_states(plain, padded)
+    for _ in range(12):
+        token = new(1)
+        one, other = plain.update_and_fetch(token, token), padded.update_and_fetch(token, token)
+        assert sorted(np.array(one[0]).ravel()) == sorted(np.array(other[0]).ravel())
+
+
+def _same_states(plain: RotatingKVCache, padded: RotatingKVCache) -> None:
+    one, other = plain._temporal_order(plain.keys), padded._temporal_order(padded.keys)
+    assert np.array_equal(np.array(one), np.array(other))
+
+
+def test_the_families_that_most_people_serve_are_padded() -> None:
+    names = {spec.family for spec in families() if spec.adapter is not None and spec.adapter.pads_prefill}
+    assert {
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "gemma3",
+        "gemma4",
+        "llava",
+        "internvl",
+        "pixtral",
+        "smolvlm",
+    } <= names
+    assert not names & {"paligemma", "florence2", "mllama"}, "they see a prompt as a whole"
+
+
+@pytest.mark.parametrize("name", ["lfm2_vl", "qwen3_5", "unlimited_ocr"])
+def test_states_that_cannot_be_cut_back_are_not_padded_whatever_a_family_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = shared_adapter(name)
+    monkeypatch.setattr(type(adapter), "pads_prefill", True)
+    assert not can_trim(adapter.make_cache())
+    check(name, run_family(name, [Ask("text:4:9"), Ask("text:5:26")], placement=Placement.SLAB, config=PADDED))
+
+
+# ---- the engine ----
+
+
+@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+def test_prompts_of_all_lengths_come_in_few_shapes(placement: Placement, shapes: list[tuple[int, int]]) -> None:
+    check(FAMILY, run_family(FAMILY, MIXED, placement=placement, config=PADDED))
+    assert shapes and all(width % 16 == 0 for _, width in shapes)
+
+
+def test_nothing_is_padded_where_that_is_said(shapes: list[tuple[int, int]]) -> None:
+    check(FAMILY, run_family(FAMILY, MIXED, placement=Placement.SLAB, config=replace(PADDED, pad_to=0)))
+    assert {9, 26, 14} <= {width for _, width in shapes}
+
+
+def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]]) -> None:
+    """Five texts of 9 to 14 tokens: six rows of 16, the last of which nobody reads."""
+    asks = [Ask(f"text:{seed}:{length}") for seed, length in ((4, 9), (6, 14), (7, 12), (8, 11), (9, 13))]
+    config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512)
+    check(FAMILY, run_family(FAMILY, asks, placement=Placement.SLAB, config=config))
+    assert shapes == [(6, 16)]
+
+
+@pytest.mark.parametrize("budget", [5, 20])
+def test_chunks_that_end_in_a_prompt_are_cut_back_before_the_next(budget: int, shapes: list[tuple[int, int]]) -> None:
+    config = replace(PADDED, prefill_budget=budget, idle_budget=budget)
+    asks = [Ask("text:5:26", tokens=12), Ask("image:3:2", at=2), Ask("text:9:40", at=3)]
+    check(FAMILY, run_family(FAMILY, asks, placement=Placement.SLAB, config=config))
+    assert all(width % 16 == 0 for _, width in shapes)
+
+
+def test_beginnings_are_kept_without_the_padding(shapes: list[tuple[int, int]]) -> None:
+    adapter = shared_adapter(FAMILY)
+    reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)))
+    engine = BatchGenerator(adapter, placement=Placement.SLAB, config=PADDED, reuse=reuse)
+    asks = [Ask("text:5:40")]
+    check(FAMILY, run_family(FAMILY, asks, generator=engine))
+    shapes.clear()
+    again = run_family(FAMILY, [Ask("text:5:40"), Ask("text:5:40", at=1)], generator=engine)
+    check(FAMILY, again)
+    assert all(answer.result is not None and answer.result.usage.cached_tokens >= 39 for answer in again)
+
+
+def test_few_bits_are_not_padded(shapes: list[tuple[int, int]]) -> None:
+    """Their caches cannot be cut back as if the padding had not been in the chunk."""
+    engine = BatchGenerator(
+        shared_adapter(FAMILY), placement=Placement.SLAB, config=PADDED, kv=KVQuantisation(8, group_size=32)
+    )
+    run_family(FAMILY, [Ask("text:4:9")], generator=engine)
+    assert shapes == [(1, 9)]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_reproducible_answers_are_padded_by_their_own_lengths(name: str) -> None:
+    """Alone and in company, in a slab, with kept beginnings: the same bits."""
+    exact = replace(exact_of(name, "bfloat16", Placement.SLAB), pad_to=16, grid=32)
+    assert exact.settings != replace(exact, pad_to=0).settings, "files of rows that were not padded are others"
+    arrivals = [Arrival(key, at=index % 3) for index, key in enumerate((*KEYS, "text:5:40"))]
+    way = Way(max_rows=5, placement=Placement.SLAB, keeps=True)
+    answers = play(name, engine_of(adapter_in(name, "bfloat16"), exact, way), arrivals)
+    for arrival, answer in zip(arrivals, answers, strict=True):
+        assert answer == replace(alone(name, "bfloat16", arrival.key, exact), cached=answer.cached), arrival

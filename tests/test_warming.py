@@ -1,0 +1,130 @@
+"""Warm-up: the shapes that requests will bring, computed while nothing is asked, of which nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.exact_cases import adapter_of
+from tests.harness import Ask, check, run_family, shared_adapter
+from vlm_batch import Request, VLMBatcher
+from vlm_batch.assets import default_checkpoint
+from vlm_batch.caches import Placement
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.exactness import exact_for
+from vlm_batch.store.budget import ByteBudget
+from vlm_batch.store.prefix import PrefixCache
+
+FAMILY = "qwen2_vl"
+CONFIG = SchedulerConfig(max_rows=4, pad_to=16, max_chunk=64, prefill_together=4, together_tokens=128)
+ASKS = [Ask("text:4:9"), Ask("text:6:14"), Ask("image:2:1", at=1), Ask("text:5:26", at=2), Ask("text:9:40", at=2)]
+QUESTION = Request(prompt="count to 5", params={"max_tokens": 8})  # type: ignore[arg-type]
+SLAB = {"placement": "slab", "most_rows": 4, "max_chunk": 128}
+
+
+class Shapes:
+    """The shapes of an adapter's forwards: of embeddings (B, L), or of tokens (B, 1)."""
+
+    def __init__(self, adapter: Any, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+        plain = adapter.forward
+
+        def forward(ids: Any, embeds: Any, cache: Any, extra: Any) -> mx.array:
+            self.seen.append(("step", ids.shape) if embeds is None else ("prompt", embeds.shape[:2]))
+            return plain(ids, embeds, cache, extra)
+
+        patch.setattr(adapter, "forward", forward)
+
+    def take(self) -> set[tuple[str, tuple[int, ...]]]:
+        found, self.seen = set(self.seen), []
+        return found
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs are measured here."""
+    monkeypatch.setenv("VLM_BATCH_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["by default", "reproducible"])
+def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_of(FAMILY, "float32")
+    exact = exact_for(adapter, layout=Placement.SLAB, grid=256, pad_to=16) if is_exact else None
+    reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)), exact=exact)
+    engine = BatchGenerator(adapter, placement=Placement.SLAB, config=CONFIG, reuse=reuse, exact=exact)
+    shapes = Shapes(adapter, monkeypatch)
+    assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 3, "each step has a prompt before it"
+    warmed = shapes.take()
+    assert not engine.has_work and not engine.batch.rows and not engine.prefill.rows and not engine.reuse.nbytes
+    check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
+    assert shapes.take() <= warmed
+
+
+def test_there_is_nothing_to_compute_where_rows_keep_caches_of_their_own() -> None:
+    engine = BatchGenerator(shared_adapter(FAMILY), placement=Placement.ROWS, config=CONFIG)
+    assert list(engine.warm_up()) == []
+
+
+def wait_until(is_so: Any) -> None:
+    waiting = threading.Event()
+    for _ in range(6000):
+        if is_so():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_no_counter_moves_and_no_answer_changes() -> None:
+    with (
+        VLMBatcher(default_checkpoint(), policy=SLAB) as plain,
+        VLMBatcher(default_checkpoint(), policy=SLAB, warm_up=True) as warm,
+    ):
+        wait_until(lambda: not warm._loop.is_warming)
+        moving = {"mlx_bytes", "max_kv_bytes"}
+        one, other = plain.stats(), warm.stats()
+        assert [vars(one)[f.name] for f in fields(one) if f.name not in moving] == [
+            vars(other)[f.name] for f in fields(other) if f.name not in moving
+        ]
+        assert warm.submit_request(QUESTION).result().token_ids == plain.submit_request(QUESTION).result().token_ids
+
+
+def test_requests_go_before_whatever_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up without an end: its forwards lie between requests, while one is read, and never between a request's steps."""
+    asked, beside = threading.Event(), list[bool]()
+
+    def forwards(self: BatchGenerator) -> Iterator[None]:
+        assert asked.wait(60)
+        while not handle.done():
+            beside.append(self.has_work)
+            yield
+
+    monkeypatch.setattr(BatchGenerator, "warm_up", forwards)
+    with VLMBatcher(default_checkpoint(), warm_up=True) as batcher:
+        handle = batcher.submit_request(QUESTION)
+        asked.set()
+        assert handle.result(timeout=60).ok
+        wait_until(lambda: not batcher._loop.is_warming)
+    assert beside and not any(beside)
+
+
+def test_a_warm_up_that_raises_ends_and_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forwards(self: Any) -> Iterator[None]:
+        yield
+        raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+
+    monkeypatch.setattr(BatchGenerator, "warm_up", forwards)
+    with caplog.at_level(logging.WARNING), VLMBatcher(default_checkpoint(), warm_up=True) as batcher:
+        wait_until(lambda: not batcher._loop.is_warming)
+        assert batcher.submit_request(QUESTION).result().ok
+    assert "the warm-up ended early" in caplog.text
