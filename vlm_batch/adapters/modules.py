@@ -45,18 +45,24 @@ class LastPosition(nn.Module):
     """A language model's trunk that answers for its last position only, so that the LM head runs once per prompt.
 
     Everything else (embedding table, layers, norm) is the trunk's own. While ``is_apart`` is set, each position of one row
-    is answered for as the last position of a row of its own.
+    is answered for as the last position of a row of its own. ``places`` says how many rows the LM head is to have for B:
+    those beyond repeat the first one, and their logits are to be cut off.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
         self.is_apart = False
+        self.__dict__["places"] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row whose positions are wanted apart."""
         hidden: mx.array = self.trunk(*args, **kwargs)
-        return hidden[0][:, None] if self.is_apart else hidden[:, -1:]
+        if self.is_apart:
+            return hidden[0][:, None]
+        last, places = hidden[:, -1:], self.__dict__["places"]
+        idle = places(last.shape[0]) - last.shape[0] if places is not None else 0
+        return mx.concatenate([last, mx.repeat(last[:1], idle, axis=0)]) if idle else last
 
     def __getattr__(self, name: str) -> Any:
         if name == "trunk":
