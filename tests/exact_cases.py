@@ -236,11 +236,11 @@ def differences(
     return [
         f"{arrival.key} (at {arrival.at}, {answer.cached} cached): {_first(answer, right)}"
         for arrival, answer, right in zip(arrivals, answers, expected, strict=True)
-        if not _same(answer, right)
+        if not is_same(answer, right)
     ]
 
 
-def _same(answer: Answer, right: Answer) -> bool:
+def is_same(answer: Answer, right: Answer) -> bool:
     count = len(answer.tokens)
     return answer.tokens == right.tokens[:count] and all(
         one[: len(other)] == other[: len(one)] for one, other in zip(answer.bits, right.bits, strict=False)

@@ -29,6 +29,7 @@ from tests.exact_cases import (
     differences,
     engine_of,
     exact_of,
+    is_same,
     play,
 )
 from tests.exact_table import DATA, Record
@@ -42,9 +43,10 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of
+from vlm_batch.engine.proof import best_class, classes_of, joint_products_agree
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.exactness import exact_for
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.exactness import Joint, exact_for
 from vlm_batch.loading import load_model
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime import blas
@@ -195,6 +197,72 @@ def test_groups_and_idle_places(counts: tuple[int, ...]) -> None:
     answers = play(name, engine, [Arrival(key, at=index) for index, key in enumerate(KEYS)])
     for key, answer in zip(KEYS, answers, strict=True):
         assert answer.bits == alone(name, precision, key, proven).bits
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4 bits"])
+def test_prompts_that_share_a_prefill(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one length go through the model together where that is proven, and are the prompts alone."""
+    name = "qwen2_5_vl"
+    adapter, proven = adapter_of(name, precision), exact_of(name, precision, Placement.SLAB)
+    exact = replace(proven, joint=Joint(adapter, None))
+    arrivals = [Arrival(f"text:{seed}:9") for seed in range(5, 12)]
+    shared: list[int] = []
+    together = adapter.prefill_together
+
+    def counted(rows: Any, cache: Any) -> Any:
+        shared.append(len(rows))
+        return together(rows, cache)
+
+    monkeypatch.setattr(adapter, "prefill_together", counted)
+    engine = engine_of(adapter, exact, Way(max_rows=8, placement=Placement.SLAB))
+    answers = play(name, engine, arrivals)
+    if joint_sizes := [size for size in (4, 2) if exact.joint is not None and exact.joint.agree(size, 9)]:
+        assert max(shared) == joint_sizes[0]
+    assert 4 in joint_sizes or precision == "float32", "MLX's own products go row by row"
+    for arrival, answer in zip(arrivals, answers, strict=True):
+        assert is_same(answer, alone(name, precision, arrival.key, proven)), arrival.key
+
+
+class Sums:
+    """A product whose sums run in another order from ``turn`` rows on."""
+
+    def __init__(self, turn: int) -> None:
+        self.turn, self.width = turn, 64
+
+    def rows(self, count: int) -> mx.array:
+        return mx.array(np.random.RandomState(0).standard_normal((count, 1, self.width)).astype(np.float32))
+
+    @property
+    def call(self) -> Any:
+        def call(x: mx.array) -> mx.array:
+            halves = x.reshape(*x.shape[:-1], 2, self.width // 2)
+            turned = halves.sum(axis=-1).sum(axis=-1, keepdims=True)
+            return turned if x.size // self.width >= self.turn else mx.cumsum(x, axis=-1)[..., -1:]
+
+        return call
+
+
+def test_prompts_share_no_prefill_where_products_differ() -> None:
+    assert joint_products_agree([Sums(1000)], 4, 100)
+    assert not joint_products_agree([Sums(1000), Sums(300)], 4, 100)
+    assert joint_products_agree([Sums(300)], 2, 100)
+
+
+def test_prompts_are_parted_by_what_is_proven() -> None:
+    class Up(Joint):
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def agree(self, rows: int, length: int) -> bool:
+            return rows * length <= self.most
+
+    exact = Exact((2, 4, 8), Placement.SLAB, joint=Up(400))
+    assert exact.sizes(11, 50) == (8, 2, 1)
+    assert exact.sizes(11, 100) == (4, 4, 2, 1)
+    assert exact.sizes(3, 300) == (1, 1, 1)
+    assert Exact((2, 4, 8)).sizes(3, 10) == (1, 1, 1)
+    assert exact.config(SchedulerConfig(prefill_together=32)).prefill_together == 32
+    assert Exact().config(SchedulerConfig(prefill_together=32)).prefill_together == 1
 
 
 HASWELL = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+import weakref
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +17,16 @@ from vlm_batch.adapters.products import products_of, shapes_of, size_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.proof import Classes, best_class, classes_of, counts_for, decode_bits, product_bits
+from vlm_batch.engine.proof import (
+    Classes,
+    best_class,
+    classes_of,
+    counts_for,
+    decode_bits,
+    joint_prefill_agrees,
+    joint_products_agree,
+    product_bits,
+)
 from vlm_batch.policy import policy_for
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import device
@@ -24,7 +34,7 @@ from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 3
+PROOF = 4
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
 #: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
 MAX_STEP_BYTES = 32 * 2**20
@@ -73,7 +83,42 @@ def exact_for(
                 "numbers of rows agree in every bit; reproducible=False decodes rows together",
                 stacklevel=4,
             )
-    return Exact(counts, layout, grid, stops, pad_to)
+    is_joint = adapter.shares_prefill and layout is Placement.SLAB and counts != (1,)
+    return Exact(counts, layout, grid, stops, pad_to, Joint(adapter, kv) if is_joint else None)
+
+
+class Joint:
+    """The proof, for a model on this device, that prompts of one length which share a prefill get the bits they get alone.
+
+    Each kind of product is tried with made-up weights and as many rows as the prompts have tokens, and then the model's
+    own prefill. Attention needs no proof: each prompt's is a call of its own (``kernels.attend_apart``). What was found for
+    a number of prompts and a length is kept in a file.
+    """
+
+    def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
+        self._adapter = weakref.proxy(adapter)
+        self._kv = kv
+        self._found: dict[tuple[int, int], bool] = {}
+
+    def agree(self, rows: int, length: int) -> bool:
+        """Whether ``rows`` prompts of ``length`` tokens may share a prefill. Uses MLX where it is not known yet."""
+        if (rows, length) not in self._found:
+            key = _model_key(self._adapter, self._kv) | {"joint": [rows, length]}
+            kept = read_proof(key)
+            if kept is None:
+                kept = {"agree": self._measured(rows, length)}
+                write_proof(key, kept)
+            self._found[rows, length] = bool(kept["agree"])
+        return self._found[rows, length]
+
+    def _measured(self, rows: int, length: int) -> bool:
+        try:
+            products = [product for product in products_of(self._adapter.language) if not product.is_head]
+            return joint_products_agree(products, rows, length) and joint_prefill_agrees(
+                self._adapter, self._kv, rows, length
+            )
+        except Exception:  # as much as memory holds alone may be too much together
+            return False
 
 
 def prove(
@@ -88,20 +133,22 @@ def prove(
     adapter.go_by_shapes()
     unpacks = kv is not None and (policy_for(layout.value, device()).unpacks if unpacks is None else unpacks)
     counts = counts_for(layout, max_rows)
-    key = {
-        "versions": versions(),
-        "device": device_facts(),
-        "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
-        "kv": settings_of(kv) | {"unpacks": str(unpacks)},
-        "layout": layout.value,
-        "counts": counts,
-        "proof": PROOF,
-    }
+    key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "unpacks": unpacks}
     if (kept := read_proof(key)) is not None:
         return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"])
     proof = _measured(adapter, kv, layout, counts, unpacks)
     write_proof(key, {"classes": proof.classes, "how": proof.how})
     return proof
+
+
+def _model_key(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
+    return {
+        "versions": versions(),
+        "device": device_facts(),
+        "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
+        "kv": settings_of(kv),
+        "proof": PROOF,
+    }
 
 
 def _measured(

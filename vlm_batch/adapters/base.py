@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, runs_model
+from vlm_batch.adapters.hooks import attending_apart, check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.joint import Answers, Desk, Looked, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
@@ -115,10 +115,17 @@ class Adapter:
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
 
-    def go_by_shapes(self) -> None:
+    def go_by_shapes(self, places: Callable[[int], int] | None = None) -> None:
         """From now on choose kernels by the shapes of one call alone, not by what was called before, and encode each picture
-        in a call of its own, so that what is kept of one cannot change another."""
+        in a call of its own, so that what is kept of one cannot change another.
+
+        ``places`` are the numbers of rows that agree in every bit: where prompts share a prefill, they share an LM head of
+        such a number, and so does a prompt alone.
+        """
         self.goes_by_shapes = True
+        if self.shares_prefill:
+            for part in self._last_positions:
+                part.__dict__["places"] = places
         for owner, name in self.towers():
             if isinstance(owner[name], RememberingTower):
                 owner[name].goes_by_shapes = True
@@ -456,7 +463,8 @@ class Adapter:
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
-        return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+        logits = self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+        return logits if any(part.is_apart for part in self._last_positions) else logits[:1]
 
     @runs_model
     def prefill_scored(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
@@ -478,7 +486,8 @@ class Adapter:
         """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
         ids = mx.concatenate([row.input_ids for row in rows])
         embeds = mx.concatenate([row.inputs_embeds for row in rows])
-        return self.forward(ids, embeds, cache, self.positions_together(rows))
+        with attending_apart(self.goes_by_shapes):
+            return self.forward(ids, embeds, cache, self.positions_together(rows))[: len(rows)]
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
         """The positions of prompts of one length, for families that take them."""

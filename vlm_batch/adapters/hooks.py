@@ -16,6 +16,7 @@ import dis
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import CodeType, FunctionType
@@ -33,6 +34,7 @@ Answer = TypeVar("Answer")
 class _Thread(threading.local):
     runs_adapter = False
     goes_by_shapes = False
+    attends_apart = False
 
 
 _thread = _Thread()
@@ -44,6 +46,21 @@ _put: WeakSet[Callable[..., Any]] = WeakSet()
 def goes_by_shapes() -> bool:
     """Whether the adapter that runs its model on this thread chooses kernels by the shapes of one call alone."""
     return _thread.goes_by_shapes
+
+
+def attends_apart() -> bool:
+    """Whether the rows of a prefill on this thread attend in calls of their own."""
+    return _thread.attends_apart
+
+
+@contextmanager
+def attending_apart(is_apart: bool) -> Iterator[None]:
+    """For as long as it lasts, let each row of a prefill on this thread attend in a call of the shape that it has alone."""
+    before, _thread.attends_apart = _thread.attends_apart, is_apart
+    try:
+        yield
+    finally:
+        _thread.attends_apart = before
 
 
 def runs_model(call: Callable[Given, Answer]) -> Callable[Given, Answer]:

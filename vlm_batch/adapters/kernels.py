@@ -28,7 +28,7 @@ import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
-from vlm_batch.adapters.hooks import goes_by_shapes
+from vlm_batch.adapters.hooks import attending_apart, attends_apart, goes_by_shapes
 from vlm_batch.caches.quantized import QuantizedStates
 
 #: Calls of a shape before it is given a plan: in about 30 forwards of 36 layers a plan pays for itself.
@@ -80,6 +80,8 @@ def takes_powers(array: mx.array) -> bool:
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` of (B, H, L, D) queries over (B, H_kv, K, D) keys, by the cheaper way."""
+    if attends_apart() and queries.shape[0] > 1:
+        return attend_apart(queries, keys, values, scale, mask)
     if takes_plans(queries):
         if is_groupable(queries, keys, mask):
             return attend_groups(queries, keys, values, scale, mask)
@@ -100,6 +102,17 @@ def attend_all(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     if takes_powers(queries):
         return attend(queries, keys, values, scale)
     return ensure_fused_sdpa(queries, keys, values, scale)
+
+
+def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
+    """``attend`` for each row by itself, in the shapes that the row has alone: (B, H, L, D_v)."""
+    is_each = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] == queries.shape[0]
+    with attending_apart(False):
+        rows = [
+            attend(queries[i : i + 1], keys[i : i + 1], values[i : i + 1], scale, mask[i : i + 1] if is_each else mask)
+            for i in range(queries.shape[0])
+        ]
+    return mx.concatenate(rows)
 
 
 def is_long(queries: mx.array, keys: mx.array) -> bool:

@@ -47,19 +47,23 @@ class LastPosition(nn.Module):
 
     Everything else (embedding table, layers, norm) is the trunk's own. While ``is_apart`` is set, each position of one row
     is answered for as the last position of a row of its own; while ``at`` (B,) is set, each row is by that position.
+    ``places`` says how many rows the LM head is to have for B: those beyond repeat the first one, and their logits are to be
+    cut off.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
-        self.__dict__.update(is_apart=False, at=None)
+        self.__dict__.update(is_apart=False, at=None, places=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row whose positions are wanted apart."""
         hidden: mx.array = self.trunk(*args, **kwargs)
-        if self.at is not None:
-            return mx.take_along_axis(hidden, self.at[:, None, None], axis=1)
-        return hidden[0][:, None] if self.is_apart else hidden[:, -1:]
+        if self.is_apart:
+            return hidden[0][:, None]
+        last = hidden[:, -1:] if self.at is None else mx.take_along_axis(hidden, self.at[:, None, None], axis=1)
+        idle = self.places(last.shape[0]) - last.shape[0] if self.places is not None else 0
+        return mx.concatenate([last, mx.repeat(last[:1], idle, axis=0)]) if idle else last
 
     def __getattr__(self, name: str) -> Any:
         if name == "trunk":

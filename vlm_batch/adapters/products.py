@@ -17,6 +17,8 @@ from vlm_batch.adapters.modules import clone_modules
 BLOCK = 32
 #: What is left of a number of outputs by whole tiles stays as it is.
 EDGE = 64
+#: Outputs whose weights differ, so that as many sums are compared: one alone is often rounded the same way in two orders.
+DIFFERENT = 16
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Product:
     """A layer of the model's, of its shape and type: ``call`` takes rows (R, 1, width) of ``dtype``.
 
     Its weights are made up: kernels are chosen by shapes and types, and these weights let the order of a sum be seen. Columns
-    ``BLOCK / 2`` apart are equal, so that large numbers of opposite signs in a row cancel, and what was rounded while they
-    were there stays.
+    ``BLOCK / 2`` apart are equal, and so are those ``far`` apart, so that large numbers of opposite signs in a row cancel, and
+    what was rounded while they were there stays. Near ones show the order within the part of a sum that one thread adds up,
+    far ones the order of the parts.
     """
 
     width: int
@@ -35,23 +38,36 @@ class Product:
     layout: tuple[Any, ...]  # of few bits: group size, bits, mode
 
     @property
+    def far(self) -> int:
+        """The columns between two equal halves: whole groups of few bits, or a part of one group; 0 where there is no room."""
+        unit = self.layout[0] if self.layout and self.width >= 2 * self.layout[0] else BLOCK
+        return self.width // 2 // unit * unit
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a table of tokens, which answers for a prompt's last position alone."""
+        return isinstance(self.layer, (nn.Embedding, nn.QuantizedEmbedding))
+
+    @property
     def call(self) -> Callable[[mx.array], mx.array]:
         """The layer with its weights, made anew: they are held by nobody else."""
-        column = np.random.RandomState(self.width).standard_normal((1, self.width))
-        blocks = _blocks(column)
+        columns = np.random.RandomState(self.width).standard_normal((DIFFERENT, self.width))
+        blocks = _blocks(columns)
         blocks[:, :, 1] = blocks[:, :, 0]
-        column[:, : blocks.size] = blocks.reshape(1, -1)
-        weight = mx.array(column.astype(np.float32)).astype(self.dtype)
+        columns[:, : blocks[0].size] = blocks.reshape(DIFFERENT, -1)
+        columns[:, self.far : 2 * self.far] = columns[:, : self.far]
+        weight = mx.array(columns.astype(np.float32)).astype(self.dtype)
+        which = mx.arange(self.outputs) % DIFFERENT
         twin: Any = clone_modules(self.layer)
         layout = self.layout
         parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
         for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
-            # A repeated row is one row in memory: other kernels are chosen for it, and in few bits CUDA has none.
-            twin[name] = mx.contiguous(mx.repeat(part, self.outputs, axis=0))
+            twin[name] = part[
+                which
+            ]  # whole in memory: a row that is repeated there is one, for which CUDA has no kernel
         if "bias" in twin:
             twin["bias"] = twin["bias"][: self.outputs]
-        is_table = isinstance(twin, (nn.Embedding, nn.QuantizedEmbedding))
-        return twin.as_linear if is_table else twin  # type: ignore[no-any-return]
+        return twin.as_linear if self.is_head else twin  # type: ignore[no-any-return]
 
     def rows(self, count: int) -> mx.array:
         """Rows that tell one order of summation from another: (count, 1, width), the same ones at each call."""
@@ -61,6 +77,11 @@ class Product:
         sizes = blocks[:, :, 0, ::2].shape
         large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
         blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
+        far = self.far // BLOCK  # in blocks: the second of each pair of blocks has its opposite there, not beside it
+        for block in range(1, far, 2):
+            blocks[:, block, 1, ::2] = random.standard_normal((count, BLOCK // 4)) / 64
+            blocks[:, block + far] = random.standard_normal((count, 2, BLOCK // 2)) / 64
+            blocks[:, block + far, 0, ::2] = -blocks[:, block, 0, ::2]
         rows[:, : blocks[0].size] = blocks.reshape(count, -1)
         return mx.array(rows[:, None].astype(np.float32)).astype(self.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -107,7 +108,15 @@ class Prefill:
             return [[chunk] for chunk in plan]
         scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
         lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
-        return together(plan, lengths, self._most_together, self._most_tokens, self._pad_to)
+        groups = together(plan, lengths, self._most_together, self._most_tokens, self._pad_to)
+        return groups if self._exact is None else [part for group in groups for part in self._proven(group)]
+
+    def _proven(self, group: list[Chunk]) -> list[list[Chunk]]:
+        """A group in parts that give each prompt the bits that it has alone."""
+        assert self._exact is not None
+        width = padded_length(group[0].end, self._pad_to)
+        ends = list(accumulate(self._exact.sizes(len(group), width), initial=0))
+        return [group[start:end] for start, end in pairwise(ends)]
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches import Placement, always_mask, make_layer_cache, unpack
+from vlm_batch.arrays import arrays_of
+from vlm_batch.caches import Placement, always_mask, make_layer_cache, take_row, unpack
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
@@ -30,6 +31,8 @@ LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
 #: Ids of plain text in every vocabulary.
 FIRST_ID, LAST_ID = 3, 99
 STEPS = 2
+#: Tokens of a made-up prompt that differ; a longer one repeats them.
+TOKENS = 64
 #: The cost of a forward beside its rows, counted in rows, and the numbers of live rows by which a class is judged.
 FORWARD = {Placement.ROWS: 4, Placement.SLAB: 1000}
 JUDGED_BY = (1, 8, 32)
@@ -116,6 +119,48 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
             else:
                 del found[count]
     return {count: tuple(bits) for count, bits in found.items()}
+
+
+def joint_products_agree(products: Sequence[Rows], prompts: int, length: int) -> bool:
+    """Whether products give the tokens of several prompts of one length the bits that they give those of one."""
+    for product in products:
+        call, rows = product.call, product.rows(TOKENS)
+        one = mx.tile(rows, (-(-length // TOKENS), 1, 1))[:length, 0][None]  # (1, L, width)
+        alone, joint = call(one), call(mx.repeat(one, prompts, axis=0))
+        if not _is_same(joint, mx.broadcast_to(alone, joint.shape)):
+            return False
+    return True
+
+
+def joint_prefill_agrees(adapter: ModelAdapter, kv: KVQuantisation | None, prompts: int, length: int) -> bool:
+    """Whether a model's own prefill of several prompts of one length leaves what it leaves of each alone: logits, caches."""
+
+    def fresh() -> list[Any]:
+        caches = adapter.make_cache()
+        return caches if kv is None else kv.caches(caches)
+
+    random, ids = np.random.RandomState(length), []
+    for _ in range(2):
+        ids.append(mx.array(random.randint(FIRST_ID, LAST_ID + 1, size=(1, length)), dtype=mx.int32))
+    rows = [adapter.encode(adapter.probe(one)) for one in ids]
+    joint = fresh()
+    together = adapter.prefill_together([rows[place % 2] for place in range(prompts)], joint)
+    for number, row in enumerate(rows):
+        caches = fresh()
+        logits = adapter.prefill(row, caches, 0, length)
+        alone = [logits[0], *arrays_of([cache.state for cache in caches])]
+        for place in {number, prompts - 2 + number}:
+            found = [together[place], *arrays_of([cache.state for cache in take_row(joint, place)])]
+            if not all(map(_is_same, found, alone)):
+                return False
+    return True
+
+
+def _is_same(one: mx.array, other: mx.array) -> bool:
+    """Whether two arrays agree in every bit, by the device that holds them."""
+    kinds: Any = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+    kind = kinds[one.dtype.size]
+    return one.dtype == other.dtype and bool(mx.array_equal(one.view(kind), other.view(kind)).item())
 
 
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
