@@ -36,6 +36,7 @@ from tests.exact_table import DATA, Record
 from tests.zoo import FAMILIES
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
+from vlm_batch.adapters.modules import RememberingGridTower
 from vlm_batch.adapters.products import products_of
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
@@ -219,6 +220,31 @@ def test_prompts_that_share_a_prefill(precision: str, monkeypatch: pytest.Monkey
     if joint_sizes := [size for size in (4, 2) if exact.joint is not None and exact.joint.agree(size, 9)]:
         assert max(shared) == joint_sizes[0]
     assert 4 in joint_sizes or precision == "float32", "MLX's own products go row by row"
+    for arrival, answer in zip(arrivals, answers, strict=True):
+        assert is_same(answer, alone(name, precision, arrival.key, proven)), arrival.key
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_pictures_that_share_a_call(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of one size go through the tower together where that is proven, and the answers are those alone."""
+    name = "qwen2_5_vl"
+    adapter, proven = adapter_of(name, precision), exact_of(name, precision, Placement.SLAB)
+    exact = replace(proven, joint=Joint(adapter, None))
+    made: list[int] = []
+    as_one = RememberingGridTower.as_one
+
+    def counted(self: Any, calls: Any) -> Any:
+        made.append(len(calls))
+        return as_one(self, calls)
+
+    monkeypatch.setattr(RememberingGridTower, "as_one", counted)
+    arrivals = [Arrival(f"image:{seed}:{size}") for seed, size in ((1, 2), (2, 2), (3, 1), (4, 2), (5, 2), (6, 1))]
+    engine = engine_of(adapter, exact, Way(max_rows=8, placement=Placement.SLAB, keeps=True))
+    answers = play(name, engine, arrivals)
+    assert made, "no proof was tried"
+    if precision == "bfloat16":  # MLX's own products go row by row
+        assert max(made) >= 2
+        assert len(made) > 1, "nothing was made as one"
     for arrival, answer in zip(arrivals, answers, strict=True):
         assert is_same(answer, alone(name, precision, arrival.key, proven)), arrival.key
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import warnings
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -13,12 +14,16 @@ import mlx.core as mx
 
 from vlm_batch._version import __version__
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.joint import TowerCall
+from vlm_batch.adapters.modules import RememberingGridTower
 from vlm_batch.adapters.products import products_of, shapes_of, size_of
+from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
-from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.exact import Exact, parts_of
 from vlm_batch.engine.proof import (
     Classes,
+    all_same,
     best_class,
     classes_of,
     counts_for,
@@ -83,42 +88,64 @@ def exact_for(
                 "numbers of rows agree in every bit; reproducible=False decodes rows together",
                 stacklevel=4,
             )
-    is_joint = adapter.shares_prefill and layout is Placement.SLAB and counts != (1,)
+    is_joint = layout is Placement.SLAB and counts != (1,)
     return Exact(counts, layout, grid, stops, pad_to, Joint(adapter, kv) if is_joint else None)
 
 
 class Joint:
-    """The proof, for a model on this device, that prompts of one length which share a prefill get the bits they get alone.
+    """The proof, for a model on this device, that prompts of one length which share a prefill get the bits they get alone,
+    and pictures of one size which share a tower's call.
 
-    Each kind of product is tried with made-up weights and as many rows as the prompts have tokens, and then the model's
-    own prefill. Attention needs no proof: each prompt's is a call of its own (``kernels.attend_apart``). What was found for
-    a number of prompts and a length is kept in a file.
+    Each kind of product is tried with made-up weights and as many rows as all have tokens or patches, then the model's own
+    prefill of made-up prompts, and its own tower with the pictures that are there. Prompts attend in calls of their own
+    (``kernels.attend_apart``). What was found for a number and a shape is kept in a file.
     """
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
         self._adapter = weakref.proxy(adapter)
         self._kv = kv
-        self._found: dict[tuple[int, int], bool] = {}
+        self._found: dict[tuple[Any, ...], bool] = {}
 
     def agree(self, rows: int, length: int) -> bool:
         """Whether ``rows`` prompts of ``length`` tokens may share a prefill. Uses MLX where it is not known yet."""
-        if (rows, length) not in self._found:
-            key = _model_key(self._adapter, self._kv) | {"joint": [rows, length]}
+        return self._known(("prompts", rows, length), lambda: self._prompts_agree(rows, length))
+
+    def parts(self, calls: Sequence[TowerCall]) -> tuple[int, ...]:
+        """Calls of a tower, of one shape, in parts that may be made as one. Uses MLX where it is not known yet."""
+        shape = calls[0].shape
+        return parts_of(
+            len(calls),
+            lambda size: self._known(("pictures", size, *shape), lambda: self._pictures_agree(calls[:size])),
+        )
+
+    def _known(self, what: tuple[Any, ...], measure: Callable[[], bool]) -> bool:
+        if what not in self._found:
+            key = _model_key(self._adapter, self._kv) | {"joint": list(what)}
             kept = read_proof(key)
             if kept is None:
-                kept = {"agree": self._measured(rows, length)}
+                try:
+                    kept = {"agree": measure()}
+                except Exception:  # as much as memory holds alone may be too much together
+                    kept = {"agree": False}
                 write_proof(key, kept)
-            self._found[rows, length] = bool(kept["agree"])
-        return self._found[rows, length]
+            self._found[what] = bool(kept["agree"])
+        return self._found[what]
 
-    def _measured(self, rows: int, length: int) -> bool:
-        try:
-            products = [product for product in products_of(self._adapter.language) if not product.is_head]
-            return joint_products_agree(products, rows, length) and joint_prefill_agrees(
-                self._adapter, self._kv, rows, length
-            )
-        except Exception:  # as much as memory holds alone may be too much together
+    def _prompts_agree(self, rows: int, length: int) -> bool:
+        products = [product for product in products_of(self._adapter.language) if not product.is_head]
+        return joint_products_agree(products, rows, length) and joint_prefill_agrees(
+            self._adapter, self._kv, rows, length
+        )
+
+    def _pictures_agree(self, calls: Sequence[TowerCall]) -> bool:
+        tower = calls[0].tower
+        if not isinstance(tower, RememberingGridTower):
+            return False  # how many rows its products have is not known here
+        products, patches = products_of(tower.tower), tower.count_patches(calls[0], 0)
+        if not joint_products_agree(products, len(calls), patches):
             return False
+        alone = [tower.fresh(call.args, call.kwargs) for call in calls]
+        return all_same(arrays_of(tower.as_one([replace(call, key=None) for call in calls])), arrays_of(alone))
 
 
 def prove(

@@ -17,7 +17,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import attending_apart, check_attention, files_of, put_hooks, runs_model
-from vlm_batch.adapters.joint import Answers, Desk, Looked, TowerCall, advance, hands_out, make_calls
+from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
@@ -87,6 +87,8 @@ class Adapter:
 
     #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
     goes_by_shapes: bool = False
+    #: Then the pictures of several requests that may go through the tower together; none without it.
+    proven: Proven | None = None
 
     #: Patches of pictures that go through the tower in one call, where several requests' do.
     most_patches: int = POLICIES[Device.CUDA].most_patches
@@ -115,14 +117,14 @@ class Adapter:
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
 
-    def go_by_shapes(self, places: Callable[[int], int] | None = None) -> None:
+    def go_by_shapes(self, places: Callable[[int], int] | None = None, proven: Proven | None = None) -> None:
         """From now on choose kernels by the shapes of one call alone, not by what was called before, and encode each picture
-        in a call of its own, so that what is kept of one cannot change another.
+        in a call of its own, so that what is kept of one cannot change another, or in one for which it is ``proven``.
 
         ``places`` are the numbers of rows that agree in every bit: where prompts share a prefill, they share an LM head of
         such a number, and so does a prompt alone.
         """
-        self.goes_by_shapes = True
+        self.goes_by_shapes, self.proven = True, proven
         if self.shares_prefill:
             for part in self._last_positions:
                 part.__dict__["places"] = places
@@ -243,7 +245,8 @@ class Adapter:
         """Make the tower's calls for several requests as one, where they fit each other: of as many of the first requests as
         have ``most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
         is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
-        if is_apart or self.goes_by_shapes or self.max_rows == 1 or not self.towers():
+        is_proven = not self.goes_by_shapes or self.proven is not None
+        if is_apart or not is_proven or self.max_rows == 1 or not self.towers():
             return list(requests)
         if any(not isinstance(owner[name], RememberingTower) for owner, name in self.towers()):
             self.remember_features(None)
@@ -259,7 +262,7 @@ class Adapter:
                     break
                 calls[at] = call
         while len(calls) > 1:
-            found = make_calls(calls)
+            found = make_calls(calls, self.proven if self.goes_by_shapes else None)
             for at, answer in found.items():
                 answers[at].found.append(answer)
             again = {at: advance(self.desk, answers[at], partial(encode, self, requests[at])) for at in found}

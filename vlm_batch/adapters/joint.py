@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ class Tower(Protocol):
     def known(self, key: bytes | None) -> Any: ...
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
     def together(self, calls: Sequence[TowerCall]) -> list[Any]: ...
+    def as_one(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def count_patches(self, call: TowerCall, patch: int) -> int: ...
 
 
@@ -61,6 +63,20 @@ class TowerCall:
     def arrays(self) -> list[mx.array]:
         """The arrays that the tower is given, in an order that calls of one kind have in common."""
         return arrays_of(_tree(self.args, self.kwargs))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Everything in a call but the pictures' own values: shapes, and the values of whole numbers, which are sizes."""
+        whole = (mx.int32, mx.int64, mx.uint32, mx.uint64)
+        arrays = [(one.shape, one.tolist() if one.dtype in whole else None) for one in self.arrays]
+        return (self.kind.settings, self.kind.dtypes, str(arrays))
+
+
+class Proven(Protocol):
+    """The proof that pictures which go through a tower together get the bits that they get alone."""
+
+    def parts(self, calls: Sequence[TowerCall]) -> Sequence[int]:
+        """Calls of one shape in parts that may be made as one, by how many are in each."""
 
 
 class Awaited(BaseException):
@@ -164,22 +180,37 @@ def advance(desk: Desk, answers: Answers, encode: Callable[[], Any]) -> TowerCal
     return None
 
 
-def make_calls(calls: Mapping[int, TowerCall]) -> dict[int, Any]:
+def make_calls(calls: Mapping[int, TowerCall], proven: Proven | None = None) -> dict[int, Any]:
     """The answers to calls, those of one tower and kind made as one. Calls that fail together have none: each is made anew
-    when its request is encoded by itself, and raises what is wrong with it."""
-    groups: dict[tuple[int, Kind], list[int]] = {}
+    when its request is encoded by itself, and raises what is wrong with it. With ``proven``, calls of one shape are made as
+    one where that changes no bit of an answer; the others have none here."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for at, call in calls.items():
-        groups.setdefault((id(call.tower), call.kind), []).append(at)
+        groups.setdefault((id(call.tower), call.kind if proven is None else call.shape), []).append(at)
+    if proven is not None:
+        groups = _in_parts(groups, calls, proven)
     found: dict[int, Any] = {}
     for places in groups.values():
         given = [calls[at] for at in places]
         try:
-            made = given[0].tower.together(given)
+            made = given[0].tower.together(given) if proven is None else given[0].tower.as_one(given)
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue
         found.update(zip(places, made, strict=True))
     return found
+
+
+def _in_parts(
+    groups: Mapping[tuple[Any, ...], list[int]], calls: Mapping[int, TowerCall], proven: Proven
+) -> dict[tuple[Any, ...], list[int]]:
+    parts: dict[tuple[Any, ...], list[int]] = {}
+    for name, places in groups.items():
+        ends = list(accumulate(proven.parts([calls[at] for at in places]), initial=0))
+        for start, end in pairwise(ends):
+            if end - start > 1:
+                parts[(*name, start)] = places[start:end]
+    return parts
 
 
 def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:

@@ -102,9 +102,13 @@ class RememberingTower(nn.Module):
         """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
         key = self.key(args, kwargs)
         if (found := self.known(key)) is None:
-            found = self._keep(self.tower(*args, **kwargs), kwargs)
+            found = self.fresh(args, kwargs)
             self.remember(key, found)
         return found
+
+    def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The tower's answer, new."""
+        return self._keep(self.tower(*args, **kwargs), kwargs)
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """The digest of a call, or None for one that is not remembered."""
@@ -131,6 +135,10 @@ class RememberingTower(nn.Module):
     def together(self, calls: Sequence[TowerCall]) -> list[Any]:
         """The answers to calls of one kind, made as one. Raises ValueError for an answer that cannot be taken apart."""
         raise NotImplementedError
+
+    def as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """The same by one call of the tower, whatever is remembered."""
+        return self.together(calls)
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         """The patches in a call, of ``patch`` values where it does not say how many there are."""
@@ -272,6 +280,21 @@ class RememberingGridTower(RememberingTower):
         parts = split_rows(self.look((pixels, grids), calls[0].kwargs), counts)
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+        return parts
+
+    def as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
+        counts = [sum(num_patches(call.args[1])) for call in calls]
+        axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
+        pixels = mx.concatenate([call.args[0] for call in calls], axis=axis)
+        grids = mx.concatenate([call.args[1] for call in calls])
+        kwargs = calls[0].kwargs
+        if any(call.args[1].shape[0] != 1 for call in calls):
+            raise ValueError("several pictures of one request are looked at one by one")
+        parts = split_rows(self.fresh((pixels, grids), kwargs), counts)
+        if parts is None:
+            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
+        for call, part in zip(calls, parts, strict=True):
+            self.remember(call.key, part)
         return parts
 
     def count_patches(self, call: TowerCall, patch: int) -> int:

@@ -7,9 +7,10 @@ up to such a number. Prompts are cut at places that follow from the prompt alone
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from vlm_batch.caches import Placement
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
@@ -18,15 +19,30 @@ from vlm_batch.records import PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
 
-#: Numbers of prompts that may share a prefill, where that is proven.
+#: Numbers of prompts that may share a prefill, and of pictures that may share a tower's call, where that is proven.
 JOINT = (2, 4, 8, 16)
 
 
-class JointPrompts(Protocol):
-    """The proof that prompts which share a prefill get the bits that they get alone."""
+class JointProof(Protocol):
+    """The proof that prompts which share a prefill, and pictures which share a tower's call, get the bits they get alone."""
 
     def agree(self, rows: int, length: int) -> bool:
         """Whether so many whole prompts of so many tokens may; the engine's thread measures what is not known."""
+
+    def parts(self, calls: Sequence[Any]) -> Sequence[int]:
+        """Calls of a tower, of one shape, in parts that may be made as one (``vlm_batch.adapters.joint``)."""
+
+
+def parts_of(number: int, agree: Callable[[int], bool]) -> tuple[int, ...]:
+    """A number in parts of the sizes of ``JOINT`` that agree, the largest first, and ones."""
+    parts: list[int] = []
+    while number > 1:
+        size = next((size for size in reversed(JOINT) if size <= number and agree(size)), 1)
+        if size == 1:
+            break
+        parts.append(size)
+        number -= size
+    return (*parts, *[1] * number)
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Exact:
     positions between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of that, have the same
     room whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
     quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
-    ``joint`` says which prompts of one length may share a prefill; without it none do.
+    ``joint`` says which prompts of one length may share a prefill, and which pictures a call; without it none do.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -46,7 +62,7 @@ class Exact:
     grid: int = POLICIES[Device.CPU].grid
     stops: tuple[int, ...] = ()
     pad_to: int = 0
-    joint: JointPrompts | None = field(default=None, compare=False)
+    joint: JointProof | None = field(default=None, compare=False)
 
     def places(self, rows: int) -> int:
         """The number of places for so many rows of one group, at most ``counts[-1]``; 0 for none."""
@@ -83,21 +99,14 @@ class Exact:
 
     def config(self, config: SchedulerConfig) -> SchedulerConfig:
         """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
-        together = config.prefill_together if self.joint is not None else 1
-        return replace(config, encode_together=1, prefill_together=together, slack=0, pad_to=self.pad_to)
+        if self.joint is None:
+            config = replace(config, encode_together=1, prefill_together=1)
+        return replace(config, slack=0, pad_to=self.pad_to)
 
     def sizes(self, rows: int, length: int) -> tuple[int, ...]:
         """So many prompts of one length in parts that may share a prefill, the largest ones that are proven first."""
-        parts: list[int] = []
-        joint = self.joint
-        while joint is not None and rows > 1:
-            sizes = (size for size in reversed(JOINT) if size <= min(rows, self.counts[-1]))
-            size = next((size for size in sizes if joint.agree(size, length)), 1)
-            if size == 1:
-                break
-            parts.append(size)
-            rows -= size
-        return (*parts, *[1] * rows)
+        joint, most = self.joint, self.counts[-1]
+        return parts_of(rows, lambda size: joint is not None and size <= most and joint.agree(size, length))
 
     @property
     def settings(self) -> dict[str, str]:

@@ -151,16 +151,23 @@ def joint_prefill_agrees(adapter: ModelAdapter, kv: KVQuantisation | None, promp
         alone = [logits[0], *arrays_of([cache.state for cache in caches])]
         for place in {number, prompts - 2 + number}:
             found = [together[place], *arrays_of([cache.state for cache in take_row(joint, place)])]
-            if not all(map(_is_same, found, alone)):
+            if not all_same(found, alone):
                 return False
     return True
+
+
+def all_same(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+    """Whether arrays agree in every bit, one by one."""
+    return len(some) == len(others) and all(map(_is_same, some, others))
 
 
 def _is_same(one: mx.array, other: mx.array) -> bool:
     """Whether two arrays agree in every bit, by the device that holds them."""
     kinds: Any = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
     kind = kinds[one.dtype.size]
-    return one.dtype == other.dtype and bool(mx.array_equal(one.view(kind), other.view(kind)).item())
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and bool(
+        mx.array_equal(one.view(kind), other.view(kind)).item()
+    )
 
 
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
