@@ -3,10 +3,11 @@
 # which ends within ten minutes; without names all of them, one after another.
 #   benchmarks/gpu.sh                     all
 #   benchmarks/gpu.sh tune chat           some
-# Runs from a source checkout with any interpreter that has mlx (CUDA), mlx-vlm, rich and llguidance; matplotlib for the pictures.
+# Runs from a source checkout with any interpreter that has mlx (CUDA), mlx-vlm, rich, blake3 and llguidance; matplotlib for the pictures.
 #   PYTHON=python3   that interpreter
 #   OUT=folder       where JSON, logs and pictures go (default: build/bench); compare.md there has all comparisons so far
 #   SEED=1 DRAWS=3   the draws of the comparisons: 0 is what the engine was tuned on
+#   UNCHECKED=1      times alone: the answers one after another, to compare with, take longest
 #   VLLM_PYTHON=...  an interpreter with vllm-mlx 0.6.0, if there is one
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +19,7 @@ compare() { # NAME ARGUMENTS...: our defaults and the workload's rows against th
     local name=$1
     shift
     "$python" -m benchmarks.compare --shape 3b --draws "$draws" --seed "$seed" --seconds 420 --markdown --out "$out/$name" \
-        ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} "$@"
+        ${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"} ${UNCHECKED:+--unchecked --no-probes} "$@"
 }
 
 piece() {

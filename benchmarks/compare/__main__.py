@@ -154,15 +154,19 @@ class Comparison:
 
     def start(self) -> dict[str, Any]:
         """What the reference's process says of the device and the model. Raises SystemExit if it cannot run."""
-        ready = self.remotes.start(REFERENCE).ready
+        engine = next(iter(self._engines())) if self.args.unchecked else REFERENCE
+        ready = self.remotes.start(engine).ready
         if "error" in ready:
-            raise SystemExit(f"the reference cannot run: {ready['error']}")
+            raise SystemExit(f"{engine} cannot run: {ready['error']}")
         apart = self.args.apart
         self.remotes.apart = "gpu" in ready["device"] if apart is None else apart
         return ready
 
     def run(self) -> None:
         """All rounds, for as long as there is time. A round takes the next draw of its workload."""
+        if self.args.unchecked:
+            self._run_unchecked()
+            return
         taken: dict[str, float] = {}  # seconds of each workload's last round
         for number in range(self.args.rounds):
             for name in self.wanted:
@@ -172,6 +176,32 @@ class Comparison:
                     continue
                 self._round(name, number)
                 taken[name] = time.perf_counter() - start
+
+    def _engines(self) -> list[str]:
+        wanted = dict.fromkeys(engine for engines in self.wanted.values() for engine in engines)
+        return [engine for engine in wanted if engine in self.remotes]
+
+    def _run_unchecked(self) -> None:
+        """All rounds of one engine after another: where they run apart, each engine's process is started once."""
+        for engine in self._engines():
+            for name in self.wanted:
+                if engine in self.wanted[name]:
+                    self._unchecked_rounds(engine, name)
+
+    def _unchecked_rounds(self, engine: str, name: str) -> None:
+        remote = self.remotes.start(engine)
+        if self.remotes.apart:
+            remote.ask(do="warm", workload=name)
+        for number in range(self.args.rounds):
+            if self.args.seconds is not None and time.perf_counter() - self.began > self.args.seconds:
+                self._say(name, f"round {number + 1}, {engine}: left out, time is up")
+                continue
+            draw = self.args.seed + number % self.args.draws
+            result = remote.ask(do="run", workload=name, draw=draw, answers=None)
+            if "error" not in result:
+                result |= {"answers": "not compared", "rows_that_differ": None, "worst_gap": None}
+            self.found[name][engine].append(result)
+            self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
 
     def probes(self) -> dict[str, dict[str, Any]]:
         """The engines' own share of a step, and what a join and a leave copy."""
@@ -333,6 +363,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("own", "ours"),
         default="own",
         help="ours: the other engines launch their CUDA work as this library does, too (vlm_batch.runtime.launches)",
+    )
+    parser.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="times alone, one engine after another: no answers one after another, which take longest, to compare with",
     )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")

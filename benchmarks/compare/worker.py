@@ -65,6 +65,8 @@ class Worker:
             return {}
         if command["do"] == "run":
             trace = measure.measure(self.make, self.model, workload, contexts)
+            if command["answers"] is None:
+                return measure.figures(workload, trace)
             with np.load(command["answers"]) as answers:
                 verdict = measure.compare(workload, trace.tokens, answers)
             return {
