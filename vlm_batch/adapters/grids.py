@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingGridTower, split_patches
+from vlm_batch.adapters.modules import RememberingGridTower, RememberingTower, split_patches
 from vlm_batch.adapters.pictures import with_quick_patches
 from vlm_batch.adapters.prompts import cut
 from vlm_batch.adapters.rotary import hook_rotary
@@ -21,7 +21,7 @@ class GridAdapter(Adapter):
     """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
-    tower_class = RememberingGridTower
+    tower_class: ClassVar[type[RememberingTower]] = RememberingGridTower
 
     @classmethod
     def image_processor(cls, part: Any) -> Any:

@@ -54,6 +54,7 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
+from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Video, VideoInput
 
@@ -198,8 +199,10 @@ class Preparer:
         check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
         max_context: int | None = None,
         limits: Limits | None = None,
+        hashes: bool = False,
     ) -> None:
         self.processing = processing
+        self._hashes = hashes
         self.spec = spec
         self.limits = limits or Limits()
         bounds = (self.limits.min_pixels, self.limits.max_pixels)
@@ -340,7 +343,7 @@ class Preparer:
         set.
         """
         if question.inputs is not None:
-            return Prepared(settled(question.inputs), **self._answer_facts(question))
+            return Prepared(self._hashed(settled(question.inputs)), **self._answer_facts(question))
         cancelled, limits = cancelled or Cancelled(), self.limits
         images = []
         for source in question.images:
@@ -354,7 +357,13 @@ class Preparer:
         cancelled.check()
         found = self._processed(question, images, clips)
         sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)
-        return Prepared(found, *sizes, **self._answer_facts(question))
+        return Prepared(self._hashed(found), *sizes, **self._answer_facts(question))
+
+    def _hashed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The same inputs, their pictures hashed here if the engine is going to look them up."""
+        if self._hashes:
+            hash_ahead(inputs)
+        return inputs
 
     def _answer_facts(self, question: Question) -> dict[str, Any]:
         """Facts about the answer that the engine needs beside its parameters."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
