@@ -9,6 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+#: Bytes of a processor's output that a row keeps until its end, in case it has to begin again: 40 megapixels or so. A row with
+#: more (a long video) ends with the error where others begin again.
+MOST_ON_HOST = 2**27
+
 # Trees of lists, tuples and mappings ----------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ class GridAdapter(Adapter):
         merged = self.merged
         grids = np.array(extra["image_grid_thw"])
         counts: list[int] = grids.prod(axis=1).tolist()
-        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids())))
         pixels = split_patches(extra["pixel_values"], counts)
         if pixels is None or sum(count // merged for count in counts) != len(places):
             return super().pictures(ids, extra)  # the encoder refuses them
@@ -121,7 +121,7 @@ class MRoPEAdapter(GridAdapter):
 
     def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
         """The place of each grid's first placeholder. Raises InvalidPrompt if there are more or fewer of them."""
-        places = np.flatnonzero(np.array(ids[0]) == marker)
+        places = np.flatnonzero(np.array(ids)[0] == marker)
         needed = [int(np.prod(grid)) // self.merged for grid in grids]
         if sum(needed) != len(places):
             noun = "videos" if marker == self.marker("video") else "pictures"
