@@ -376,12 +376,17 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
     monkeypatch.setattr(shared_adapter(FAMILY), "encode_together", counted)
     generator = engine(config=SchedulerConfig(encode_together=3, max_rows=3))
     size = num_bytes(inputs(SAME[0]))
-    memory, begun = generator.admission._encoding, []
+    memory = generator.admission._encoding
+    begin, begun = memory.begin, list[int]()
+
+    def noted(nbytes: int, before: int | None = None) -> None:
+        begun.append(nbytes)
+        begin(nbytes, before)
+
     for row in (rows := [row_with_picture(key) for key in SAME]):
         generator.add(row)
     monkeypatch.setattr(memory, "fits", lambda nbytes: nbytes <= 2 * size)
-    begin = memory.begin
-    monkeypatch.setattr(memory, "begin", lambda nbytes, *before: (begun.append(nbytes), begin(nbytes, *before)))
+    monkeypatch.setattr(memory, "begin", noted)
     results = finish(generator)
     assert seen == [2]
     assert begun == [2 * size, size]
