@@ -167,7 +167,8 @@ def stages(engine: Any, path: Path) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
 
     def stage(name: str, call: Callable[[], Any]) -> Any:
-        made, *found[name] = timed(call)
+        made, launched, done = timed(call)
+        found[name] = launched, done
         return made
 
     image = stage("decode the file", partial(load_image, data))

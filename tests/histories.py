@@ -137,6 +137,7 @@ class Prepared:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     thinking: Any = None
+    kept: None = None
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
+from vlm_batch.store.digest import _ahead, digest, hash_ahead
 from vlm_batch.store.features import FeatureStore
 
 IMAGE = "image:7:1"
@@ -117,3 +120,19 @@ def test_features_are_split_by_picture_and_joined_again() -> None:
     assert again[1][0].tolist() == [0, 1, 2, 3, 4]
     assert split_rows((mx.arange(7),), [1, 2]) is None
     assert split_rows("text", [1]) is None
+
+
+def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> None:
+    plain = np.random.default_rng(0).standard_normal((300, 100), dtype=np.float32)
+    array = mx.array(plain)
+    hash_ahead({"pixel_values": array, "small": mx.zeros(3)})
+    assert len(_ahead) == 1
+    ((_, known),) = _ahead.values()
+    assert digest([array]) == digest([plain]) == digest([mx.array(plain)])
+    _ahead[id(array)] = (next(iter(_ahead.values()))[0], b"another")
+    assert digest([array]) != digest([plain])  # it is taken from there
+    assert digest([array], in_full=True) == digest([plain], in_full=True)
+    _ahead[id(array)] = (next(iter(_ahead.values()))[0], known)
+    del array
+    gc.collect()
+    assert not _ahead

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
-from vlm_batch.arrays import as_mlx
+from vlm_batch.arrays import as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Status
+from vlm_batch.engine.row import Prompt, Row, Status, new_row
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.store.budget import ByteBudget
@@ -362,6 +362,42 @@ def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there(monkeypatch
     given = [inputs(key) for key in SAME]
     looked = shared_adapter(FAMILY).encode_together(given)
     assert [new is old for new, old in zip(looked, given, strict=True)] == [False, False, True]
+
+
+def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is learned of the call is that of all who shared it."""
+    seen: list[int] = []
+    encode = shared_adapter(FAMILY).encode_together
+
+    def counted(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        seen.append(len(requests))
+        return encode(requests)
+
+    monkeypatch.setattr(shared_adapter(FAMILY), "encode_together", counted)
+    generator = engine(config=SchedulerConfig(encode_together=3, max_rows=3))
+    size = num_bytes(inputs(SAME[0]))
+    memory = generator.admission._encoding
+    begin, begun = memory.begin, list[int]()
+
+    def noted(nbytes: int, before: int | None = None) -> None:
+        begun.append(nbytes)
+        begin(nbytes, before)
+
+    for row in (rows := [row_with_picture(key) for key in SAME]):
+        generator.add(row)
+    monkeypatch.setattr(memory, "fits", lambda nbytes: nbytes <= 2 * size)
+    monkeypatch.setattr(memory, "begin", noted)
+    results = finish(generator)
+    assert seen == [2]
+    assert begun == [2 * size, size]
+    assert [results[row.request_id].token_ids for row in rows] == [right_tokens(key) for key in SAME]
+
+
+def row_with_picture(key: str) -> Row:
+    """A prepared row, whose picture has a known size."""
+    row = new_row(key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS), decode=lambda ids: "")
+    row.image_sizes = ((8, 8),)
+    return row
 
 
 def looked_at(

@@ -74,13 +74,21 @@ def test_a_tower_makes_plans_for_shapes_that_keep_coming(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "attend_by_queries", noted)
     for length in (256, 512, 64):
         for _ in range(120):
-            kernels.attend_all(*random(*[(1, 1, length, 8)] * 3), SCALE)
+            queries, keys, values = random(*[(1, 1, length, 8)] * 3)
+            kernels.attend_all(queries, keys, values, SCALE)
     assert Counter(spelled) == {256: 100, 512: 25, 64: 120}
     spelled.clear()
     monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
     for length in (256, 64):
-        kernels.attend_all(*random(*[(9, 1, length, 8)] * 3), SCALE)
+        queries, keys, values = random(*[(9, 1, length, 8)] * 3)
+        kernels.attend_all(queries, keys, values, SCALE)
     assert spelled == [64]
+    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: False)
+    spelled.clear()
+    queries, keys, values = random(*[(3, 1, 300, 8)] * 3)  # one by one: a plan then holds for any number of them
+    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
+    assert largest(kernels.attend_all(queries, keys, values, SCALE), right) < 2e-6
+    assert spelled == [300] * 3
 
 
 @pytest.mark.parametrize(("heads", "columns", "is_ours"), [(2, 511, False), (2, 512, True), (8, 9, True)])

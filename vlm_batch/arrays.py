@@ -9,6 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+#: Bytes of a processor's output that a row keeps until its end, in case it has to begin again: 40 megapixels or so. A row with
+#: more (a long video) ends with the error where others begin again.
+MOST_ON_HOST = 2**27
+
 # Trees of lists, tuples and mappings ----------------------------------------------------------------------------------
 
 
@@ -75,6 +79,14 @@ def own_array(array: mx.array) -> mx.array:
     ``mx.contiguous`` shares a slice's memory if that is not more than 16 kB larger; ``mx.concatenate`` never does.
     """
     return mx.concatenate([array, array[:0]]) if array.ndim else mx.contiguous(array)
+
+
+def launch(arrays: Sequence[mx.array]) -> None:
+    """Have arrays computed. On a GPU nobody waits for them: what is launched next follows without a gap."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        mx.async_eval(*arrays)
+    else:
+        mx.eval(*arrays)
 
 
 def grown(

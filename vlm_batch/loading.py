@@ -117,6 +117,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         check_inputs=adapter.check_inputs,
         max_context=adapter.max_context,
         limits=options.limits,
+        hashes=options.caches.max_bytes > 0,
     )
     return Engine(EngineLoop(generator, Loaders(preparer.prepare), warm_up=options.warm_up), preparer, chosen)
 

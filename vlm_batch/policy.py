@@ -120,7 +120,7 @@ _CUDA = Policy(
     encode_together=16,
     beside_decode=4,
     encode_seconds=0.0,
-    most_patches=8192,
+    most_patches=32768,
     prefill_together=32,
     together_tokens=4096,
     pad_to=64,
@@ -130,7 +130,7 @@ _CUDA = Policy(
 POLICIES: Mapping[Device, Policy] = {
     Device.CPU: _CPU,
     Device.CUDA: _CUDA,
-    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32),
+    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32, most_patches=8192),
 }
 
 _STATE = "measured: docs/architecture.md, decode state"
@@ -181,7 +181,7 @@ SETTINGS: Mapping[str, Setting] = {
         "measured: docs/benchmarks.md, missed targets on a CPU",
         "takes no part: launches return before the work is done",
     ),
-    "most_patches": Setting("patches of pictures in one call", "assumed, as on CUDA", _SET),
+    "most_patches": Setting("patches of pictures in one call", "assumed", _SET, "assumed"),
     "prefill_together": Setting(
         "whole prompts of one length, after padding, that are prefilled as one array",
         "measured: docs/log.md",

@@ -14,7 +14,7 @@ from mlx_vlm.models import prism_hadamard_qwen35 as upstream
 from mlx_vlm.models import qwen3_5
 from mlx_vlm.models.prism_hadamard_qwen35.prism_hadamard_qwen35 import hadamard_transform
 
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 
 from . import _videos
 from . import qwen3_5 as tiny

@@ -280,7 +280,7 @@ class Adapter:
 
     def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
         """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash."""
-        tokens = np.array(ids[0])
+        tokens = np.array(ids)[0]
         marks = list(self.image_token_ids()) if has_pictures else []  # without any, nothing takes a mark's place
         unmarked = ~np.isin(tokens, marks)
         below = tokens[(tokens < 0) & unmarked]
@@ -309,7 +309,7 @@ class Adapter:
         marks = list(self.image_token_ids())
         if not marks:
             return
-        given = int(np.isin(np.array(ids[0]), marks).sum())
+        given = int(np.isin(np.array(ids)[0], marks).sum())
         if not has_pictures(extra):
             if given:
                 raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
@@ -366,7 +366,7 @@ class Adapter:
         with self._fitting(ids, extra):
             pictures, atomic = self.pictures(ids, extra), self.atomic_spans(ids, extra)
         rows = np.zeros((ids.shape[1], 3), dtype=np.int64)
-        rows[:, 0] = np.array(ids[0])
+        rows[:, 0] = np.array(ids)[0]
         for picture in pictures:
             rows[picture.start : picture.end, 1:] = as_words(digest(picture.inputs))
         for start, end in atomic:  # its first position has seen its last
@@ -429,7 +429,7 @@ class Adapter:
         """A mask (L,) of the positions of a prompt that are text and not a picture's or a video's."""
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
-        tokens, marks = np.array(ids[0]), list(self.image_token_ids())
+        tokens, marks = np.array(ids)[0], list(self.image_token_ids())
         is_text = (tokens >= 0) & ~np.isin(tokens, marks)
         if not marks:
             for picture in self.pictures(ids, extra):
@@ -439,7 +439,7 @@ class Adapter:
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         """Count the prompt positions that hold picture features."""
         tokens = self.image_token_ids()
-        return sum(token in tokens for token in np.array(ids[0]).tolist())
+        return sum(token in tokens for token in np.array(ids)[0].tolist())
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """(width, height) in pixels that the processor made of each picture, where it says so."""

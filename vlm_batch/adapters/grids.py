@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import RememberingGridTower, split_patches
+from vlm_batch.adapters.modules import RememberingGridTower, RememberingTower, split_patches
 from vlm_batch.adapters.pictures import with_quick_patches
 from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.adapters.rotary import hook_rotary
@@ -22,7 +22,7 @@ class GridAdapter(Adapter):
     """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
-    tower_class = RememberingGridTower
+    tower_class: ClassVar[type[RememberingTower]] = RememberingGridTower
 
     @classmethod
     def image_processor(cls, part: Any) -> Any:
@@ -54,7 +54,7 @@ class GridAdapter(Adapter):
         merged = self.merged
         grids = np.array(extra["image_grid_thw"])
         counts: list[int] = grids.prod(axis=1).tolist()
-        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids())))
         pixels = split_patches(extra["pixel_values"], counts)
         if pixels is None or sum(count // merged for count in counts) != len(places):
             return super().pictures(ids, extra)  # the encoder refuses them
@@ -122,7 +122,7 @@ class MRoPEAdapter(GridAdapter):
 
     def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
         """The place of each grid's first placeholder. Raises InvalidPrompt if there are more or fewer of them."""
-        places = np.flatnonzero(np.array(ids[0]) == marker)
+        places = np.flatnonzero(np.array(ids)[0] == marker)
         needed = [int(np.prod(grid)) // self.merged for grid in grids]
         if sum(needed) != len(places):
             noun = "videos" if marker == self.marker("video") else "pictures"

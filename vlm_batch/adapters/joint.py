@@ -23,8 +23,6 @@ class Tower(Protocol):
     """A vision tower that can make calls of several requests as one (``vlm_batch.adapters.modules``)."""
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
-    def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None: ...
-    def known(self, key: bytes | None) -> Any: ...
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
     def together(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def as_one(self, calls: Sequence[TowerCall]) -> list[Any]: ...
@@ -32,7 +30,7 @@ class Tower(Protocol):
 
 
 class Kind(NamedTuple):
-    """What calls of a tower have in common that can be made as one."""
+    """The facts that calls of a tower have in common which can be made as one."""
 
     settings: str
     shapes: tuple[tuple[int, ...], ...]
@@ -51,13 +49,12 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TowerCall:
-    """A call that a request's encoding has come to. ``key`` is that of the answer, where it can be remembered."""
+    """A call that a request's encoding has come to."""
 
     tower: Tower
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     kind: Kind
-    key: bytes | None = None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -89,7 +86,7 @@ class Awaited(BaseException):
 
 @dataclass
 class Answers:
-    """What towers answer to one request's calls, in their order. While it ``awaits``, a call without an answer leaves.
+    """The answers of towers to one request's calls, in their order. While it ``awaits``, a call without an answer leaves.
 
     ``result`` is the whole encoding's, once all of its calls have answers.
     """
@@ -114,10 +111,7 @@ class Answers:
         kind = tower.kind(args, kwargs)
         if kind is None:
             return self._put(tower.look(args, kwargs))
-        key = tower.key(args, kwargs)
-        if (known := tower.known(key)) is not None:
-            return self._put(known)
-        raise Awaited(TowerCall(tower, tuple(args), kwargs, kind, key))
+        raise Awaited(TowerCall(tower, tuple(args), kwargs, kind))
 
     def _put(self, found: Any) -> Any:
         self.found.append(found)

@@ -38,9 +38,9 @@ MAX_SCORES = 2**22
 MAX_SHAPES = 8192
 #: Scores in all, in elements, after which a shape of a tower's attention is given a plan. Spelled out, each is written and read
 #: twice; a plan takes as long as so many of them.
-SCORES_BEFORE_PLAN = 2**34
+SCORES_BEFORE_PLAN = 2**33
 #: Scores of a tower that are there at a time where they are spelled out, in elements.
-BLOCK_SCORES = 2**25
+BLOCK_SCORES = 2**26
 #: Keys up to which scores take about as much memory as queries do, however many windows there are.
 FEW_KEYS = 128
 
@@ -94,6 +94,10 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
 
 def attend_all(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """``attend`` without a mask, for towers: pictures are of many sizes, and heads of widths that Metal has no kernel for."""
+    if takes_plans(queries) and len(queries) > 1 and keys.shape[2] > FEW_KEYS and not is_small(queries[:1], keys[:1]):
+        # Large pictures one by one: a plan then holds for any number of them.
+        rows = zip(queries[:, None], keys[:, None], values[:, None], strict=True)
+        return mx.concatenate([attend_all(*row, scale) for row in rows])
     if takes_plans(queries):
         is_light = is_small(queries, keys) or keys.shape[2] <= FEW_KEYS
         if is_light if goes_by_shapes() else is_new(queries, keys):

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.joint import Desk, Kind, TowerCall, join_calls
-from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, split_rows
+from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, split_rows
 from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
 
@@ -120,12 +120,12 @@ class RememberingTower(nn.Module):
             return None
 
     def known(self, key: bytes | None) -> Any:
-        """What is remembered of a call, or None."""
+        """The remembered answer to a call, or None."""
         return None if key is None else self._store.get(key)
 
     def remember(self, key: bytes | None, features: Any) -> None:
         if key is not None and is_array_tree(features):
-            mx.eval(arrays_of(features))
+            launch(arrays_of(features))
             self._store.put(key, features)
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
@@ -163,17 +163,22 @@ class RememberingBatchTower(RememberingTower):
         return Kind.of(args, kwargs)
 
     def together(self, calls: Sequence[TowerCall]) -> list[Any]:
-        keys = [at if call.key is None else call.key for at, call in enumerate(calls)]
-        first = {key: at for at, key in reversed(list(enumerate(keys)))}
-        new = [calls[at] for at in sorted(first.values())]  # what is asked for twice is looked at once
+        keys = [self.key(call.args, call.kwargs) for call in calls]
+        found = [self.known(key) for key in keys]
+        names = [at if key is None else key for at, key in enumerate(keys)]
+        first = {name: at for at, name in reversed(list(enumerate(names))) if found[at] is None}
+        places = sorted(first.values())  # what is asked for twice is looked at once
+        if not places:
+            return found
+        new = [calls[at] for at in places]
         args, kwargs = join_calls(new)
         parts = self.split(self._keep(self.tower(*args, **kwargs), kwargs), new)
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
-        made = {keys[at]: part for at, part in zip(sorted(first.values()), parts, strict=True)}
-        for call, part in zip(new, parts, strict=True):
-            self.remember(call.key, part)
-        return [made[key] for key in keys]
+        made = {names[at]: part for at, part in zip(places, parts, strict=True)}
+        for at in places:
+            self.remember(keys[at], made[names[at]])
+        return [made[name] if known is None else known for name, known in zip(names, found, strict=True)]
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         """Each call's share of an answer: as many entries of every array as the call has. None if that is not so."""
@@ -325,6 +330,8 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
     axis = patch_axis(pixels, counts)
     if axis is None:
         return None
+    if len(counts) == 1:
+        return [pixels]  # itself: its digest may be known
     ends: list[int] = np.cumsum(counts)[:-1].tolist()
     return list(mx.split(pixels, ends, axis=axis))
 

@@ -53,7 +53,7 @@ def num_entries(value: Any) -> int | None:
 
 def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
     """The runs [start, end) of placeholder ids in a prompt (1, L)."""
-    inside = np.isin(np.array(ids[0]), list(markers)).astype(np.int8)
+    inside = np.isin(np.array(ids)[0], list(markers)).astype(np.int8)
     edges = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
@@ -63,7 +63,7 @@ def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx
 
     Raises InvalidPrompt if there are not as many placeholders as counts.
     """
-    tokens = np.array(ids[0])
+    tokens = np.array(ids)[0]
     places = np.flatnonzero(tokens == marker)
     if len(places) != len(counts):
         raise InvalidPrompt(f"the prompt has {len(places)} placeholders for {len(counts)} pictures")
@@ -77,7 +77,7 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
 
     Raises InvalidPrompt if the prompt has another number of placeholders.
     """
-    places = [index for index, token in enumerate(np.array(ids[0]).tolist()) if token in markers]
+    places = [index for index, token in enumerate(np.array(ids)[0].tolist()) if token in markers]
     if len(places) != len(features):
         raise InvalidPrompt(f"the pictures need {len(features)} placeholder tokens; the prompt has {len(places)}")
     filled = mx.array(embeds)

@@ -209,7 +209,7 @@ class Admission:
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
         row.prompt.inputs = as_mlx(prepared.inputs)
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
-        row.keep_given(row.prompt.inputs)
+        row.keep_given(row.prompt.inputs, prepared.kept)
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self._unprepared.remove(row)

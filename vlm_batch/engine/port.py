@@ -83,6 +83,10 @@ class Prepared(Protocol):
     @property
     def inputs(self) -> Mapping[str, Any]: ...
     @property
+    def kept(self) -> Mapping[str, Any] | None:
+        """The same on the host, to begin again from; None where that is not made yet."""
+
+    @property
     def image_sizes(self) -> tuple[tuple[int, int], ...]: ...
     @property
     def video_sizes(self) -> tuple[tuple[int, int, int], ...]: ...

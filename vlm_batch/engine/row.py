@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import as_mlx, num_bytes, on_host
+from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.penalties import NO_RULES, RowRules
@@ -34,9 +34,6 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-#: Bytes of a processor's output that a row keeps until its end, in case it has to begin again: 40 megapixels or so. A row with
-#: more (a long video) ends with the error where others begin again.
-MOST_GIVEN = 2**27
 #: Losses after which a row stays apart for the rest of its life: what fails goes by who is beside it, and would go on so.
 ALWAYS_SUSPECT = 3
 
@@ -225,9 +222,13 @@ class Row:
             and len(self.answer.token_ids) <= self.suspected[1]
         )
 
-    def keep_given(self, inputs: Mapping[str, Any] | None) -> None:
-        """Keep a copy of a processor's output, on the host, to begin again from, if it is not too large."""
-        self.given = None if inputs is None or num_bytes(inputs) > MOST_GIVEN else on_host(inputs)
+    def keep_given(self, inputs: Mapping[str, Any] | None, kept: Mapping[str, Any] | None = None) -> None:
+        """Keep a copy of a processor's output, on the host, to begin again from, if it is not too large: ``kept``, if that is
+        one."""
+        if inputs is None or num_bytes(inputs) > MOST_ON_HOST:
+            self.given = None
+        else:
+            self.given = on_host(inputs) if kept is None else kept
 
     def suspect(self) -> None:
         """Note that the forward that failed gave one of the tokens that are not read yet, or the next one; after several

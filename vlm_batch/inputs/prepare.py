@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlm_batch.arrays import as_numpy, num_bytes, settled
+from vlm_batch.arrays import MOST_ON_HOST, as_numpy, num_bytes, on_host, settled
 from vlm_batch.checks import put_pixels
 from vlm_batch.errors import (
     InvalidCache,
@@ -54,6 +54,7 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
+from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Video, VideoInput
 
@@ -165,10 +166,12 @@ class Question:
 class Prepared:
     """A processor's output as evaluated mlx arrays, its pictures' (width, height), its videos' (frames, width, height).
 
-    ``bad_words`` are the parameters' as token ids, ``form`` is what the answer is held to, ``thinking`` how the model marks it.
+    ``kept`` is the output on the host, for a row that has to begin again. ``bad_words`` are the parameters' as token ids,
+    ``form`` is what the answer is held to, ``thinking`` how the model marks it.
     """
 
     inputs: Mapping[str, Any]
+    kept: Mapping[str, Any] | None = field(default=None, kw_only=True)
     image_sizes: tuple[tuple[int, int], ...] = ()
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -178,7 +181,7 @@ class Prepared:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds until the engine has taken it in."""
-        return num_bytes(self.inputs)
+        return num_bytes(self.inputs) + (0 if self.kept is None else num_bytes(self.kept))
 
 
 class Preparer:
@@ -198,8 +201,10 @@ class Preparer:
         check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
         max_context: int | None = None,
         limits: Limits | None = None,
+        hashes: bool = False,
     ) -> None:
         self.processing = processing
+        self._hashes = hashes
         self.spec = spec
         self.limits = limits or Limits()
         bounds = (self.limits.min_pixels, self.limits.max_pixels)
@@ -340,7 +345,7 @@ class Preparer:
         set.
         """
         if question.inputs is not None:
-            return Prepared(settled(question.inputs), **self._answer_facts(question))
+            return self._prepared(settled(question.inputs), (), (), question)
         cancelled, limits = cancelled or Cancelled(), self.limits
         images = []
         for source in question.images:
@@ -354,7 +359,20 @@ class Preparer:
         cancelled.check()
         found = self._processed(question, images, clips)
         sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)
-        return Prepared(found, *sizes, **self._answer_facts(question))
+        return self._prepared(found, *sizes, question)
+
+    def _prepared(
+        self,
+        inputs: dict[str, Any],
+        image_sizes: tuple[tuple[int, int], ...],
+        video_sizes: tuple[tuple[int, int, int], ...],
+        question: Question,
+    ) -> Prepared:
+        """The engine's part, with all that it would otherwise make of the inputs on its own thread."""
+        if self._hashes:
+            hash_ahead(inputs)
+        kept = on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None
+        return Prepared(inputs, image_sizes, video_sizes, kept=kept, **self._answer_facts(question))
 
     def _answer_facts(self, question: Question) -> dict[str, Any]:
         """Facts about the answer that the engine needs beside its parameters."""

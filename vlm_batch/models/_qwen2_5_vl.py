@@ -6,6 +6,7 @@ a list in every block, which waits for the device, and takes cosines and sines a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,26 +29,32 @@ class WindowRuns(VisionModel):
         side = self.window_size // merge // self.patch_size
         orders: list[np.ndarray] = []
         places: list[np.ndarray] = []
-        windows: list[Run] = []
+        sizes: list[np.ndarray] = []  # of the window that each position is in
         wholes: list[Run] = []
         start = 0
         for frames, high, wide in np.array(grid_thw).tolist():
             order, runs = window_order(high // merge, wide // merge, side)
             for _ in range(frames):
                 orders.append(order + start)
-                windows.extend(runs)
+                sizes.extend(np.full(count * size, size) for count, size in runs)
                 wholes.append((1, high * wide))
                 places.append(patch_positions(high, wide, merge).reshape(-1, unit, 2)[order])
                 start += len(order)
-        order = np.concatenate(orders)
-        in_windows = merge_runs([(count, size * unit) for count, size in windows])
+        by_size = np.argsort(-np.concatenate(sizes), kind="stable")  # windows of one size of all pictures together
+        order = np.concatenate(orders)[by_size]
+        counts = Counter(np.concatenate(sizes).tolist())
+        in_windows = tuple((counts[size] // size, size * unit) for size in sorted(counts, reverse=True))
         in_pictures = merge_runs(wholes)
-        cos, sin = self._rotation(np.concatenate(places).reshape(-1, 2))
+        by_picture = None
+        if len(wholes) > 1:
+            by_picture = _patches_of(np.argsort(by_size), unit), _patches_of(by_size, unit)
+        cos, sin = self._rotation(np.concatenate(places)[by_size].reshape(-1, 2))
         x = self.patch_embed(hidden_states)
         x = x.reshape(start, unit, -1)[mx.array(order)].reshape(start * unit, -1)  # (N, D)
         for number, block in enumerate(self.blocks):
-            runs = in_pictures if number in self.fullatt_block_indexes else in_windows
-            x = x + self._attend(block.attn, block.norm1(x), runs, cos, sin)
+            is_whole = number in self.fullatt_block_indexes
+            runs, gathered = (in_pictures, by_picture) if is_whole else (in_windows, None)
+            x = x + self._attend(block.attn, block.norm1(x), runs, cos, sin, gathered)
             x = x + self._gated(block.mlp, block.norm2(x))
         return self.merger(x)[mx.array(np.argsort(order))]
 
@@ -65,11 +72,29 @@ class WindowRuns(VisionModel):
         return module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
 
     @staticmethod
-    def _attend(module: Any, x: mx.array, runs: Sequence[Run], cos: mx.array, sin: mx.array) -> mx.array:
-        """(N, D) -> (N, D)"""
+    def _attend(
+        module: Any,
+        x: mx.array,
+        runs: Sequence[Run],
+        cos: mx.array,
+        sin: mx.array,
+        gathered: tuple[mx.array, mx.array] | None,
+    ) -> mx.array:
+        """(N, D) -> (N, D). ``gathered`` are the patches' places (N,) picture by picture, if the runs are pictures, and the
+        places of these in the order of the windows."""
         split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
         queries, keys = rotate(split[:, :2].swapaxes(0, 1), cos, sin)
-        return module.proj(attend_runs(queries, keys, split[:, 2], runs, module.scale))
+        values = split[:, 2]
+        if gathered is None:
+            return module.proj(attend_runs(queries, keys, values, runs, module.scale))
+        there, back = gathered
+        attended = attend_runs(queries[there], keys[there], values[there], runs, module.scale)
+        return module.proj(attended[back])
+
+
+def _patches_of(places: np.ndarray, unit: int) -> mx.array:
+    """The places of the patches of merged positions, ``unit`` each."""
+    return mx.array((places[:, None] * unit + np.arange(unit)).reshape(-1))
 
 
 PATCHES: dict[type, type] = {VisionModel: WindowRuns, Attention: seal_masks(Attention)}

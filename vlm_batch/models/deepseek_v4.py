@@ -118,7 +118,7 @@ class DeepseekV4(Adapter):
         """From a picture's start mark to its end mark; the padding before sees no further than text does."""
         if not self.config.vision_n_layers:
             return ()
-        tokens, size = np.array(ids[0]), int(self.config.vocab_size)
+        tokens, size = np.array(ids)[0], int(self.config.vocab_size)
         starts, ends = (np.flatnonzero(tokens == size + mark).tolist() for mark in (START, END))
         return tuple((start, end + 1) for start, end in zip(starts, ends, strict=True))
 

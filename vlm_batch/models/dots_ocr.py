@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from vlm_batch.adapters.grids import GridAdapter
 from vlm_batch.adapters.modules import LastPosition
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.prompts import cut, repeat_last
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
 

@@ -58,7 +58,7 @@ class FalconOCR(Adapter):
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """From a picture's class token up to its end token, which is causal (language.py, create_falcon_ocr_mask)."""
         spans, first = [], None
-        for index, token in enumerate(np.array(ids[0]).tolist()):
+        for index, token in enumerate(np.array(ids)[0].tolist()):
             if token == self.config.image_cls_token_id and first is None:
                 first = index
             elif token == self.config.img_end_id and first is not None:

@@ -67,6 +67,6 @@ class Gemma3n(Adapter):
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """With the hard tokens of the vision embedder that follow a picture (its end): as text they would be others."""
-        is_hard = np.append(np.array(ids[0]) >= self.config.vision_config.vocab_offset, False)
+        is_hard = np.append(np.array(ids)[0] >= self.config.vision_config.vocab_offset, False)
         found = super().pictures(ids, extra)
         return tuple(replace(picture, end=picture.end + int(is_hard[picture.end :].argmin())) for picture in found)

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.vision import cubic_weights
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.routing import dropped_groups
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.glm4v import GLM4V, BicubicEmbeddings
 from vlm_batch.registry import ModelSpec, register
 

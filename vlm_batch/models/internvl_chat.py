@@ -28,4 +28,4 @@ class InternVLChat(InternVL):
 
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         marker = extra.get("image_token_index", self.config.image_token_index)
-        return int((np.array(ids[0]) == int(marker)).sum())
+        return int((np.array(ids)[0] == int(marker)).sum())

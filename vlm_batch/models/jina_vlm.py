@@ -59,7 +59,7 @@ class JinaVLM(Adapter):
         if "image_input_idx" not in extra:
             return
         index = np.array(extra["image_input_idx"]).reshape(-1)
-        is_picture = np.isin(np.array(ids[0]), list(self.image_token_ids()))
+        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids()))
         used = index[index >= 0]
         places = int(is_picture.sum())
         if places > len(index) or (used.size and (used.max() >= len(is_picture) or not is_picture[used].all())):

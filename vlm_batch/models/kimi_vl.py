@@ -11,9 +11,9 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingPackedTower
-from vlm_batch.adapters.packed import moon_attention
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions, use_tanh_gelu
+from vlm_batch.adapters.windows import moon_attention
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingPackedTower
-from vlm_batch.adapters.packed import moon_attention
 from vlm_batch.adapters.towers import resized_positions
+from vlm_batch.adapters.windows import moon_attention
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -77,7 +77,7 @@ class Mllama(Adapter):
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """One for each placeholder, which is a single token."""
-        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids()))).tolist()
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids()))).tolist()
         per_picture = {name: value for name, value in extra.items() if name != "cross_attention_mask"}
         if not all(value.ndim > 1 and value.shape[1] == len(places) for value in per_picture.values()):
             return super().pictures(ids, extra)

@@ -72,4 +72,4 @@ class Molmo2(Adapter):
         config = self.config
         markers = [config.image_start_token_id, config.low_res_image_start_token_id, config.image_end_token_id]
         markers += [config.image_patch_id, config.image_col_id, config.image_low_res_id]
-        return np.isin(np.array(ids[0]), [*markers, config.frame_start_token_id, config.frame_end_token_id])
+        return np.isin(np.array(ids)[0], [*markers, config.frame_start_token_id, config.frame_end_token_id])

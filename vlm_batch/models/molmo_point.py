@@ -236,7 +236,7 @@ class MolmoPoint(Adapter):
     def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
         """Points of earlier answers have no embedding of their own: what they stood for is not in the prompt."""
         size = self.num_words
-        beyond = [token for token in np.array(ids[0]).tolist() if not 0 <= token < size]
+        beyond = [token for token in np.array(ids)[0].tolist() if not 0 <= token < size]
         if beyond:
             raise InvalidPrompt(
                 f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model? A point of "
@@ -282,7 +282,7 @@ class MolmoPoint(Adapter):
             raise InvalidPrompt("a token of the picture pools no patch: image_token_pooling has a row below zero")
         if (given := self.count_image_tokens(ids, extra)) != len(has_patch):
             raise InvalidPrompt(f"the pictures need {len(has_patch)} placeholder tokens; the prompt has {given}")
-        ends = int((np.array(ids[0]) == self.config.image_end_token_id).sum())
+        ends = int((np.array(ids)[0] == self.config.image_end_token_id).sum())
         if ends != 2 * len(extra["image_grids"]):
             raise InvalidPrompt(
                 f"{len(extra['image_grids'])} pictures have two views each; the prompt has the ends of {ends}"

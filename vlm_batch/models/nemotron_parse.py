@@ -39,7 +39,7 @@ class NemotronParse(CrossingAdapter):
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The ids (1, L) that the decoder begins with (nemotron_parse/language.py, NemotronParseLanguageModel)."""
-        text, tokens = self.config.text_config, np.array(ids[0]).tolist()
+        text, tokens = self.config.text_config, np.array(ids)[0].tolist()
         if len(tokens) == 1:
             return mx.array([[text.decoder_start_token_id]], dtype=mx.int32)
         if len(tokens) > 2:

@@ -34,7 +34,7 @@ class Phi3V(LongRoPEAdapter):
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """The k-th picture needs so many ids -k as its crops have features, with those that end their rows."""
         super().check_placeholders(ids, extra)
-        tokens, each = np.array(ids[0]), int(self.config.vision_config.num_img_tokens)
+        tokens, each = np.array(ids)[0], int(self.config.vision_config.num_img_tokens)
         for index, (high, wide) in enumerate((np.array(extra.get("image_sizes", ())) // CROP).tolist()):
             needed = (high * wide + 1) * each + 1 + (high + 1) * math.isqrt(each)
             given = int((tokens == -1 - index).sum())
@@ -43,7 +43,7 @@ class Phi3V(LongRoPEAdapter):
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for as many pictures as the prompt has placeholders for."""
-        given, needed = len(set(np.array(ids[0]).clip(max=0).tolist()) - {0}), len(extra.get("image_sizes", ()))
+        given, needed = len(set(np.array(ids)[0].clip(max=0).tolist()) - {0}), len(extra.get("image_sizes", ()))
         if given != needed:
             raise InvalidPrompt(f"the prompt has placeholders for {given} pictures, and {needed} are given")
         return super().features(ids, extra)

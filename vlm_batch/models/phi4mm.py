@@ -51,7 +51,7 @@ class Phi4MM(LongRoPEAdapter):
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, which wants one id for a picture."""
-        places = np.flatnonzero(np.isin(np.array(ids[0]), list(self.image_token_ids())))
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids())))
         firsts = np.cumsum([0, *self._num_patches(extra)])[:-1]
         kept = np.delete(np.arange(ids.shape[1]), np.delete(places, firsts))
         return super().features(ids[:, mx.array(kept)], extra)

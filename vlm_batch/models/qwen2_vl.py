@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
+from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
@@ -24,6 +28,29 @@ class Qwen2VL(MRoPEAdapter):
     compiles = True
     shares_prefill = True
     pads_prefill = True
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Embeddings (1, L, D) with the pictures' features in the places of their placeholders, and nothing else.
+
+        Upstream counts placeholders and makes positions on the device, and waits for both (qwen2_vl.py:25, qwen2_5_vl.py:25).
+        """
+        if "pixel_values_videos" in extra:
+            ids, extra = self.videos_as_pictures(ids, extra)
+        embeds, found = self.token_table(ids), extra.get("cached_image_features")
+        if found is None and "pixel_values" in extra:
+            tower = self.model.vision_tower
+            pixels = extra["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
+            found = tower(pixels, extra["image_grid_thw"], output_hidden_states=False)
+        if found is None:
+            return {"inputs_embeds": embeds}
+        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids()))
+        if is_picture.sum() != found.shape[0]:
+            raise ValueError(f"{found.shape[0]} features for {is_picture.sum()} placeholder tokens")
+        numbers = mx.array(np.where(is_picture, np.cumsum(is_picture) - 1, 0))
+        return {"inputs_embeds": mx.where(mx.array(is_picture)[:, None], found[numbers], embeds[0])[None]}
+
+    def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
+        return self.grid_positions(ids, extra, [1.0] * len(extra.get("video_grid_thw", ())))
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.packed import attend_pictures
 from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register

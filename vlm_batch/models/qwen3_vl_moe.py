@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.qwen3_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
 

@@ -11,7 +11,7 @@ from vlm_batch.adapters.attention import HOOKS, row_by_row
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import put_hooks
-from vlm_batch.adapters.packed import attend_pictures
+from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import DecodeStep

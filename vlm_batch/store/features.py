@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import arrays_of, map_arrays, own_array
+from vlm_batch.arrays import arrays_of, launch, map_arrays, own_array
 from vlm_batch.store.budget import ByteBudget, footprint
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class FeatureStore:
             return
         try:
             own = map_arrays(features, own_array)  # a picture's share of many would hold on to all of them
-            mx.eval(arrays_of(own))
+            launch(arrays_of(own))
             if self.budget.add((id(self), key), nbytes, lambda: self._drop(key)):
                 self._features[key] = own
         except Exception as error:
