@@ -201,7 +201,7 @@ def attend_codes(queries: mx.array, keys: QuantizedStates, values: QuantizedStat
     apart = grouped[..., None, :, :] * mx.eye(grouped.shape[3])[:, :, None]  # (B, G, R, n, n, g)
     apart = apart.flatten(-2).flatten(2, 3)
     planes = _planes(keys)
-    found = sum(apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2) for i, plane in enumerate(planes))
+    found: Any = sum(apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2) for i, plane in enumerate(planes))
     scales, biases = (numbers.swapaxes(-1, -2) for numbers in (keys.scales, keys.biases))  # (B, G, n, K)
     scores = (found.reshape(*grouped.shape[:4], -1) * scales[:, :, None]).sum(axis=3) + grouped.sum(axis=-1) @ biases
     weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
