@@ -407,9 +407,15 @@ def test_attention_reads_what_is_stored(bits: int, depth: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_heads_that_share_keys_attend_by_their_codes(bits: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where a byte holds whole codes: of one group a head and of several, the last one filled, of a cut slab."""
-    calls = []
+    calls: list[int] = []
     right = kernels.attend_codes
-    monkeypatch.setattr(kernels, "attend_codes", lambda *given: calls.append(1) or right(*given))
+
+    def counted(queries: mx.array, *given: Any) -> mx.array:
+        calls.append(queries.shape[1])
+        return right(queries, *given)
+
+    monkeypatch.setattr(kernels, "MANY_CODES", 0)
+    monkeypatch.setattr(kernels, "attend_codes", counted)
     mx.random.seed(bits)
     keys, values = (quantize(mx.random.normal((2, 2, 40, depth)), 32, bits) for _ in range(2))
     keys, values = (states.map(lambda part: part[:1, :, :37]) for states in (keys, values))
@@ -421,7 +427,7 @@ def test_heads_that_share_keys_attend_by_their_codes(bits: int, depth: int, monk
         wanted = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.3, mask=shown)
         assert found.shape == wanted.shape
         assert mx.allclose(found, wanted, atol=1e-5).item()
-    assert len(calls) == (0 if bits == 3 else 2)
+    assert calls == ([] if bits == 3 else [8, 14])
 
 
 def test_slabs_and_rows_hold_the_same() -> None:
@@ -481,8 +487,8 @@ def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None
         packed, unpacked = (slab.update_and_fetch(keys, values) for slab in slabs)
         for place in kept:
             single = dict(singles)[place]
-            for found, whole, right in zip(packed, unpacked, single.state, strict=True):
-                right, columns = right.dequantized(), single.offset
+            for found, whole, states in zip(packed, unpacked, single.state, strict=True):
+                right, columns = states.dequantized(), single.offset
                 assert isinstance(whole, mx.array)
                 assert mx.array_equal(whole[place : place + 1, :, :columns], right).item()
                 assert mx.array_equal(found.dequantized()[place : place + 1, :, :columns], right).item()

@@ -104,7 +104,12 @@ def test_answers_are_the_same_over_slabs_that_grow_and_give_back(name: str, monk
     monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 4)
     cuts: list[int] = []
     right = SlabCache._cut
-    monkeypatch.setattr(SlabCache, "_cut", lambda self, capacity: cuts.append(capacity) or right(self, capacity))
+
+    def cut(self: SlabCache, capacity: int) -> None:
+        cuts.append(capacity)
+        right(self, capacity)
+
+    monkeypatch.setattr(SlabCache, "_cut", cut)
     asks = [
         Ask("text:5:26", tokens=3),
         Ask("text:4:9", tokens=12),

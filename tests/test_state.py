@@ -17,8 +17,10 @@ from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import adapter_for
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.budget import ByteBudget
@@ -94,6 +96,40 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
         generator.step()
     assert generator.batch.nbytes == 0
     assert not generator.batch.layers
+
+
+def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's keys and values would be copied with every chunk, and once more by the first token."""
+    from tests.harness import shared_adapter
+
+    adapter = shared_adapter("qwen2_vl")
+    config = SchedulerConfig(prefill_budget=5, idle_budget=5, max_chunk=5)
+    generator = BatchGenerator(adapter, placement=Placement.ROWS, config=config)
+    states: list[weakref.ref[mx.array]] = []
+    held: list[int] = []
+
+    def noting(call: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            held.append(sum(state() is not None for state in states))
+            return call(*args)
+
+        return noted
+
+    def settled(self: Prefill, row: Any, *args: Any) -> Any:
+        answer = settle(self, row, *args)
+        states.extend(weakref.ref(array) for array in self._launched[row])
+        return answer
+
+    settle = Prefill._settle
+    monkeypatch.setattr(Prefill, "_settle", settled)
+    monkeypatch.setattr(adapter, "prefill", noting(adapter.prefill))
+    monkeypatch.setattr(generator._decoder, "logits", noting(generator._decoder.logits))
+    generator.insert("a", as_mlx(inputs_of("qwen2_vl", "text:5:26")), SamplingParams(max_tokens=2))
+    while generator.has_work:
+        generator.step()
+    assert len(held) > 5
+    assert held[:-1] == [0] * (len(held) - 1)
+    assert held[-1] <= 1  # the prompt's logits
 
 
 @pytest.mark.parametrize("placement", list(Placement))

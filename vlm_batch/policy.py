@@ -145,7 +145,7 @@ SETTINGS: Mapping[str, Setting] = {
     "few_bits": Setting(
         "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, or unpacked, by the kernels of exact keys",
         "measured: docs/benchmarks.md, caches",
-        "assumed: MLX's products there take no columns cut out of a slab, and are slow (docs/benchmarks.md, caches)",
+        "products measured slow, unpacking not measured: docs/benchmarks.md, caches",
         "assumed, as on a CPU",
     ),
     "first_rows": Setting(

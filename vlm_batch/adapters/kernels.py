@@ -54,6 +54,8 @@ E = math.e
 CODES_OF_BYTES = (2, 4, 8)
 #: Heads that share keys, from which on their codes are worth it.
 FEW_HEADS = 4
+#: Numbers that the heads read in all, from which on that pays for the further operations.
+MANY_CODES = 2**20
 
 #: mlx-vlm's, whatever its name is bound to later.
 SWIGLU = activations.swiglu
@@ -238,7 +240,8 @@ def takes_codes(queries: mx.array, keys: QuantizedStates, mask: Any) -> bool:
     """True for one query a row over packed keys that are cheaper as floats of their codes, all of which it sees."""
     is_plain = mask is None or isinstance(mask, str)
     is_shared = queries.shape[2] == 1 and queries.shape[1] >= FEW_HEADS * keys.shape[1]
-    return is_plain and is_shared and keys.layout.bits in CODES_OF_BYTES and takes_powers(queries)
+    is_much = queries.size * keys.shape[2] >= MANY_CODES
+    return is_plain and is_shared and is_much and keys.layout.bits in CODES_OF_BYTES and takes_powers(queries)
 
 
 def attend_codes(queries: mx.array, keys: QuantizedStates, values: QuantizedStates, scale: float) -> mx.array:
@@ -255,7 +258,7 @@ def attend_codes(queries: mx.array, keys: QuantizedStates, values: QuantizedStat
     apart = grouped[..., None, :, :] * mx.eye(grouped.shape[3])[:, :, None]  # (B, G, R, n, n, g)
     apart = apart.flatten(-2).flatten(2, 3)
     planes = _planes(keys)
-    found = sum(apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2) for i, plane in enumerate(planes))
+    found: Any = sum(apart[..., i :: len(planes)] @ plane.swapaxes(-1, -2) for i, plane in enumerate(planes))
     scales, biases = (numbers.swapaxes(-1, -2) for numbers in (keys.scales, keys.biases))  # (B, G, n, K)
     scores = (found.reshape(*grouped.shape[:4], -1) * scales[:, :, None]).sum(axis=3) + grouped.sum(axis=-1) @ biases
     weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))

@@ -256,6 +256,7 @@ class BatchGenerator:
         for row, arrays in launched.chunks.items():
             if row.status is not Status.FINISHED:
                 self.recovery.guard(row, mx.eval, arrays)
+            arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
         for flight in launched.joined:
             self._read(flight)
 

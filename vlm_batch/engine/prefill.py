@@ -205,9 +205,10 @@ class Prefill:
         kept = self._reuse.prompt_done(row, logits) if is_done else self._reuse.chunk_done(row)
         if is_done:
             self.adapter.finish_prefill(_encoded(prompt), prompt.cache)
-        arrays = arrays_of([cache.state for cache in prompt.cache]) + ([logits] if is_done else []) + kept + [*scored]
-        mx.async_eval(arrays)
-        self._launched[row] = arrays
+        state, last = arrays_of([cache.state for cache in prompt.cache]), [logits] if is_done else []
+        mx.async_eval(state, last, kept, scored)
+        # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
+        self._launched[row] = [*(last or state), *kept, *scored]
         return logits if is_done else None
 
 
