@@ -74,18 +74,17 @@ def attend_rows(
     outputs: list[mx.array | None] = []  # of a row, of several, or of an empty place
     place = 0
     while place < len(keys.rows):
+        row_keys, row_values, cache = keys.rows[place], values.rows[place], keys.caches[place]
+        own_mask, end = _mask_of(mask, place), place + 1
         if place in runs:
             run, other = runs[place]
-            one, row_keys, row_values, cache = queries[place : run.end], run.state, other.state, run.cache
+            row_keys, row_values, cache, end = run.state, other.state, run.cache, run.end
+        if row_keys is None:
+            outputs.append(None)
         else:
-            one, row_keys, row_values = queries[place : place + 1], keys.rows[place], values.rows[place]
-            cache = keys.caches[place]
-        of_one = None if place in runs else _mask_of(mask, place)
-        found = (
-            None if row_keys is None else attention(one, row_keys, row_values, cache, scale=scale, mask=of_one, **extra)
-        )
-        outputs.append(found)
-        place += one.shape[0]
+            of_rows = queries[place:end]
+            outputs.append(attention(of_rows, row_keys, row_values, cache, scale=scale, mask=own_mask, **extra))
+        place = end
     like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may be of another width
     filled = [mx.zeros_like(like) if output is None else output for output in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)

@@ -133,7 +133,7 @@ class StackedRowsCache(RowsCache):
         held = self.places[place]
         if isinstance(held, Member):
             first, end = place - held.index, place - held.index + held.stack.keys.shape[0]
-            self.places[first:end] = [member.apart() for member in self.places[first:end]]
+            self.places[first:end] = [Member(held.stack, index).apart() for index in range(end - first)]
 
 
 def _kind(held: Any) -> tuple[Any, ...] | None:
