@@ -657,7 +657,7 @@ class History:
         assert all(row.prompt is None for row in placed), "a prompt is kept after its prefill"
         for group in generator.batch.groups:
             for layer in group.layers:
-                if type(layer) is RowsCache:
+                if isinstance(layer, RowsCache):
                     held = [cache is not None for cache in layer.places]
                     assert held == [row is not None for row in group.places], "a place without a row holds something"
             assert group.layers or not group.places

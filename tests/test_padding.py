@@ -20,8 +20,15 @@ from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, SchedulerConfig, together
-from vlm_batch.engine.shapes import padded_count, padded_length
+from vlm_batch.engine.scheduler import (
+    Chunk,
+    PrefillRow,
+    Scheduler,
+    SchedulerConfig,
+    padded_count,
+    padded_length,
+    together,
+)
 from vlm_batch.models import families
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device

@@ -136,7 +136,7 @@ def test_rows_end_where_they_stop_paying_and_chunks_where_longer_ones_gain_nothi
         "most_rows": 12,
         "max_chunk": 512,
         "smallest_chunk": 256,
-        "idle_budget": 512,
+        "idle_budget": 4 * 512,
         "prefill_together": 4,
         "encode_together": 1,
     }

@@ -201,6 +201,15 @@ def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
     assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
 
 
+@pytest.mark.parametrize(("seconds", "budget"), [(0.1, 1024), (1.0, 600), (10.0, 256)])
+def test_a_step_in_which_nothing_decodes_takes_two_seconds_or_a_chunk(seconds: float, budget: int) -> None:
+    pace = Pace(SchedulerConfig(idle_budget=1024))
+    assert pace.budget(is_decoding=False, pending=5000) == 1024, "nothing was measured"
+    for tokens in [0] * 30 + [300, 0] * 40:
+        pace.record(0.04 + (seconds if tokens else 0.0), tokens)
+    assert pace.budget(is_decoding=False, pending=5000) == pytest.approx(budget, rel=0.02)
+
+
 def test_prompts_without_a_break_are_measured_too() -> None:
     pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
     for _ in range(30):

@@ -511,7 +511,7 @@ class Adapter:
             return self.prefill(padded[0], cache, start, start + width)
 
     def padded(self, encoded: Encoded, length: int) -> Encoded:
-        """A row with at least ``length`` positions: behind its own its last one is repeated, without features."""
+        """A row with at least ``length`` positions: behind its own its last one is repeated, as text."""
         count = length - encoded.length
         if count <= 0:
             return encoded

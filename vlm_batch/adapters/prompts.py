@@ -30,9 +30,14 @@ def pad_front(value: mx.array, axis: int | None, count: int) -> mx.array:
 
 
 def pad_behind(value: Any, axis: int | None, count: int) -> Any:
-    """``value`` with ``count`` zeros behind an axis; None leaves it as it is."""
+    """``value`` with ``count`` more entries behind an axis; None leaves it as it is.
+
+    Numbers repeat the last ones, so that nothing is divided by zero; masks and kinds of tokens are zero, as for text.
+    """
     if axis is None:
         return value
+    if mx.issubdtype(value.dtype, mx.floating):
+        return repeat_last(value, axis, count)
     shape = list(value.shape)
     shape[axis] = count
     return mx.concatenate([value, mx.zeros(shape, value.dtype)], axis=axis)

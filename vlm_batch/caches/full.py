@@ -11,8 +11,8 @@ from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import own_array, round_up
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, upstream
-from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
+from vlm_batch.caches.stacked import StackedRowsCache
 from vlm_batch.caches.states import CopiedState, LayerState, SimpleState, filed
 
 
@@ -66,7 +66,7 @@ class FullKind(UpstreamKind):
         return FullState(*(own_array(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return SlabCache(num_places) if placement is Placement.SLAB else RowsCache()
+        return SlabCache(num_places) if placement is Placement.SLAB else StackedRowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return super().bytes_at(round_up(tokens, KVCache.step), seen)

@@ -21,6 +21,7 @@ from vlm_batch.caches.layers import (
 )
 from vlm_batch.caches.quantized import QuantizedSlabCache
 from vlm_batch.caches.slab import SlabCache
+from vlm_batch.caches.stacked import StackedRowsCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 
 
@@ -59,10 +60,13 @@ class ListedCache(CacheList):
 
 
 def always_mask(layer: LayerCache) -> None:
-    """Make a batch's layer mask its columns at every step, even if every row sees all, so that no row depends on another."""
+    """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
+    itself, so that no row depends on another."""
     for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
         if isinstance(part, SlabCache):
             part.always_masked = True
+        elif isinstance(part, StackedRowsCache):
+            part.may_stack = False
 
 
 def unpack(layer: LayerCache) -> None:

@@ -17,16 +17,27 @@ from vlm_batch.arrays import arrays_of
 
 
 @dataclass(frozen=True)
+class Run:
+    """Keys or values (R, H, L, D) of the places [first, end), which are one array, and the cache that they are in."""
+
+    first: int
+    end: int
+    state: mx.array
+    cache: Any
+
+
+@dataclass(frozen=True)
 class RowStates:
     """Keys or values of each place of the batch, of different lengths: what a model gets instead of one (B, H, L, D)
     array.
 
     ``rows[b]`` is whatever the row's own cache returned ((1, H, L_b, D), or a quantised tuple), or None for an empty
-    place.
+    place. Of rows that are one array it is a part, and ``runs`` has the whole.
     """
 
     rows: tuple[Any | None, ...]
     caches: tuple[Any | None, ...]
+    runs: tuple[Run, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -51,20 +62,30 @@ def attend_rows(
     mask: RowMasks | mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of (B, H, 1, D) queries over rows of different lengths: ``attention`` is called once for each live row.
+    """Attention of (B, H, 1, D) queries over rows of different lengths: ``attention`` is called once for each live row, and
+    once for rows that are one array, unless they are masked.
 
     An empty place answers zeros, so that the places stay aligned.
     """
     extra = {} if sinks is None else {"sinks": sinks}
-    outputs = [
-        None
-        if row_keys is None
-        else attention(
-            queries[place : place + 1], row_keys, row_values, cache, scale=scale, mask=_mask_of(mask, place), **extra
-        )
-        for place, (row_keys, row_values, cache) in enumerate(zip(keys.rows, values.rows, keys.caches, strict=True))
-    ]
-    like = next((output for output in outputs if output is not None), queries[:1])  # values may be of another width
+    runs = (
+        {} if mask is not None else {run.first: (run, other) for run, other in zip(keys.runs, values.runs, strict=True)}
+    )
+    outputs: list[mx.array | None] = []  # of a row, of several, or of an empty place
+    place = 0
+    while place < len(keys.rows):
+        row_keys, row_values, cache = keys.rows[place], values.rows[place], keys.caches[place]
+        own_mask, end = _mask_of(mask, place), place + 1
+        if place in runs:
+            run, other = runs[place]
+            row_keys, row_values, cache, end = run.state, other.state, run.cache, run.end
+        if row_keys is None:
+            outputs.append(None)
+        else:
+            of_rows = queries[place:end]
+            outputs.append(attention(of_rows, row_keys, row_values, cache, scale=scale, mask=own_mask, **extra))
+        place = end
+    like = next((output[:1] for output in outputs if output is not None), queries[:1])  # values may be of another width
     filled = [mx.zeros_like(like) if output is None else output for output in outputs]
     return filled[0] if len(filled) == 1 else mx.concatenate(filled, axis=0)
 

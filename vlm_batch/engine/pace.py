@@ -21,6 +21,7 @@ class Pace:
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
     IDLE_BUDGET = 2048  # where the config leaves it open
+    IDLE_SECONDS = 2.0  # of a step in which nothing decodes: whoever comes or goes meanwhile waits for its end
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
@@ -42,7 +43,12 @@ class Pace:
         config = self._config
         if not is_decoding:
             self._saved_steps = 0
-            return self.idle_budget
+            rate = self._tokens_per_second
+            return (
+                min(self.idle_budget, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate)))
+                if rate
+                else self.idle_budget
+            )
         if config.prefill_budget is not None:
             return config.prefill_budget
         if not self._tokens_per_second:

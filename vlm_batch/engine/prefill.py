@@ -16,8 +16,7 @@ from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, together
-from vlm_batch.engine.shapes import padded_count, padded_length
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, padded_count, padded_length, together
 from vlm_batch.records import Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.

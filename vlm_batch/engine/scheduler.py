@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 from vlm_batch.checks import seconds_option, whole_option
 from vlm_batch.engine.limit import RowLimit
-from vlm_batch.engine.shapes import padded_count, padded_length
 
 #: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
 DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
 #: Rows of a scheduler whose config neither says how many nor was filled in.
 DEFAULT_ROWS = 8
+#: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
+STEPS = 4
 _OPTIONAL = (
     "prefill_budget",
     "idle_budget",
@@ -50,7 +51,7 @@ class SchedulerConfig:
     long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
     ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes, and ``beside_decode``
     times fewer else. ``prefill_together``: whole prompts of one length that are prefilled as one array, of at most
-    ``together_tokens`` or one prompt. ``pad_to``: chunks are computed in multiples of so many positions (``engine.shapes``),
+    ``together_tokens`` or one prompt. ``pad_to``: chunks are computed in multiples of so many positions (``padded_length``),
     or, where it is 0, as they are. ``smallest_chunk``: prompt tokens
     beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
     requests whose pictures are read while they wait, beside a batch's worth, and ``look_ahead_bytes``: what is prepared of
@@ -239,3 +240,20 @@ def together(
             groups.append(group)
         group.append(chunk)
     return groups
+
+
+def padded_length(length: int, pad_to: int) -> int:
+    """Positions that a chunk of ``length`` is computed in: a multiple of ``pad_to``, and of a quarter of the power of two
+    below. As many as it has where ``pad_to`` is 0."""
+    if not pad_to or not length:
+        return length
+    step = max(pad_to, (1 << (length - 1).bit_length()) // (2 * STEPS))
+    return -(-length // step) * step
+
+
+def padded_count(count: int, pad_to: int) -> int:
+    """Rows that ``count`` prompts are computed in as one array: a power of two, or one and a half times one."""
+    if not pad_to or count < 4:
+        return count
+    power = 1 << (count - 1).bit_length()
+    return power - power // 4 if count <= power - power // 4 else power

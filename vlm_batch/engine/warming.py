@@ -1,7 +1,7 @@
 """Warm-up: a forward of each shape that requests will bring, of made-up prompts, run while there is nothing else to do.
 
-The first call of a shape takes several times as long as the next one on a GPU (``vlm_batch.engine.shapes``). No row, cache or
-counter of the engine's takes part, so nothing is left of it but what MLX keeps of a shape.
+The first call of a shape takes several times as long as the next one on a GPU (docs/benchmarks.md, where the time went). No
+row, cache or counter of the engine's takes part, so nothing is left of it but what MLX keeps of a shape.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from vlm_batch.registry import ModelSpec, register
             "(gemma3n/gemma3n.py:122), transformers does (Gemma3nTextScaledWordEmbedding)",
             "layers that share keys and values turn their queries by the tokens' own positions; mlx-vlm reads the "
             "offset after it has advanced (gemma3n/language.py:136), so its answer depends on the chunks",
-            "prompts are not padded, so the zero rows that mlx-vlm divides by (gemma3n/language.py:523) do not arise",
+            "no position is zero, padding included, so the zero rows that mlx-vlm divides by (gemma3n/language.py:523) "
+            "do not arise",
         ),
     )
 )
