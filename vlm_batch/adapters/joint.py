@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ class Tower(Protocol):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
     def together(self, calls: Sequence[TowerCall]) -> list[Any]: ...
-    def as_one(self, calls: Sequence[TowerCall]) -> list[Any]: ...
+    def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]: ...
     def count_patches(self, call: TowerCall, patch: int) -> int: ...
 
 
@@ -181,30 +180,17 @@ def make_calls(calls: Mapping[int, TowerCall], proven: Proven | None = None) -> 
     groups: dict[tuple[Any, ...], list[int]] = {}
     for at, call in calls.items():
         groups.setdefault((id(call.tower), call.kind if proven is None else call.shape), []).append(at)
-    if proven is not None:
-        groups = _in_parts(groups, calls, proven)
     found: dict[int, Any] = {}
     for places in groups.values():
         given = [calls[at] for at in places]
         try:
-            made = given[0].tower.together(given) if proven is None else given[0].tower.as_one(given)
+            tower = given[0].tower
+            made = tower.together(given) if proven is None else tower.proven_together(given, proven)
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue
-        found.update(zip(places, made, strict=True))
+        found.update((at, answer) for at, answer in zip(places, made, strict=True) if answer is not None)
     return found
-
-
-def _in_parts(
-    groups: Mapping[tuple[Any, ...], list[int]], calls: Mapping[int, TowerCall], proven: Proven
-) -> dict[tuple[Any, ...], list[int]]:
-    parts: dict[tuple[Any, ...], list[int]] = {}
-    for name, places in groups.items():
-        ends = list(accumulate(proven.parts([calls[at] for at in places]), initial=0))
-        for start, end in pairwise(ends):
-            if end - start > 1:
-                parts[(*name, start)] = places[start:end]
-    return parts
 
 
 def join_calls(calls: Sequence[TowerCall]) -> tuple[list[Any], dict[str, Any]]:

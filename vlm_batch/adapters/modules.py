@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.joint import Desk, Kind, TowerCall, join_calls
+from vlm_batch.adapters.joint import Desk, Kind, Proven, TowerCall, join_calls
 from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, split_rows
 from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
@@ -136,9 +137,9 @@ class RememberingTower(nn.Module):
         """The answers to calls of one kind, made as one. Raises ValueError for an answer that cannot be taken apart."""
         raise NotImplementedError
 
-    def as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The same by one call of the tower, whatever is remembered."""
-        return self.together(calls)
+    def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
+        """The answers to calls of one shape, as many made as one as are proven to be those made alone; None for the rest."""
+        return [None] * len(calls)
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         """The patches in a call, of ``patch`` values where it does not say how many there are."""
@@ -287,7 +288,25 @@ class RememberingGridTower(RememberingTower):
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
         return parts
 
+    def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
+        keys = [self.key(call.args, call.kwargs) for call in calls]
+        found = [self.known(key) for key in keys]
+        new = {
+            key or at: at for at, key in enumerate(keys) if found[at] is None
+        }  # what is asked for twice is looked at once
+        places = list(new.values())
+        ends = list(accumulate(proven.parts([calls[at] for at in places]) if places else (), initial=0))
+        for start, end in pairwise(ends):
+            if end - start > 1:
+                for at, features in zip(
+                    places[start:end], self.as_one([calls[at] for at in places[start:end]]), strict=True
+                ):
+                    self.remember(keys[at], features)
+                    found[at] = features
+        return [found[new.get(key or at, at)] for at, key in enumerate(keys)]
+
     def as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """The answers of one call of the tower to several, each of one picture, whatever is remembered. Raises ValueError."""
         counts = [sum(num_patches(call.args[1])) for call in calls]
         axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
         pixels = mx.concatenate([call.args[0] for call in calls], axis=axis)
@@ -298,8 +317,6 @@ class RememberingGridTower(RememberingTower):
         parts = split_rows(self.fresh((pixels, grids), kwargs), counts)
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
-        for call, part in zip(calls, parts, strict=True):
-            self.remember(call.key, part)
         return parts
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
