@@ -113,9 +113,16 @@ class Engine(Driven):
         for name in CALLS:
             setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
         self.generator = BatchGenerator(adapter, config=config, exact=exact)
+        self._exact = exact
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator
             setattr(owner, name, self.spent.timed(said, getattr(owner, name)))
+
+    @property
+    def joint(self) -> dict[str, str]:
+        """Prompts and pictures that were to go together, and what spoke against it."""
+        joint = self._exact.joint if self._exact is not None else None
+        return {} if joint is None else dict(joint.found)
 
 
 def run(model: Any, workload: Workload, way: str) -> dict[str, Any]:
@@ -135,6 +142,7 @@ def run(model: Any, workload: Workload, way: str) -> dict[str, Any]:
         "spent": {name: round(seconds, 3) for name, seconds in spent.seconds.items()},
         "calls": spent.calls,
         "places": spent.places,
+        "joint": engines[0].joint,
     }
 
 

@@ -44,13 +44,14 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of, joint_products_agree
+from vlm_batch.engine.proof import best_class, classes_of, differing_product
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.exactness import Joint, exact_for
+from vlm_batch.exactness import Joint, exact_for, prove
 from vlm_batch.loading import load_model
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime import blas
+from vlm_batch.runtime.device import Device
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
 
 #: What the suite runs of ``scripts/exact_table``, which runs every family in every precision: one family of each kind. What a
@@ -269,9 +270,18 @@ class Sums:
 
 
 def test_prompts_share_no_prefill_where_products_differ() -> None:
-    assert joint_products_agree([Sums(1000)], 4, 100)
-    assert not joint_products_agree([Sums(1000), Sums(300)], 4, 100)
-    assert joint_products_agree([Sums(300)], 2, 100)
+    assert not differing_product([Sums(1000)], 4, 100)
+    assert "of 100 rows and of 400 differ" in differing_product([Sums(1000), Sums(300)], 4, 100)
+    assert not differing_product([Sums(300)], 2, 100)
+
+
+def test_eight_bits_on_cuda_run_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was proven there in 8 bits was seen to be wrong, and is not tried again."""
+    monkeypatch.setattr("vlm_batch.exactness.device", lambda: Device.CUDA)
+    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: None)
+    monkeypatch.setattr("vlm_batch.exactness.write_proof", lambda key, found: None)
+    assert prove(adapter_of("qwen2_vl", "4 bits"), None, Placement.SLAB).classes
+    assert prove(adapter_of("qwen2_vl", "8 bits"), None, Placement.SLAB).best(Placement.SLAB) == (1,)
 
 
 def test_prompts_are_parted_by_what_is_proven() -> None:
@@ -293,6 +303,7 @@ def test_prompts_are_parted_by_what_is_proven() -> None:
 
 HASWELL = """
 from vlm_batch.runtime import blas
+from vlm_batch.runtime.device import Device
 blas.preload_openblas()
 blas.limit_threads(1)
 from dataclasses import replace

@@ -38,6 +38,14 @@ class Product:
     layout: tuple[Any, ...]  # of few bits: group size, bits, mode
 
     @property
+    def bits(self) -> int | None:
+        """Of its weights, where these are few."""
+        return self.layout[1] if self.layout else None
+
+    def __str__(self) -> str:
+        return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}"
+
+    @property
     def far(self) -> int:
         """The columns between two equal halves: whole groups of few bits, or a part of one group; 0 where there is no room."""
         unit = self.layout[0] if self.layout and self.width >= 2 * self.layout[0] else BLOCK

@@ -7,7 +7,7 @@ up to such a number. Prompts are cut at places that follow from the prompt alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ JOINT = (2, 4, 8, 16)
 
 class JointProof(Protocol):
     """The proof that prompts which share a prefill, and pictures which share a tower's call, get the bits they get alone."""
+
+    @property
+    def found(self) -> Mapping[str, str]:
+        """What has been asked so far, and what speaks against it: nothing where it is proven."""
 
     def agree(self, rows: int, length: int) -> bool:
         """Whether so many whole prompts of so many tokens may; the engine's thread measures what is not known."""

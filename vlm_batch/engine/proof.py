@@ -121,15 +121,16 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     return {count: tuple(bits) for count, bits in found.items()}
 
 
-def joint_products_agree(products: Sequence[Rows], prompts: int, length: int) -> bool:
-    """Whether products give the tokens of several prompts of one length the bits that they give those of one."""
+def differing_product(products: Sequence[Rows], prompts: int, length: int) -> str:
+    """The first product that does not give the tokens of several prompts of one length the bits that it gives those of one,
+    in words; an empty text if there is none."""
     for product in products:
         call, rows = product.call, product.rows(TOKENS)
         one = mx.tile(rows, (-(-length // TOKENS), 1, 1))[:length, 0][None]  # (1, L, width)
         alone, joint = call(one), call(mx.repeat(one, prompts, axis=0))
         if not _is_same(joint, mx.broadcast_to(alone, joint.shape)):
-            return False
-    return True
+            return f"{product} of {length} rows and of {prompts * length} differ"
+    return ""
 
 
 def joint_prefill_agrees(adapter: ModelAdapter, kv: KVQuantisation | None, prompts: int, length: int) -> bool:
