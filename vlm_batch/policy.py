@@ -145,7 +145,7 @@ SETTINGS: Mapping[str, Setting] = {
     "few_bits": Setting(
         "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, or unpacked, by the kernels of exact keys",
         "measured: docs/benchmarks.md, caches",
-        "products measured slow, unpacking not measured: docs/benchmarks.md, caches",
+        "measured: docs/benchmarks.md, caches",
         "assumed, as on a CPU",
     ),
     "first_rows": Setting(
@@ -195,7 +195,7 @@ SETTINGS: Mapping[str, Setting] = {
     "pad_to": Setting(
         "chunks of prompts are padded to multiples of so many tokens, long ones to coarser lengths; 0: never",
         "padding takes as long as tokens do",
-        "assumed: a new length costs 45 ms, and padding nothing up to 1,024 tokens (docs/benchmarks.md, where the time went)",
+        "measured: docs/benchmarks.md, settings that were measured",
     ),
     "encode_ahead": Setting("rows that are encoded before they have a place", "assumed", "assumed", "assumed"),
     "grid": Setting(
