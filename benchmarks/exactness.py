@@ -106,13 +106,13 @@ class Engine(Driven):
         exact = exact_for(adapter, max_rows=workload.rows) if way.exact else None
         if exact is not None and way.most is not None:
             exact = replace(exact, counts=tuple(count for count in exact.counts if count <= way.most))
-        if way.by_shapes:
-            adapter.go_by_shapes()
         self.spent = Spent()
         watched: Any = adapter
         for name in CALLS:
             setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
         self.generator = BatchGenerator(adapter, config=config, exact=exact)
+        if way.by_shapes:
+            adapter.go_by_shapes()
         self._exact = exact
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator

@@ -196,11 +196,12 @@ def test_parity_with_a_compiled_decode_step(name: str) -> None:
 @all_families
 def test_parity_with_the_kernels_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as it is spelled out on CUDA until a shape has a plan, and with a group's heads as queries; M-RoPE as RoPE."""
+    if name == "qwen3_5_hadamard":
+        refused = dict(shared_adapter(name).spec.not_on_cuda)
+        assert refused, "it is served on CUDA: what its kernels do there matters"
+        pytest.skip("refused on CUDA: float16 in between, by which last bits of a float32 become half a thousandth")
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    if (
-        name != "qwen3_5_hadamard"
-    ):  # float16 in between: last bits of a float32 become half a thousandth (its ``greedy``)
-        monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
     asks, _ = SCENARIOS["place_is_taken_again"]
     record(
         name, "kernels_for_cuda", Placement.SLAB, check(name, run_family(name, asks(name), placement=Placement.SLAB))

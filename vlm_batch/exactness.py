@@ -122,7 +122,7 @@ class Joint:
 
     @property
     def found(self) -> dict[str, str]:
-        """What has been asked so far, and what speaks against it: nothing where it is proven."""
+        """The reasons against what has been asked so far, by it; empty texts where it is proven."""
         return {" ".join(map(str, what[:3])): against for what, against in self._found.items()}
 
     def _known(self, what: tuple[Any, ...], measure: Callable[[], str]) -> bool:

@@ -88,7 +88,8 @@ class Adapter:
     #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
     goes_by_shapes: bool = False
     #: Then the pictures of several requests that may go through the tower together; none without it.
-    proven: Proven | None = None
+    _proven: Proven | None = None
+    _places: Callable[[int], int] | None = None
 
     #: Patches of pictures that go through the tower in one call, where several requests' do.
     most_patches: int = POLICIES[Device.CUDA].most_patches
@@ -117,20 +118,21 @@ class Adapter:
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
 
-    def go_by_shapes(self, places: Callable[[int], int] | None = None, proven: Proven | None = None) -> None:
-        """From now on choose kernels by the shapes of one call alone, not by what was called before, and encode each picture
-        in a call of its own, so that what is kept of one cannot change another, or in one for which it is ``proven``.
+    def go_by_shapes(
+        self, is_exact: bool = True, places: Callable[[int], int] | None = None, proven: Proven | None = None
+    ) -> None:
+        """From now on, or no longer, choose kernels by the shapes of one call alone, not by what was called before, and encode
+        each picture in a call of its own, so that what is kept of one cannot change another, or in one for which it is
+        ``proven``.
 
         ``places`` are the numbers of rows that agree in every bit: where prompts share a prefill, they share an LM head of
         such a number, and so does a prompt alone.
         """
-        self.goes_by_shapes, self.proven = True, proven
-        if self.shares_prefill:
-            for part in self._last_positions:
-                part.__dict__["places"] = places
+        self.goes_by_shapes, self._proven = is_exact, proven
+        self._places = places if self.shares_prefill else None
         for owner, name in self.towers():
             if isinstance(owner[name], RememberingTower):
-                owner[name].goes_by_shapes = True
+                owner[name].goes_by_shapes = is_exact
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -245,7 +247,7 @@ class Adapter:
         """Make the tower's calls for several requests as one, where they fit each other: of as many of the first requests as
         have ``most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
         is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
-        is_proven = not self.goes_by_shapes or self.proven is not None
+        is_proven = not self.goes_by_shapes or self._proven is not None
         if is_apart or not is_proven or self.max_rows == 1 or not self.towers():
             return list(requests)
         if any(not isinstance(owner[name], RememberingTower) for owner, name in self.towers()):
@@ -262,7 +264,7 @@ class Adapter:
                     break
                 calls[at] = call
         while len(calls) > 1:
-            found = make_calls(calls, self.proven if self.goes_by_shapes else None)
+            found = make_calls(calls, self._proven if self.goes_by_shapes else None)
             for at, answer in found.items():
                 answers[at].found.append(answer)
             again = {at: advance(self.desk, answers[at], partial(encode, self, requests[at])) for at in found}
@@ -466,8 +468,11 @@ class Adapter:
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
-        logits = self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
-        return logits if any(part.is_apart for part in self._last_positions) else logits[:1]
+        extra = self.chunk(encoded, start, end)
+        if self._places is None or any(part.is_apart for part in self._last_positions):
+            return self.forward(ids, embeds, cache, extra)
+        with self._answering("places", self._places):
+            return self.forward(ids, embeds, cache, extra)[:1]
 
     @runs_model
     def prefill_scored(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
@@ -489,7 +494,7 @@ class Adapter:
         """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
         ids = mx.concatenate([row.input_ids for row in rows])
         embeds = mx.concatenate([row.inputs_embeds for row in rows])
-        with attending_apart(self.goes_by_shapes):
+        with attending_apart(self.goes_by_shapes), self._answering("places", self._places):
             return self.forward(ids, embeds, cache, self.positions_together(rows))[: len(rows)]
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:

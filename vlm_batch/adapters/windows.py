@@ -117,7 +117,12 @@ def once(array: mx.array, make: Callable[[mx.array], Any]) -> Any:
     if last is not None and last[0]() is array:
         return last[1]
     made = make(array)
-    _last[make] = (weakref.ref(array), made)
+
+    def forget(gone: weakref.ref[mx.array]) -> None:
+        if (kept := _last.get(make)) is not None and kept[0] is gone:
+            del _last[make]
+
+    _last[make] = (weakref.ref(array, forget), made)
     return made
 
 

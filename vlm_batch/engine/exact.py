@@ -28,7 +28,7 @@ class JointProof(Protocol):
 
     @property
     def found(self) -> Mapping[str, str]:
-        """What has been asked so far, and what speaks against it: nothing where it is proven."""
+        """The reasons against what has been asked so far, by it; empty texts where it is proven."""
 
     def agree(self, rows: int, length: int) -> bool:
         """Whether so many whole prompts of so many tokens may; the engine's thread measures what is not known."""

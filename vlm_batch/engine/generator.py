@@ -91,7 +91,9 @@ class BatchGenerator:
         config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
-            adapter.go_by_shapes(exact.places, exact.joint)
+            adapter.go_by_shapes(True, exact.places, exact.joint)
+        else:
+            adapter.go_by_shapes(False)  # also if an engine before this one did
         self.scheduler = Scheduler(config)
         first = min(config.first_rows, FIRST_PLACES) if config.first_rows is not None else None
         self._placement = placement
