@@ -120,7 +120,7 @@ _CUDA = Policy(
     encode_together=16,
     beside_decode=4,
     encode_seconds=0.0,
-    most_patches=32768,
+    most_patches=8192,
     prefill_together=32,
     together_tokens=4096,
     pad_to=64,
@@ -130,7 +130,7 @@ _CUDA = Policy(
 POLICIES: Mapping[Device, Policy] = {
     Device.CPU: _CPU,
     Device.CUDA: _CUDA,
-    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32, most_patches=8192),
+    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32),
 }
 
 _STATE = "measured: docs/architecture.md, decode state"
