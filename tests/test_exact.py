@@ -275,6 +275,25 @@ def test_prompts_share_no_prefill_where_products_differ() -> None:
     assert not differing_product([Sums(300)], 2, 100)
 
 
+def test_a_proof_that_could_not_be_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no memory for it now: rows go apart in this process, and the next one tries again."""
+
+    def fails(*given: Any) -> str:
+        raise RuntimeError("out of memory")
+
+    kept: list[Any] = []
+    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: None)
+    monkeypatch.setattr("vlm_batch.exactness.write_proof", lambda key, found: kept.append(found))
+    monkeypatch.setattr("vlm_batch.exactness.differing_product", fails)
+    joint = Joint(adapter_of("qwen2_5_vl", "bfloat16"), None)
+    assert not joint.agree(2, 9)
+    assert "out of memory" in next(iter(joint.found.values()))
+    assert not kept
+    monkeypatch.setattr("vlm_batch.exactness.differing_product", lambda *given: "products differ")
+    assert not joint.agree(2, 10)
+    assert kept == [{"against": "products differ"}]
+
+
 def test_eight_bits_on_cuda_run_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was proven there in 8 bits was seen to be wrong, and is not tried again."""
     monkeypatch.setattr("vlm_batch.exactness.device", lambda: Device.CUDA)

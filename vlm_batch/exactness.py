@@ -132,9 +132,9 @@ class Joint:
             if kept is None:
                 try:
                     kept = {"against": measure()}
-                except Exception as error:  # as much as memory holds alone may be too much together
+                    write_proof(key, kept)
+                except Exception as error:  # too much together for now, perhaps: another process tries again
                     kept = {"against": f"{type(error).__name__}: {error}"}
-                write_proof(key, kept)
             self._found[what] = str(kept["against"])
         return not self._found[what]
 

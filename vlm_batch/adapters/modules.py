@@ -279,42 +279,42 @@ class RememberingGridTower(RememberingTower):
         return Kind.of(args, kwargs, axis)
 
     def together(self, calls: Sequence[TowerCall]) -> list[Any]:
-        counts = [sum(num_patches(call.args[1])) for call in calls]
-        axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
-        pixels = mx.concatenate([call.args[0] for call in calls], axis=axis)
-        grids = mx.concatenate([call.args[1] for call in calls])
-        parts = split_rows(self.look((pixels, grids), calls[0].kwargs), counts)
-        if parts is None:
-            raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
-        return parts
+        return self._shares(self.look(self._joined(calls), calls[0].kwargs), calls)
 
     def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
         keys = [self.key(call.args, call.kwargs) for call in calls]
         found = [self.known(key) for key in keys]
+        names = [at if key is None else key for at, key in enumerate(keys)]
         new = {
-            key or at: at for at, key in enumerate(keys) if found[at] is None
+            name: at for at, name in enumerate(names) if found[at] is None
         }  # what is asked for twice is looked at once
         places = list(new.values())
         ends = list(accumulate(proven.parts([calls[at] for at in places]) if places else (), initial=0))
         for start, end in pairwise(ends):
-            if end - start > 1:
-                for at, features in zip(
-                    places[start:end], self.as_one([calls[at] for at in places[start:end]]), strict=True
-                ):
+            part = places[start:end]
+            if len(part) > 1:
+                for at, features in zip(part, self.as_one([calls[at] for at in part]), strict=True):
                     self.remember(keys[at], features)
                     found[at] = features
-        return [found[new.get(key or at, at)] for at, key in enumerate(keys)]
+        return [found[new.get(name, at)] for at, name in enumerate(names)]
 
     def as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
         """The answers of one call of the tower to several, each of one picture, whatever is remembered. Raises ValueError."""
-        counts = [sum(num_patches(call.args[1])) for call in calls]
-        axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
-        pixels = mx.concatenate([call.args[0] for call in calls], axis=axis)
-        grids = mx.concatenate([call.args[1] for call in calls])
-        kwargs = calls[0].kwargs
         if any(call.args[1].shape[0] != 1 for call in calls):
             raise ValueError("several pictures of one request are looked at one by one")
-        parts = split_rows(self.fresh((pixels, grids), kwargs), counts)
+        return self._shares(self.fresh(self._joined(calls), calls[0].kwargs), calls)
+
+    def _joined(self, calls: Sequence[TowerCall]) -> tuple[mx.array, mx.array]:
+        """The patches and grids of all calls."""
+        axis = patch_axis(calls[0].args[0], num_patches(calls[0].args[1]))
+        return (
+            mx.concatenate([call.args[0] for call in calls], axis=axis),
+            mx.concatenate([call.args[1] for call in calls]),
+        )
+
+    def _shares(self, found: Any, calls: Sequence[TowerCall]) -> list[Any]:
+        """Each call's part of an answer to all. Raises ValueError for an answer that cannot be taken apart."""
+        parts = split_rows(found, [sum(num_patches(call.args[1])) for call in calls])
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
         return parts

@@ -70,9 +70,8 @@ class Product:
         layout = self.layout
         parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
         for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
-            twin[name] = part[
-                which
-            ]  # whole in memory: a row that is repeated there is one, for which CUDA has no kernel
+            # Whole in memory: a repeated row is one row there, for which CUDA has no kernel of few bits.
+            twin[name] = part[which]
         if "bias" in twin:
             twin["bias"] = twin["bias"][: self.outputs]
         return twin.as_linear if self.is_head else twin  # type: ignore[no-any-return]
