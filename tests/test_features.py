@@ -15,7 +15,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
-from vlm_batch.store.digest import _ahead, digest, hash_ahead
+from vlm_batch.store.digest import _ahead, _sources, converted, digest, hash_ahead, split_known
 from vlm_batch.store.features import FeatureStore
 
 IMAGE = "image:7:1"
@@ -136,3 +136,22 @@ def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> 
     del array
     gc.collect()
     assert not _ahead
+
+
+def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() -> None:
+    plain = np.random.default_rng(1).standard_normal((600, 100), dtype=np.float32)
+    whole = converted(mx.array(plain), mx.bfloat16)
+    first, second = split_known(whole, [400], axis=0)
+    for part, own in ((whole, plain), (first, plain[:400]), (second, plain[400:])):
+        alone = converted(mx.array(own), mx.bfloat16)
+        assert digest([part]) == digest([alone])
+        assert mx.array_equal(part, alone).item()
+        assert digest([part]) != digest([own])
+        assert digest([part], in_full=True) == digest([mx.array(own).astype(mx.bfloat16)], in_full=True)
+    assert digest([first]) != digest([second])
+    assert digest([converted(mx.array(plain), mx.float16)]) != digest([whole])
+    same = converted(mx.array(plain), mx.float32)
+    assert digest([same]) == digest([plain])  # nothing was converted
+    del whole, first, second, part, alone, same
+    gc.collect()
+    assert not _sources

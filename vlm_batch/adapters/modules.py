@@ -12,7 +12,7 @@ import numpy as np
 
 from vlm_batch.adapters.joint import Desk, Kind, Proven, TowerCall, join_calls
 from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, split_rows
-from vlm_batch.store.digest import digest
+from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
 
 
@@ -137,6 +137,21 @@ class RememberingTower(nn.Module):
         """The answers to calls of one kind, made as one. Raises ValueError for an answer that cannot be taken apart."""
         raise NotImplementedError
 
+    def each_once(self, calls: Sequence[TowerCall], make: Callable[[Sequence[TowerCall]], list[Any]]) -> list[Any]:
+        """The answers to calls: remembered, or made with each other, those that are asked for twice once."""
+        keys = [self.key(call.args, call.kwargs) for call in calls]
+        found = [self.known(key) for key in keys]
+        names = [at if key is None else key for at, key in enumerate(keys)]
+        first = {name: at for at, name in reversed(list(enumerate(names))) if found[at] is None}
+        places = sorted(first.values())
+        if not places:
+            return found
+        parts = make([calls[at] for at in places])
+        made = {names[at]: part for at, part in zip(places, parts, strict=True)}
+        for at in places:
+            self.remember(keys[at], made[names[at]])
+        return [made[name] if known is None else known for name, known in zip(names, found, strict=True)]
+
     def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
         """The answers to calls of one shape, as many made as one as are proven to be those made alone; None for the rest."""
         return [None] * len(calls)
@@ -164,22 +179,14 @@ class RememberingBatchTower(RememberingTower):
         return Kind.of(args, kwargs)
 
     def together(self, calls: Sequence[TowerCall]) -> list[Any]:
-        keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [self.known(key) for key in keys]
-        names = [at if key is None else key for at, key in enumerate(keys)]
-        first = {name: at for at, name in reversed(list(enumerate(names))) if found[at] is None}
-        places = sorted(first.values())  # what is asked for twice is looked at once
-        if not places:
-            return found
-        new = [calls[at] for at in places]
-        args, kwargs = join_calls(new)
-        parts = self.split(self._keep(self.tower(*args, **kwargs), kwargs), new)
+        return self.each_once(calls, self._as_one)
+
+    def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
+        args, kwargs = join_calls(calls)
+        parts = self.split(self._keep(self.tower(*args, **kwargs), kwargs), calls)
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
-        made = {names[at]: part for at, part in zip(places, parts, strict=True)}
-        for at in places:
-            self.remember(keys[at], made[names[at]])
-        return [made[name] if known is None else known for name, known in zip(names, found, strict=True)]
+        return parts
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         """Each call's share of an answer: as many entries of every array as the call has. None if that is not so."""
@@ -279,6 +286,8 @@ class RememberingGridTower(RememberingTower):
         return Kind.of(args, kwargs, axis)
 
     def together(self, calls: Sequence[TowerCall]) -> list[Any]:
+        if all(call.args[1].shape[0] == 1 for call in calls):
+            return self.each_once(calls, self.as_one)
         return self._shares(self.look(self._joined(calls), calls[0].kwargs), calls)
 
     def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
@@ -350,7 +359,7 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
     if len(counts) == 1:
         return [pixels]  # itself: its digest may be known
     ends: list[int] = np.cumsum(counts)[:-1].tolist()
-    return list(mx.split(pixels, ends, axis=axis))
+    return split_known(pixels, ends, axis)
 
 
 def evaluate_arrays(module: nn.Module, on_disk: tuple[type, ...] = ()) -> None:

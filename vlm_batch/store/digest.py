@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,8 @@ LARGE = 1 << 16
 
 #: BLAKE3 of large arrays that was taken ahead, by the arrays' ids, for as long as the arrays are there.
 _ahead: dict[int, tuple[weakref.ref[mx.array], bytes]] = {}
+#: The arrays that large ones were converted from, by the ids of these, for as long as these are there.
+_sources: dict[int, tuple[weakref.ref[mx.array], mx.array | np.ndarray]] = {}
 
 
 def hash_ahead(tree: Any) -> None:
@@ -29,6 +31,34 @@ def hash_ahead(tree: Any) -> None:
             place = id(array)
             gone = weakref.ref(array, lambda _, place=place: _ahead.pop(place, None))  # type: ignore[misc]
             _ahead[place] = gone, blake3(array_bytes(array).data).digest()
+
+
+def converted(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """An array in another type, whose digest is made of the first one's: to read what is yet to be computed waits for it."""
+    made = array.astype(dtype)
+    if dtype != array.dtype:
+        _note(made, array)
+    return made
+
+
+def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
+    """An array split along an axis before each of ``ends``; parts of a converted one are known by parts of its source."""
+    parts = list(mx.split(array, ends, axis=axis))
+    if (source := _source(array)) is not None:
+        for part, own in zip(parts, np.split(np.asarray(source), ends, axis=axis), strict=True):  # views of its memory
+            _note(part, own)
+    return parts
+
+
+def _note(made: mx.array, source: mx.array | np.ndarray) -> None:
+    if made.nbytes >= LARGE:
+        place = id(made)
+        _sources[place] = weakref.ref(made, lambda _: _sources.pop(place, None)), source  # type: ignore[arg-type, return-value]
+
+
+def _source(made: Any) -> mx.array | np.ndarray | None:
+    known = _sources.get(id(made))
+    return known[1] if known is not None and known[0]() is made else None
 
 
 def digest(value: Any, *, in_full: bool = False) -> bytes:
@@ -60,6 +90,10 @@ def _feed(state: Any, value: Any, in_full: bool) -> None:
         known = None if in_full else _ahead.get(id(value))
         if known is not None and known[0]() is value:
             state.update(known[1])
+            return
+        if not in_full and (source := _source(value)) is not None:
+            state.update(b"converted ")
+            _feed(state, source, in_full)
             return
         data = array_bytes(value)
         state.update(data.data if in_full or data.nbytes < LARGE else blake3(data.data).digest())
