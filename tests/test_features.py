@@ -12,10 +12,10 @@ from tests.harness import every_family, inputs_of, shared_adapter
 from tests.reuse_cases import Asker
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.arrays import join_rows, split_rows
+from vlm_batch.arrays import as_mlx, join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
-from vlm_batch.store.digest import _ahead, _sources, converted, digest, hash_ahead, split_known
+from vlm_batch.store.digest import Sourced, _ahead, _sources, digest, hash_ahead, split_known
 from vlm_batch.store.features import FeatureStore
 
 IMAGE = "image:7:1"
@@ -140,18 +140,44 @@ def test_what_was_hashed_ahead_has_the_same_digest_and_goes_with_its_array() -> 
 
 def test_a_converted_array_is_known_by_what_it_was_made_of_alone_and_in_parts() -> None:
     plain = np.random.default_rng(1).standard_normal((600, 100), dtype=np.float32)
-    whole = converted(mx.array(plain), mx.bfloat16)
+    whole = Sourced(mx.array(plain)).astype(mx.bfloat16)
     first, second = split_known(whole, [400], axis=0)
     for part, own in ((whole, plain), (first, plain[:400]), (second, plain[400:])):
-        alone = converted(mx.array(own), mx.bfloat16)
+        alone = Sourced(mx.array(own)).astype(mx.bfloat16)
         assert digest([part]) == digest([alone])
         assert mx.array_equal(part, alone).item()
         assert digest([part]) != digest([own])
         assert digest([part], in_full=True) == digest([mx.array(own).astype(mx.bfloat16)], in_full=True)
     assert digest([first]) != digest([second])
-    assert digest([converted(mx.array(plain), mx.float16)]) != digest([whole])
-    same = converted(mx.array(plain), mx.float32)
+    assert digest([Sourced(mx.array(plain)).astype(mx.float16)]) != digest([whole])
+    same = Sourced(mx.array(plain)).astype(mx.float32)
     assert digest([same]) == digest([plain])  # nothing was converted
     del whole, first, second, part, alone, same
     gc.collect()
     assert not _sources
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "dots_ocr"])
+def test_pixels_in_the_tower_s_type_are_not_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them would wait for the device. What is remembered of a picture alone is found beside another, too."""
+    from vlm_batch.store import digest as module
+
+    model = tiny_family(name).build()
+    model.set_dtype(mx.bfloat16)
+    adapter = type(shared_adapter(name))(model)
+    store = FeatureStore(ByteBudget(2**28))
+    adapter.remember_features(store)
+    read: list[mx.Dtype] = []
+    whole = module.array_bytes
+    monkeypatch.setattr(module, "LARGE", 1)
+
+    def noted(array: mx.array) -> np.ndarray:
+        read.append(array.dtype)
+        return whole(array)
+
+    monkeypatch.setattr(module, "array_bytes", noted)
+    adapter.encode(as_mlx(inputs_of(name, "image:7:1")))
+    assert mx.bfloat16 not in read and len(store) == 1
+    if tiny_family(name).two_images is not None:
+        adapter.encode(as_mlx(inputs_of(name, "two:7")))
+        assert mx.bfloat16 not in read

@@ -26,7 +26,7 @@ from vlm_batch.policy import POLICIES
 from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.device import Device
-from vlm_batch.store.digest import as_words, digest
+from vlm_batch.store.digest import as_words, digest, sourced
 from vlm_batch.store.features import FeatureStore
 
 #: Names under which models keep their vision towers.
@@ -221,7 +221,9 @@ class Adapter:
             ids, extra = self._read(inputs)
             with self._fitting(ids, extra):
                 is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
-                features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, extra)
+                features = (
+                    self.features_after(ids, extra, cached) if is_text_left else self.features(ids, sourced(extra))
+                )
             embeds = features.pop("inputs_embeds")
             dtype = self.token_dtype if self.goes_by_shapes and embeds.dtype == mx.float32 else None
             if dtype is not None:

@@ -13,7 +13,6 @@ from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.store.digest import converted
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
 _FRAMES = (
@@ -40,7 +39,7 @@ class Qwen2VL(MRoPEAdapter):
         embeds, found = self.token_table(ids), extra.get("cached_image_features")
         if found is None and "pixel_values" in extra:
             tower = self.model.vision_tower
-            pixels = converted(extra["pixel_values"], tower.patch_embed.proj.weight.dtype)
+            pixels = extra["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
             found = tower(pixels, extra["image_grid_thw"], output_hidden_states=False)
         if found is None:
             return {"inputs_embeds": embeds}

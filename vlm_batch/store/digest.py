@@ -33,12 +33,32 @@ def hash_ahead(tree: Any) -> None:
             _ahead[place] = gone, blake3(array_bytes(array).data).digest()
 
 
-def converted(array: mx.array, dtype: mx.Dtype) -> mx.array:
-    """An array in another type, whose digest is made of the first one's: to read what is yet to be computed waits for it."""
-    made = array.astype(dtype)
-    if dtype != array.dtype:
-        _note(made, array)
-    return made
+class Sourced(mx.array):
+    """An array of a request's that knows what it becomes in another type: model code calls its ``astype``.
+
+    The digest of that is made of this array's. To read what is yet to be computed would wait for the device, and for all that
+    was asked of it before.
+    """
+
+    def __init__(self, array: mx.array) -> None:
+        super().__init__(array)
+        self._array = array
+
+    def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
+        """The same values in another type."""
+        made = self._array.astype(dtype, stream=stream)
+        if dtype != self._array.dtype:
+            _note(made, self._array)
+        return made
+
+
+def sourced(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's inputs, whose large arrays of numbers with a point know what becomes of them."""
+
+    def is_large(value: Any) -> bool:
+        return type(value) is mx.array and value.nbytes >= LARGE and mx.issubdtype(value.dtype, mx.floating)
+
+    return {name: Sourced(value) if is_large(value) else value for name, value in inputs.items()}
 
 
 def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
