@@ -9,10 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_vlm.models.kimi_vl.vision import apply_rope
+from mlx_vlm.models.qwen2_5_vl.vision import apply_rotary_pos_emb_vision
 
 from tests.harness import TOLERANCE, inputs_of
 from tests.zoo import family as tiny_family
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import kernels, windows
 from vlm_batch.adapters.products import products_of, shapes_of
 from vlm_batch.arrays import as_mlx
 from vlm_batch.models import adapter_for
@@ -67,3 +69,29 @@ def test_widths_are_filled_on_cuda_in_half_precision_alone(monkeypatch: pytest.M
     assert [kernels.wants_fast_widths(dtype) for dtype in (mx.float16, mx.bfloat16, mx.float32)] == [True, True, False]
     monkeypatch.setattr(kernels, "counts_launches", lambda: False)
     assert not kernels.wants_fast_widths(mx.bfloat16)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rotation_is_mlx_vlms_bit_for_bit_and_one_operation_where_launches_count(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "counts_launches", lambda: compiled)
+    for number, patches in enumerate((12, 5)):  # compiled once for all sizes
+        x = mx.random.normal((patches, 3, 4, 16), key=mx.random.key(number))
+        angles = 3 * mx.random.normal((patches, 8), key=mx.random.key(9))
+        both = x[:, :2].swapaxes(0, 1)
+        found = windows.rotate(both, windows.turn_by(angles))
+        right = mx.stack([apply_rotary_pos_emb_vision(x[None, :, part], angles)[0] for part in (0, 1)])
+        assert found.shape == right.shape and np.abs(np.array(found - right)).max() <= (1e-6 if compiled else 0)
+        turned = mx.cos(angles) + 1j * mx.sin(angles)
+        found = windows.rotate(both, windows._turn_by_numbers(turned), axis=-1)
+        right = mx.stack(apply_rope(x[:, 0], x[:, 1], turned))
+        assert found.shape == right.shape and np.abs(np.array(found - right)).max() < 1e-6
+
+
+def test_a_rotation_of_half_precision_is_rounded_once() -> None:
+    x = mx.random.normal((6, 3, 2, 16)).astype(mx.bfloat16)
+    angles = mx.random.normal((6, 8))
+    found = windows.rotate(x[:, :2].swapaxes(0, 1), windows.turn_by(angles))
+    right = mx.stack([apply_rotary_pos_emb_vision(x[None, :, part], angles)[0] for part in (0, 1)])
+    assert found.dtype == mx.bfloat16 and bool(mx.all(found == right))
