@@ -20,6 +20,7 @@ from vlm_batch.adapters.hooks import attending_apart, check_attention, files_of,
 from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
+from vlm_batch.adapters.towers import Inner, widen
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.policy import POLICIES
@@ -80,6 +81,8 @@ class Adapter:
     video_sampling: ClassVar[Sampling] = Sampling()
     #: The wrapper by which a vision tower remembers features.
     tower_class: ClassVar[type[RememberingTower]] = RememberingTower
+    #: The layers of its towers' MLPs, where a published width is slow on some device and may be filled with zeros.
+    inner_layers: ClassVar[tuple[Inner, ...]] = ()
     #: The reason why the pictures of each request are encoded in calls of their own; None where calls can be joined.
     encodes_apart: ClassVar[str | None] = None
     #: The reason why a row cannot continue from another row's caches; None if it can.
@@ -107,6 +110,8 @@ class Adapter:
         evaluate_arrays(model, self.on_disk())
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.patches())
+        for owner, name in self.towers() if self.inner_layers else ():
+            widen(owner[name], self.inner_layers)
         self.language: Any = self.model.language_model
         self.desk = Desk()
         self.hook_functions()

@@ -44,6 +44,9 @@ BLOCK_SCORES = 2**26
 #: Keys up to which scores take about as much memory as queries do, however many windows there are.
 FEW_KEYS = 128
 
+#: Rows of 16 bytes, which the fast kernels of half-precision products read: docs/benchmarks.md, pictures.
+FAST_WIDTH = 8
+
 #: Queries of a block on a CPU.
 BLOCK = 64
 #: From how many keys on a single query pays for the further operations of powers, where no heads share keys
@@ -73,6 +76,11 @@ def takes_plans(queries: mx.array) -> bool:
 def counts_launches() -> bool:
     """True if a small operation costs its launch, and not its work: MLX's CUDA back end."""
     return mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
+
+
+def wants_fast_widths(dtype: mx.Dtype) -> bool:
+    """True if products of this type are slow where a width is no multiple of ``FAST_WIDTH``: on CUDA, cuBLAS's."""
+    return dtype in (mx.float16, mx.bfloat16) and counts_launches()
 
 
 def takes_powers(array: mx.array) -> bool:

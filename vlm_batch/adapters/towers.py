@@ -1,13 +1,16 @@
-"""Changes to vision towers that several families share: their activations and their learned positions."""
+"""Changes to vision towers that several families share: activations, learned positions, and widths that are fast."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters import kernels
 from vlm_batch.adapters.vision import resize_bicubic
 
 #: Why pictures of several requests do not share a call of some towers (``Adapter.encodes_apart``).
@@ -15,6 +18,45 @@ PICTURES_MASKED_APART = (
     "its tower masks pictures apart in one attention over all of them: the work grows with its square, and what is not finite "
     "in one reaches the others"
 )
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Linear layers of one module, by name, and the one that takes their outputs: through an activation that is 0 at 0, or
+    as a product of which one factor is."""
+
+    first: tuple[str, ...]
+    last: str
+
+
+GATED = Inner(("gate_proj", "up_proj"), "down_proj")
+
+
+def widen(tower: nn.Module, inner: Iterable[Inner]) -> None:
+    """Fill the inner width of the working copy's MLPs with zeros, up to one for which products are fast on this device.
+
+    Layers are left alone that are not dense, or whose width is fast. Sums get terms that are zero, so answers are the same
+    up to rounding. The filled weights take the place of the caller's in the copy; they are made one MLP at a time.
+    """
+    for _, module in tower.named_modules():
+        for names in inner:
+            layers: list[Any] = [module.get(name) for name in (*names.first, names.last)]
+            if all(type(layer) is nn.Linear for layer in layers):
+                _widen(layers[:-1], layers[-1])
+
+
+def _widen(first: list[Any], last: Any) -> None:
+    width = last.weight.shape[1]
+    missing = -width % kernels.FAST_WIDTH
+    is_wanted = all(kernels.wants_fast_widths(layer.weight.dtype) for layer in (*first, last))
+    if not missing or not is_wanted or any(layer.weight.shape[0] != width for layer in first):
+        return
+    for layer in first:
+        layer.weight = mx.pad(layer.weight, [(0, missing), (0, 0)])
+        if "bias" in layer:
+            layer.bias = mx.pad(layer.bias, (0, missing))
+    last.weight = mx.pad(last.weight, [(0, 0), (0, missing)])
+    mx.eval([layer.parameters() for layer in (*first, last)])
 
 
 def use_tanh_gelu(tower: nn.Module) -> None:

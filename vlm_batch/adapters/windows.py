@@ -8,7 +8,6 @@ follow each other share a call.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -24,6 +23,8 @@ from vlm_batch.adapters import kernels
 #: Made of an array last, by what made it; an array is known by itself, for as long as it is there.
 _last: dict[Callable[[mx.array], Any], tuple[weakref.ref[mx.array], Any]] = {}
 
+#: Factors of the first and of the second number of each pair: (N, 1, 2, D / 2), or (N, 1, D / 2, 2) of neighbours.
+Turn = tuple[mx.array, mx.array]
 Run = tuple[int, int]  # how many windows follow each other, and the patches of each
 
 
@@ -49,10 +50,20 @@ def patch_positions(high: int, wide: int, merge: int) -> np.ndarray:
     return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
-def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotary embedding in float32 of (2, N, H, D) by (N, 1, D), in the halves' order."""
-    first, second = mx.split(x, 2, axis=-1)
-    return (x * cos + mx.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
+def rotate(x: mx.array, turn: Turn, axis: int = -2) -> mx.array:
+    """Rotary embedding in float32 of queries and keys (2, N, H, D), whose pairs lie half a head apart (axis -2) or side by
+    side (axis -1): the first number of each by one array, the second by the other, so that nothing is joined."""
+    pairs = x.reshape(*x.shape[:-1], *((2, -1) if axis == -2 else (-1, 2)))
+    first, second = (pairs[..., :1, :], pairs[..., 1:, :]) if axis == -2 else (pairs[..., :1], pairs[..., 1:])
+    turned = _turn_at_once if kernels.counts_launches() else _turn
+    return turned(first, second, *turn).reshape(x.shape)
+
+
+def _turn(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+    return (first * by_first + second * by_second).astype(first.dtype)
+
+
+_turn_at_once = mx.compile(_turn, shapeless=True)
 
 
 def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Sequence[Run], scale: float) -> mx.array:
@@ -88,16 +99,14 @@ def attend_pictures(parent: type[nn.Module], project: str = "qkv", output: str =
         def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array) -> mx.array:
             """(N, D) -> (N, D)"""
             split = self[project](x).reshape(x.shape[0], 3, self.num_heads, -1)
-            cos, sin = once(rotary_pos_emb, _turned)
-            queries, keys = rotate(split[:, :2].swapaxes(0, 1), cos, sin)
+            queries, keys = rotate(split[:, :2].swapaxes(0, 1), once(rotary_pos_emb, turn_by))
             return self[output](attend_runs(queries, keys, split[:, 2], once(cu_seqlens, runs_between), self.scale))
 
     return PictureAttention
 
 
 def moon_attention(parent: type[nn.Module]) -> type[nn.Module]:
-    """MoonViT's, whose files turn queries and keys by ``apply_rope``; it goes without the mask that the encoder makes."""
-    turn = vars(sys.modules[parent.__module__])["apply_rope"]
+    """MoonViT's, whose queries and keys are turned as complex numbers; it goes without the mask that the encoder makes."""
 
     class MoonAttention(parent):  # type: ignore[misc,valid-type]
         def __call__(
@@ -105,7 +114,8 @@ def moon_attention(parent: type[nn.Module]) -> type[nn.Module]:
         ) -> mx.array:
             """(N, D) -> (N, D)"""
             split = self.wqkv(x).reshape(x.shape[0], 3, self.num_heads, -1)
-            queries, keys = turn(split[:, 0], split[:, 1], rotary_pos_emb)
+            turn = once(rotary_pos_emb, _turn_by_numbers)
+            queries, keys = rotate(split[:, :2].swapaxes(0, 1), turn, axis=-1)
             return self.wo(attend_runs(queries, keys, split[:, 2], once(cu_seqlens, runs_between), self.scale))
 
     return MoonAttention
@@ -132,7 +142,16 @@ def runs_between(boundaries: mx.array) -> tuple[Run, ...]:
     return tuple((len(list(group)), size) for size, group in groupby(lengths) if size)
 
 
-def _turned(angles: mx.array) -> tuple[mx.array, mx.array]:
-    """Cosines and sines (N, 1, D) of angles (N, D / 2), for both halves."""
-    both = mx.concatenate([angles, angles], axis=-1)[:, None].astype(mx.float32)
-    return mx.cos(both), mx.sin(both)
+def turn_by(angles: mx.array) -> Turn:
+    """The rotation by angles (N, D / 2) of pairs that lie half a head apart."""
+    angles = angles.astype(mx.float32)
+    return _turn_of(mx.cos(angles), mx.sin(angles), axis=-2)
+
+
+def _turn_by_numbers(turned: mx.array) -> Turn:
+    """The rotation by complex numbers (N, D / 2) of pairs that lie side by side."""
+    return _turn_of(mx.real(turned), mx.imag(turned), axis=-1)
+
+
+def _turn_of(cos: mx.array, sin: mx.array, axis: int) -> Turn:
+    return mx.stack([cos, sin], axis=axis)[:, None], mx.stack([-sin, cos], axis=axis)[:, None]

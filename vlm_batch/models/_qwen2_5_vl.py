@@ -17,7 +17,16 @@ from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import seal_masks
-from vlm_batch.adapters.windows import Run, attend_runs, merge_runs, patch_positions, rotate, window_order
+from vlm_batch.adapters.windows import (
+    Run,
+    Turn,
+    attend_runs,
+    merge_runs,
+    patch_positions,
+    rotate,
+    turn_by,
+    window_order,
+)
 
 
 class WindowRuns(VisionModel):
@@ -48,23 +57,22 @@ class WindowRuns(VisionModel):
         by_picture = None
         if len(wholes) > 1:
             by_picture = _patches_of(np.argsort(by_size), unit), _patches_of(by_size, unit)
-        cos, sin = self._rotation(np.concatenate(places)[by_size].reshape(-1, 2))
+        turn = self._rotation(np.concatenate(places)[by_size].reshape(-1, 2))
         x = self.patch_embed(hidden_states)
         x = x.reshape(start, unit, -1)[mx.array(order)].reshape(start * unit, -1)  # (N, D)
         for number, block in enumerate(self.blocks):
             is_whole = number in self.fullatt_block_indexes
             runs, gathered = (in_pictures, by_picture) if is_whole else (in_windows, None)
-            x = x + self._attend(block.attn, block.norm1(x), runs, cos, sin, gathered)
+            x = x + self._attend(block.attn, block.norm1(x), runs, turn, gathered)
             x = x + self._gated(block.mlp, block.norm2(x))
         return self.merger(x)[mx.array(np.argsort(order))]
 
-    def _rotation(self, places: np.ndarray) -> tuple[mx.array, mx.array]:
-        """Cosines and sines (N, 1, D) for patches at (row, column) (N, 2): rows turn one half, columns the other."""
+    def _rotation(self, places: np.ndarray) -> Turn:
+        """The rotation of patches at (row, column) (N, 2): rows turn one half, columns the other."""
         rotary = self.rotary_pos_emb
         speeds = 1.0 / (rotary.theta ** (np.arange(0, rotary.dim, 2, dtype=np.float32) / rotary.dim))
-        angles = (places[:, :, None] * speeds.astype(np.float32)).reshape(len(places), 1, -1).astype(np.float32)
-        turned = mx.array(np.concatenate([angles, angles], axis=-1))
-        return mx.cos(turned), mx.sin(turned)
+        angles = (places[:, :, None] * speeds.astype(np.float32)).reshape(len(places), -1)
+        return turn_by(mx.array(angles.astype(np.float32)))
 
     @staticmethod
     def _gated(module: Any, x: mx.array) -> mx.array:
@@ -76,14 +84,13 @@ class WindowRuns(VisionModel):
         module: Any,
         x: mx.array,
         runs: Sequence[Run],
-        cos: mx.array,
-        sin: mx.array,
+        turn: Turn,
         gathered: tuple[mx.array, mx.array] | None,
     ) -> mx.array:
         """(N, D) -> (N, D). ``gathered`` are the patches' places (N,) picture by picture, if the runs are pictures, and the
         places of these in the order of the windows."""
         split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
-        queries, keys = rotate(split[:, :2].swapaxes(0, 1), cos, sin)
+        queries, keys = rotate(split[:, :2].swapaxes(0, 1), turn)
         values = split[:, 2]
         if gathered is None:
             return module.proj(attend_runs(queries, keys, values, runs, module.scale))

@@ -8,6 +8,7 @@ from typing import Any
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.prompts import cut
+from vlm_batch.adapters.towers import Inner
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import Encoded
@@ -23,6 +24,7 @@ class Qwen3VL(MRoPEAdapter):
 
     pads_prefill = True
     compiles = True
+    inner_layers = (Inner(("linear_fc1",), "linear_fc2"),)  # 3,420 where a configuration leaves it to mlx-vlm's default
     video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
 

@@ -1,0 +1,97 @@
+"""What adapters change in vision towers for a device's sake: features stay the same, and so does the caller's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_vlm.models.kimi_vl.vision import apply_rope
+from mlx_vlm.models.qwen2_5_vl.vision import apply_rotary_pos_emb_vision
+
+from tests.harness import TOLERANCE, inputs_of
+from tests.zoo import family as tiny_family
+from vlm_batch.adapters import kernels, windows
+from vlm_batch.adapters.products import products_of, shapes_of
+from vlm_batch.arrays import as_mlx
+from vlm_batch.models import adapter_for
+
+#: Layers of an MLP that are narrowed: outputs of the first ones, inputs of the last.
+NARROWED = {"qwen2_5_vl": (("gate_proj", "up_proj"), "down_proj"), "qwen3_vl": (("linear_fc1",), "linear_fc2")}
+ODD = 3  # how many columns are taken away
+
+
+def narrowed(name: str) -> Any:
+    """A family's tiny model, the inner width of whose tower is no multiple of 8."""
+    model: Any = tiny_family(name).build()
+    first, last = NARROWED[name]
+    for block in model.vision_tower.blocks:
+        for layer in (block.mlp[one] for one in first):
+            layer.weight, layer.bias = layer.weight[:-ODD], layer.bias[:-ODD]
+        block.mlp[last].weight = block.mlp[last].weight[:, :-ODD]
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_an_inner_width_that_is_slow_is_filled_with_zeros(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = narrowed(name), as_mlx(inputs_of(name, "two:4"))
+    given = dict(tree_flatten(model.parameters()))
+    right = adapter_for(name)(model)
+    monkeypatch.setattr(kernels, "wants_fast_widths", lambda dtype: True)
+    filled = adapter_for(name)(model)
+    found, expected = (np.array(adapter.encode(inputs).inputs_embeds) for adapter in (filled, right))
+    assert np.abs(found - expected).max() < TOLERANCE
+    width = model.vision_tower.blocks[0].mlp[NARROWED[name][1]].weight.shape[1]
+    widths = {product.width for product in products_of(filled.model.vision_tower)}
+    assert width % kernels.FAST_WIDTH and width not in widths and width + ODD in widths
+    assert shapes_of(filled.model) != shapes_of(right.model)  # a proof is of the shapes that are run
+    kept = dict(tree_flatten(model.parameters()))
+    assert kept.keys() == given.keys() and all(kept[path] is given[path] for path in given)
+
+
+def test_only_dense_layers_whose_width_is_slow_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "wants_fast_widths", lambda dtype: True)
+    fast = tiny_family("qwen2_5_vl").build()
+    assert shapes_of(adapter_for("qwen2_5_vl")(fast).model.vision_tower) == shapes_of(fast.vision_tower)
+    few_bits = narrowed("qwen2_5_vl")
+    nn.quantize(
+        few_bits.vision_tower, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("gate_proj")
+    )
+    assert shapes_of(adapter_for("qwen2_5_vl")(few_bits).model.vision_tower) == shapes_of(few_bits.vision_tower)
+
+
+def test_widths_are_filled_on_cuda_in_half_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    assert [kernels.wants_fast_widths(dtype) for dtype in (mx.float16, mx.bfloat16, mx.float32)] == [True, True, False]
+    monkeypatch.setattr(kernels, "counts_launches", lambda: False)
+    assert not kernels.wants_fast_widths(mx.bfloat16)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rotation_is_mlx_vlms_bit_for_bit_and_one_operation_where_launches_count(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "counts_launches", lambda: compiled)
+    for number, patches in enumerate((12, 5)):  # compiled once for all sizes
+        x = mx.random.normal((patches, 3, 4, 16), key=mx.random.key(number))
+        angles = 3 * mx.random.normal((patches, 8), key=mx.random.key(9))
+        both = x[:, :2].swapaxes(0, 1)
+        found = windows.rotate(both, windows.turn_by(angles))
+        right = mx.stack([apply_rotary_pos_emb_vision(x[None, :, part], angles)[0] for part in (0, 1)])
+        assert found.shape == right.shape and np.abs(np.array(found - right)).max() <= (1e-6 if compiled else 0)
+        turned = mx.cos(angles) + 1j * mx.sin(angles)
+        found = windows.rotate(both, windows._turn_by_numbers(turned), axis=-1)
+        right = mx.stack(apply_rope(x[:, 0], x[:, 1], turned))
+        assert found.shape == right.shape and np.abs(np.array(found - right)).max() < 1e-6
+
+
+def test_a_rotation_of_half_precision_is_rounded_once() -> None:
+    x = mx.random.normal((6, 3, 2, 16)).astype(mx.bfloat16)
+    angles = mx.random.normal((6, 8))
+    found = windows.rotate(x[:, :2].swapaxes(0, 1), windows.turn_by(angles))
+    right = mx.stack([apply_rotary_pos_emb_vision(x[None, :, part], angles)[0] for part in (0, 1)])
+    assert found.dtype == mx.bfloat16 and bool(mx.all(found == right))
