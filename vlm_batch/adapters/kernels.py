@@ -11,7 +11,8 @@ On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a pla
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
 lengths, so a shape gets a plan here only when it keeps coming back. Until then its attention is computed by products and
 a softmax. The choice thus depends on earlier calls, and so do the last bits in half precision. An adapter that goes by
-shapes alone computes all small attention by products. A single query with an array as mask has no kernel there, but
+shapes alone computes all small attention by products. Pictures' patches and windows are filled up to few shapes, behind a
+mask, so that those of many sizes share plans. A single query with an array as mask has no kernel there, but
 several queries have: so the queries of one group of heads are taken as several queries.
 """
 
@@ -156,8 +157,8 @@ def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: i
 
 @lru_cache(maxsize=256)
 def mask_of(lengths: tuple[int, ...], filled: int, dtype: mx.Dtype) -> mx.array:
-    """What is added to scores of keys (B, 1, 1, ``filled``), of which the first ``lengths`` (B,) are there; itself there at
-    once, so that any thread may use it."""
+    """The mask (B, 1, 1, ``filled``) that is added to scores of keys of which the first ``lengths`` (B,) are there. It is made
+    without an operation, so that any thread may use it."""
     is_there = np.arange(filled) < np.array(lengths)[:, None]
     return mx.array(np.where(is_there, 0.0, mx.finfo(dtype).min).astype(np.float32)[:, None, None], dtype)
 

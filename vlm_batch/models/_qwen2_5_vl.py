@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's vision tower with its windows of one size in one attention call, and one rotation a picture.
+"""Qwen2.5-VL's vision tower with its windows in one or two attention calls, and one rotation for all blocks.
 
 mlx-vlm's calls attention once a window (25 windows of a picture of 504 pixels in each of 28 blocks), turns the boundaries into
 a list in every block, which waits for the device, and takes cosines and sines anew for queries and keys of every block.
@@ -112,7 +112,8 @@ def _rotation(places: np.ndarray, sides: Sides) -> Turn:
 
 
 class WindowRuns(VisionModel):
-    """The same function of pixels, with one attention call for windows of one size, and one rotation a picture."""
+    """The same function of pixels, with one attention call for windows of one size, or two of few shapes for all, and one
+    rotation."""
 
     def __call__(self, hidden_states: mx.array, grid_thw: mx.array, output_hidden_states: Any = None) -> mx.array:
         """Patches (N, values) of pictures with grids (P, 3) -> features (N / merge², D), picture by picture."""
