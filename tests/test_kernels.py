@@ -12,7 +12,7 @@ from mlx_vlm.models.activations import swiglu
 from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 
 from tests.zoo import family
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import kernels, windows
 from vlm_batch.models._qwen2_5_vl import WindowRuns
 
 SCALE = 0.25
@@ -58,20 +58,28 @@ def test_a_towers_attention_by_queries_is_mlxs(scores: int, monkeypatch: pytest.
     assert largest(kernels.attend_by_queries(queries, keys, values, SCALE), right) < 2e-6
 
 
-def test_a_tower_makes_plans_for_shapes_that_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones after fewer uses; where kernels go by shapes, for all that are large and none with few keys."""
+@pytest.fixture
+def spelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of a tower's attention that were spelled out, on a device that makes plans."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "_uses", Counter())
-    monkeypatch.setattr(kernels, "SCORES_BEFORE_PLAN", 100 * 256**2)
+    monkeypatch.setattr(kernels, "_filled", set())
+    monkeypatch.setattr(kernels, "NUMBERS_OF_PATCH", 0)
+    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 100 * 256**2)
     monkeypatch.setattr(kernels, "MAX_SCORES", 1000)
-    spelled: list[int] = []
+    found: list[int] = []
     plain = kernels.attend_by_queries
 
     def noted(queries: mx.array, *rest: Any) -> mx.array:
-        spelled.append(queries.shape[2])
+        found.append(queries.shape[2])
         return plain(queries, *rest)
 
     monkeypatch.setattr(kernels, "attend_by_queries", noted)
+    return found
+
+
+def test_a_tower_makes_plans_for_shapes_that_keep_coming(spelled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones after fewer uses; where kernels go by shapes, for all that are large and none with few keys."""
     for length in (256, 512, 64):
         for _ in range(120):
             queries, keys, values = random(*[(1, 1, length, 8)] * 3)
@@ -89,6 +97,44 @@ def test_a_tower_makes_plans_for_shapes_that_keep_coming(monkeypatch: pytest.Mon
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
     assert largest(kernels.attend_all(queries, keys, values, SCALE), right) < 2e-6
     assert spelled == [300] * 3
+
+
+def test_pictures_of_many_sizes_are_filled_up_to_few(spelled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length of its own is planned at once where one size comes, and late where its neighbours have been filled up."""
+    planned: list[int] = []
+    plain = kernels.attend_filled
+
+    def noted(queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float) -> mx.array:
+        planned.append(length)
+        return plain(queries, keys, values, length, scale)
+
+    monkeypatch.setattr(kernels, "attend_filled", noted)
+    monkeypatch.setattr(kernels, "FILLED_TIMES", 2)
+    for turn in range(400):
+        length = 193 + turn % 4 if turn < 200 else 193
+        queries, keys, values = random(*[(1, 2, length, 8)] * 3)
+        found = kernels.attend_all(queries, keys, values, SCALE)
+        if turn % 40 == 0:
+            right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
+            assert largest(found, right) < 2e-6
+    assert len(spelled) == 100 * 256**2 // (2 * 256**2) and set(planned) == {256, 193}
+    assert planned == sorted(planned, reverse=True)  # once its own, always its own
+    spelled.clear()
+    planned.clear()
+    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    queries, keys, values = random(*[(1, 2, 193, 8)] * 3)
+    kernels.attend_all(queries, keys, values, SCALE)
+    assert planned == [256] and not spelled
+
+
+def test_few_numbers_lie_an_eighth_of_a_power_of_two_apart() -> None:
+    assert [kernels.few_from(count, 64) for count in (1, 64, 65, 1024, 1025, 4896, 5121)] == [
+        64, 64, 128, 1024, 1152, 5120, 5632
+    ]  # fmt: skip
+    assert [kernels.few_to(count, 16) for count in (0, 15, 16, 81, 300)] == [0, 0, 16, 80, 288]
+    for count in range(1, 3000):
+        below, above = kernels.few_to(count, 16), kernels.few_from(count, 16)
+        assert below <= count <= above and kernels.few_from(below, 16) == below and kernels.few_to(above, 16) == above
 
 
 @pytest.mark.parametrize(("heads", "columns", "is_ours"), [(2, 511, False), (2, 512, True), (8, 9, True)])
@@ -134,8 +180,15 @@ class DistinctWindows(VisionModel):  # type: ignore[misc,valid-type]
         return index, mx.array(sorted(set(boundaries.tolist())), dtype=mx.int32)
 
 
-@pytest.mark.parametrize("grids", [[[1, 8, 8]], [[1, 6, 10], [1, 4, 4]], [[1, 8, 8]] * 3, [[2, 6, 4]]])
-def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(grids: list[list[int]]) -> None:
+@pytest.mark.parametrize("by_plans", [False, True])
+@pytest.mark.parametrize("grids", [[[1, 8, 8]], [[1, 6, 10], [1, 4, 4]], [[1, 8, 8]] * 3, [[2, 6, 4]], [[1, 30, 38]]])
+def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
+    grids: list[list[int]], by_plans: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without the plans of few shapes, in which windows and pictures are filled up."""
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: by_plans)
+    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: by_plans)
+    monkeypatch.setattr(kernels, "MAX_SCORES", 0)
     tower: Any = family("qwen2_5_vl").build().vision_tower
     config = tower.config
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -145,3 +198,28 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(grids: list[list[
         tower.__class__ = changed
         found.append(tower(pixels, mx.array(grids)))
     assert largest(found[0], found[1]) < 1e-5
+
+
+def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spelled out until the shapes have come often enough, and then in two calls, whose answers are the same."""
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(kernels, "_uses", Counter())
+    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 2**19)
+    attend, fused, shapes = mx.fast.scaled_dot_product_attention, [], set()
+
+    def noted(queries: mx.array, *rest: Any, mask: Any = None, **options: Any) -> mx.array:
+        fused.append(mask is not None)
+        shapes.add((queries.shape, mask is not None))
+        return attend(queries, *rest, mask=mask, **options)
+
+    sizes = [(high, wide) for high in range(8, 18) for wide in range(8, 24, 3)]
+    for high, wide in sizes:
+        order, runs = windows.window_order(high, wide, 4)
+        both, values = random((2, len(order), 2, 8), (len(order), 2, 8))
+        right = windows.attend_runs(both[0], both[1], values, runs, SCALE)
+        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+        fused.clear()
+        found = windows.attend_windows(both, values, windows.windows_of(runs, 16), SCALE)
+        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
+        assert largest(found, right) < 2e-6 and len(fused) <= 2
+    assert 0 < len(shapes) <= 4 and {is_masked for _, is_masked in shapes} == {False, True}

@@ -11,7 +11,8 @@ On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a pla
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
 lengths, so a shape gets a plan here only when it keeps coming back. Until then its attention is computed by products and
 a softmax. The choice thus depends on earlier calls, and so do the last bits in half precision. An adapter that goes by
-shapes alone computes all small attention by products. A single query with an array as mask has no kernel there, but
+shapes alone computes all small attention by products. Pictures' patches and windows are filled up to few shapes, behind a
+mask, so that those of many sizes share plans. A single query with an array as mask has no kernel there, but
 several queries have: so the queries of one group of heads are taken as several queries.
 """
 
@@ -36,9 +37,15 @@ USES_BEFORE_PLAN = 1024
 #: The most scores (B, H, L, K) that are spelled out, in elements: a step's layers are launched before their memory comes back.
 MAX_SCORES = 2**22
 MAX_SHAPES = 8192
-#: Scores in all, in elements, after which a shape of a tower's attention is given a plan. Spelled out, each is written and read
-#: twice; a plan takes as long as so many of them.
-SCORES_BEFORE_PLAN = 2**33
+#: Numbers in all after which a shape of a tower's attention is given a plan: scores, and each of a patch's so many times.
+#: Spelled out, each is written and read twice; a plan takes as long as so many of them.
+NUMBERS_BEFORE_PLAN = 2**33
+NUMBERS_OF_PATCH = 6
+#: Times later that a picture's own length pays for a plan where it is filled up to one: so much less is lost by then.
+FILLED_TIMES = 6
+#: Least difference of lengths that pictures' patches are filled up to, and of numbers of windows.
+LENGTH_STEP = 64
+WINDOWS_STEP = 16
 #: Scores of a tower that are there at a time where they are spelled out, in elements.
 BLOCK_SCORES = 2**26
 #: Keys up to which scores take about as much memory as queries do, however many windows there are.
@@ -64,6 +71,8 @@ MANY_CODES = 2**20
 SWIGLU = activations.swiglu
 
 _uses: Counter[tuple[Any, ...]] = Counter()
+#: Shapes (B, H, L, D) that pictures' attention has been filled up to.
+_filled: set[tuple[int, ...]] = set()
 _last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
 
 
@@ -103,19 +112,66 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
 
 
 def attend_all(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """``attend`` without a mask, for towers: pictures are of many sizes, and heads of widths that Metal has no kernel for."""
+    """``attend`` of a picture's patches to each other, for towers: pictures are of many sizes, and heads of widths that Metal
+    has no kernel for. Where shapes have plans, long ones are filled up to few lengths."""
     if takes_plans(queries) and len(queries) > 1 and keys.shape[2] > FEW_KEYS and not is_small(queries[:1], keys[:1]):
         # Large pictures one by one: a plan then holds for any number of them.
         rows = zip(queries[:, None], keys[:, None], values[:, None], strict=True)
         return mx.concatenate([attend_all(*row, scale) for row in rows])
     if takes_plans(queries):
-        is_light = is_small(queries, keys) or keys.shape[2] <= FEW_KEYS
-        if is_light if goes_by_shapes() else is_new(queries, keys):
+        length = planned_length(queries.shape)
+        if length is None:
             return attend_by_queries(queries, keys, values, scale)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        return attend_filled(queries, keys, values, length, scale)
     if takes_powers(queries):
         return attend(queries, keys, values, scale)
     return ensure_fused_sdpa(queries, keys, values, scale)
+
+
+def planned_length(shape: tuple[int, ...]) -> int | None:
+    """Count a shape (B, H, L, D) of pictures' attention. Returns the length by whose plan it is computed, its own or one that
+    it is filled up to; None if it is spelled out."""
+    batch, heads, length, width = shape
+    filled = few_from(length, LENGTH_STEP) if length > FEW_KEYS else length
+    few = (batch, heads, filled, width)
+    if goes_by_shapes():
+        is_light = batch * heads * length**2 <= MAX_SCORES or length <= FEW_KEYS
+        return None if is_light else filled
+    is_own, is_filled = not is_new(shape, times=FILLED_TIMES if few in _filled else 1), not is_new(few, True)
+    if is_own or not is_filled:
+        return length if is_own else None
+    _filled.add(few)
+    return filled
+
+
+def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float) -> mx.array:
+    """Attention of (B, H, L, D) with each other by the plan of a ``length`` that is no less: (B, H, L, D)."""
+    batch, _, own, _ = queries.shape
+    if own == length:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+    fill = [(0, 0), (0, length - own), (0, 0), (0, 0)]  # patch by patch, as they lie in memory
+    parts = [mx.pad(part.swapaxes(1, 2), fill).swapaxes(1, 2) for part in (queries, keys, values)]
+    mask = mask_of((own,) * batch, length, queries.dtype)
+    return mx.fast.scaled_dot_product_attention(*parts, scale=scale, mask=mask)[:, :, :own]
+
+
+@lru_cache(maxsize=256)
+def mask_of(lengths: tuple[int, ...], filled: int, dtype: mx.Dtype) -> mx.array:
+    """The mask (B, 1, 1, ``filled``) that is added to scores of keys of which the first ``lengths`` (B,) are there. It is made
+    without an operation, so that any thread may use it."""
+    is_there = np.arange(filled) < np.array(lengths)[:, None]
+    return mx.array(np.where(is_there, 0.0, mx.finfo(dtype).min).astype(np.float32)[:, None, None], dtype)
+
+
+def few_from(count: int, step: int) -> int:
+    """The least of few numbers that is not below: multiples of ``step``, and of an eighth of the power of two below them."""
+    return -few_to(-count, step)
+
+
+def few_to(count: int, step: int) -> int:
+    """The greatest of these numbers that is not above."""
+    step = max(step, 1 << max(0, abs(count).bit_length() - 4))
+    return count // step * step
 
 
 def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
@@ -150,20 +206,27 @@ def spells_out(queries: mx.array, keys: mx.array, mask: Any) -> bool:
 
 def is_rare(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape. True if it has come too seldom for a plan, and is small enough to do without."""
-    return is_small(queries, keys) and _count(queries, keys) <= USES_BEFORE_PLAN
+    return is_small(queries, keys) and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
 
 
-def is_new(queries: mx.array, keys: mx.array) -> bool:
-    """Count a shape. True if it has come too seldom for a plan, whatever its size: the larger, the sooner a plan pays."""
-    uses = _count(queries, keys)
-    batch, heads, length, _ = queries.shape
-    return uses <= USES_BEFORE_PLAN and uses * batch * heads * length * keys.shape[2] <= SCORES_BEFORE_PLAN
+def has_plan(shape: tuple[int, ...], is_masked: bool) -> bool:
+    """Count a shape. True if it is computed by a plan: it has come often enough, or shapes alone decide."""
+    return goes_by_shapes() or not is_new(shape, is_masked)
 
 
-def _count(queries: mx.array, keys: mx.array) -> int:
-    shape = (queries.shape, keys.shape)
+def is_new(shape: tuple[int, ...], is_masked: bool = False, times: int = 1) -> bool:
+    """Count a shape (B, H, L, D) of a tower's attention. True if it has come too seldom for a plan, whatever its size: the
+    larger, the sooner a plan pays. ``times`` is how many times later it pays than where it would be spelled out."""
+    batch, heads, length, width = shape
+    numbers = batch * heads * length * (length + NUMBERS_OF_PATCH * width)
+    uses = _count((shape, is_masked))
+    return uses <= times * USES_BEFORE_PLAN and uses * numbers <= times * NUMBERS_BEFORE_PLAN
+
+
+def _count(shape: tuple[Any, ...]) -> int:
     if len(_uses) > MAX_SHAPES:
         _uses.clear()
+        _filled.clear()
     _uses[shape] += 1
     return _uses[shape]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -78,6 +79,62 @@ def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Seque
         outputs.append(attended.swapaxes(1, 2).reshape(count * length, -1))
         start = stop
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of patches that follow each other, the largest first, and two calls of few shapes which they fill: one of whole
+    windows, as many as such a call has, and one of all others, each filled up to the size of a whole one."""
+
+    runs: tuple[Run, ...]
+    size: int  # patches of a whole one
+    whole: int  # windows of the first call
+    lengths: tuple[int, ...]  # of the second call: the patches of each window that are there
+    there: mx.array  # (windows of the second call * size,) patches, and others in the place of those that are missing
+    back: mx.array  # (patches of the second call,) their places in it
+
+    def calls(self, heads: int, width: int) -> list[tuple[Any, ...]]:
+        """The shape of each call, and whether it has a mask."""
+        counts = ((self.whole, False), (len(self.lengths), True))
+        return [((count, heads, self.size, width), masked) for count, masked in counts if count]
+
+
+def windows_of(runs: Sequence[Run], size: int) -> Windows:
+    """The calls of windows of which the first are the largest; ``size`` patches are a whole one."""
+    every = np.repeat([length for _, length in runs], [count for count, _ in runs])
+    whole = kernels.few_to(int((every == size).sum()), kernels.WINDOWS_STEP)
+    rest = every[whole:]
+    filled = kernels.few_from(len(rest), kernels.WINDOWS_STEP)
+    inside, starts = np.arange(size), whole * size + np.cumsum(rest) - rest
+    there = np.zeros((filled, size), np.int32)
+    there[: len(rest)] = starts[:, None] + np.minimum(inside, rest[:, None] - 1)
+    back = np.flatnonzero(inside < rest[:, None]).astype(np.int32)
+    lengths = (*rest.tolist(), *[size] * (filled - len(rest)))
+    return Windows(tuple(runs), size, whole, lengths, mx.array(there.reshape(-1)), mx.array(back))
+
+
+def attend_windows(both: mx.array, values: mx.array, windows: Windows, scale: float) -> mx.array:
+    """Attention of patches within their windows: queries and keys (2, N, H, D), values (N, H, D) -> (N, H * D)."""
+    heads, width = values.shape[1:]
+    if not kernels.takes_plans(both) or False in {kernels.has_plan(*call) for call in windows.calls(heads, width)}:
+        return attend_runs(both[0], both[1], values, windows.runs, scale)
+    outputs, patches = [], windows.whole * windows.size
+    if windows.whole:
+        parts = (both[0, :patches], both[1, :patches], values[:patches])
+        outputs.append(_attend_filled(parts, windows.size, None, scale))
+    if windows.lengths:
+        queries, keys = mx.take(both, windows.there, axis=1)
+        mask = kernels.mask_of(windows.lengths, windows.size, values.dtype)
+        attended = _attend_filled((queries, keys, values[windows.there]), windows.size, mask, scale)
+        outputs.append(attended[windows.back])
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _attend_filled(parts: Sequence[mx.array], size: int, mask: mx.array | None, scale: float) -> mx.array:
+    """Attention of whole windows' patches (W * size, H, D) within each: (W * size, H * D)."""
+    queries, keys, values = (part.reshape(-1, size, *part.shape[1:]).swapaxes(1, 2) for part in parts)
+    attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    return attended.swapaxes(1, 2).reshape(len(parts[0]), -1)
 
 
 def merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's vision tower with its windows of one size in one attention call, and one rotation a picture.
+"""Qwen2.5-VL's vision tower with its windows in one or two attention calls, and one rotation for all blocks.
 
 mlx-vlm's calls attention once a window (25 windows of a picture of 504 pixels in each of 28 blocks), turns the boundaries into
 a list in every block, which waits for the device, and takes cosines and sines anew for queries and keys of every block.
@@ -7,7 +7,8 @@ a list in every block, which waits for the device, and takes cosines and sines a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -20,59 +21,113 @@ from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.windows import (
     Run,
     Turn,
+    Windows,
     attend_runs,
+    attend_windows,
     merge_runs,
     patch_positions,
     rotate,
-    turn_by,
     window_order,
+    windows_of,
 )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The order in which the patches of pictures with some grids go through the tower, and what follows from it."""
+
+    order: mx.array  # (N / unit,) merged positions
+    back: mx.array  # (N / unit,)
+    turn: Turn
+    windows: Windows
+    pictures: tuple[Run, ...]
+    by_picture: tuple[mx.array, mx.array] | None  # (N,) patches, and back again; None for one picture
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A tower's sizes on which layouts depend: patches a side of a merged position, merged positions a side of a window, and
+    the settings of its rotation."""
+
+    merge: int
+    window: int
+    theta: float
+    width: int  # of a rotation by rows, or by columns: half a head
+
+
+#: The most patches of pictures whose layout is kept: 640 bytes each, with heads of 80.
+MOST_KEPT = 16_384
+
+
+def layout_of(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout:
+    """The layout of pictures with grids (frames, rows, columns); those of a few grids that came last are kept. Its arrays are
+    there at once, so that any thread may use them."""
+    is_small = sum(frames * high * wide for frames, high, wide in grids) <= MOST_KEPT
+    return (_kept_layout if is_small else _new_layout)(grids, sides)
+
+
+def _new_layout(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout:
+    merge, unit = sides.merge, sides.merge**2
+    orders: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []  # of the window that each position is in
+    wholes: list[Run] = []
+    start = 0
+    for frames, high, wide in grids:
+        order, runs = window_order(high // merge, wide // merge, sides.window)
+        for _ in range(frames):
+            orders.append(order + start)
+            sizes.extend(np.full(count * size, size) for count, size in runs)
+            wholes.append((1, high * wide))
+            places.append(patch_positions(high, wide, merge).reshape(-1, unit, 2)[order])
+            start += len(order)
+    by_size = np.argsort(-np.concatenate(sizes), kind="stable")  # windows of one size of all pictures together
+    order = np.concatenate(orders)[by_size]
+    counts = Counter(np.concatenate(sizes).tolist())
+    in_windows = tuple((counts[size] // size, size * unit) for size in sorted(counts, reverse=True))
+    by_picture = None
+    if len(wholes) > 1:
+        by_picture = _patches_of(np.argsort(by_size), unit), _patches_of(by_size, unit)
+    return Layout(
+        mx.array(order),
+        mx.array(np.argsort(order)),
+        _rotation(np.concatenate(places)[by_size].reshape(-1, 2), sides),
+        windows_of(in_windows, sides.window**2 * unit),
+        merge_runs(wholes),
+        by_picture,
+    )
+
+
+_kept_layout = lru_cache(maxsize=8)(_new_layout)
+
+
+def _rotation(places: np.ndarray, sides: Sides) -> Turn:
+    """The rotation of patches at (row, column) (N, 2): rows turn one half, columns the other."""
+    speeds = 1.0 / (sides.theta ** (np.arange(0, sides.width, 2, dtype=np.float32) / sides.width))
+    angles = (np.arange(places.max() + 1)[:, None] * speeds.astype(np.float32)).astype(np.float32).astype(np.float64)
+    cos, sin = (
+        turned.astype(np.float32)[places].reshape(len(places), 1, -1) for turned in (np.cos(angles), np.sin(angles))
+    )
+    return mx.array(np.stack([cos, sin], axis=2)), mx.array(np.stack([-sin, cos], axis=2))
+
+
 class WindowRuns(VisionModel):
-    """The same function of pixels, with one attention call for windows of one size, and one rotation a picture."""
+    """The same function of pixels, with one attention call for windows of one size, or two of few shapes for all, and one
+    rotation."""
 
     def __call__(self, hidden_states: mx.array, grid_thw: mx.array, output_hidden_states: Any = None) -> mx.array:
         """Patches (N, values) of pictures with grids (P, 3) -> features (N / merge², D), picture by picture."""
-        merge, unit = self.spatial_merge_size, self.spatial_merge_unit
-        side = self.window_size // merge // self.patch_size
-        orders: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        sizes: list[np.ndarray] = []  # of the window that each position is in
-        wholes: list[Run] = []
-        start = 0
-        for frames, high, wide in np.array(grid_thw).tolist():
-            order, runs = window_order(high // merge, wide // merge, side)
-            for _ in range(frames):
-                orders.append(order + start)
-                sizes.extend(np.full(count * size, size) for count, size in runs)
-                wholes.append((1, high * wide))
-                places.append(patch_positions(high, wide, merge).reshape(-1, unit, 2)[order])
-                start += len(order)
-        by_size = np.argsort(-np.concatenate(sizes), kind="stable")  # windows of one size of all pictures together
-        order = np.concatenate(orders)[by_size]
-        counts = Counter(np.concatenate(sizes).tolist())
-        in_windows = tuple((counts[size] // size, size * unit) for size in sorted(counts, reverse=True))
-        in_pictures = merge_runs(wholes)
-        by_picture = None
-        if len(wholes) > 1:
-            by_picture = _patches_of(np.argsort(by_size), unit), _patches_of(by_size, unit)
-        turn = self._rotation(np.concatenate(places)[by_size].reshape(-1, 2))
+        merge, rotary = self.spatial_merge_size, self.rotary_pos_emb
+        sides = Sides(merge, self.window_size // merge // self.patch_size, rotary.theta, rotary.dim)
+        layout = layout_of(tuple(map(tuple, np.array(grid_thw).tolist())), sides)
         x = self.patch_embed(hidden_states)
-        x = x.reshape(start, unit, -1)[mx.array(order)].reshape(start * unit, -1)  # (N, D)
+        patches = x.shape[0]
+        x = x.reshape(-1, self.spatial_merge_unit, x.shape[-1])[layout.order].reshape(patches, -1)  # (N, D)
         for number, block in enumerate(self.blocks):
             is_whole = number in self.fullatt_block_indexes
-            runs, gathered = (in_pictures, by_picture) if is_whole else (in_windows, None)
-            x = x + self._attend(block.attn, block.norm1(x), runs, turn, gathered)
+            x = x + self._attend(block.attn, block.norm1(x), layout, is_whole)
             x = x + self._gated(block.mlp, block.norm2(x))
-        return self.merger(x)[mx.array(np.argsort(order))]
-
-    def _rotation(self, places: np.ndarray) -> Turn:
-        """The rotation of patches at (row, column) (N, 2): rows turn one half, columns the other."""
-        rotary = self.rotary_pos_emb
-        speeds = 1.0 / (rotary.theta ** (np.arange(0, rotary.dim, 2, dtype=np.float32) / rotary.dim))
-        angles = (places[:, :, None] * speeds.astype(np.float32)).reshape(len(places), -1)
-        return turn_by(mx.array(angles.astype(np.float32)))
+        return self.merger(x)[layout.back]
 
     @staticmethod
     def _gated(module: Any, x: mx.array) -> mx.array:
@@ -80,22 +135,16 @@ class WindowRuns(VisionModel):
         return module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
 
     @staticmethod
-    def _attend(
-        module: Any,
-        x: mx.array,
-        runs: Sequence[Run],
-        turn: Turn,
-        gathered: tuple[mx.array, mx.array] | None,
-    ) -> mx.array:
-        """(N, D) -> (N, D). ``gathered`` are the patches' places (N,) picture by picture, if the runs are pictures, and the
-        places of these in the order of the windows."""
+    def _attend(module: Any, x: mx.array, layout: Layout, is_whole: bool) -> mx.array:
+        """(N, D) -> (N, D)"""
         split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
-        queries, keys = rotate(split[:, :2].swapaxes(0, 1), turn)
-        values = split[:, 2]
-        if gathered is None:
-            return module.proj(attend_runs(queries, keys, values, runs, module.scale))
-        there, back = gathered
-        attended = attend_runs(queries[there], keys[there], values[there], runs, module.scale)
+        both, values = rotate(split[:, :2].swapaxes(0, 1), layout.turn), split[:, 2]
+        if not is_whole:
+            return module.proj(attend_windows(both, values, layout.windows, module.scale))
+        if layout.by_picture is None:
+            return module.proj(attend_runs(both[0], both[1], values, layout.pictures, module.scale))
+        there, back = layout.by_picture
+        attended = attend_runs(both[0][there], both[1][there], values[there], layout.pictures, module.scale)
         return module.proj(attended[back])
 
 
