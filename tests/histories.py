@@ -3,25 +3,19 @@
 The engine's objects are driven without threads, so that a history is a function of its seed:
 
     python -m tests.histories --steps 1000000 --processes 16
+
+``tests.many_histories`` is that command: several processes, and the sum of several runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import gc
-import itertools
-import logging
 import math
-import multiprocessing
-import queue
+import pickle
 import random
-import sys
-import time
-import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -194,8 +188,24 @@ def _beginning(whole: Result, count: int, most: int) -> Result:
     )
 
 
+#: Answers alone that processes which play at the same time have from each other, as bytes.
+shared_answers: MutableMapping[str, bytes] = {}
+
+
 @lru_cache(maxsize=20_000)
 def _alone(family: str, asked: Asked, is_quantised: bool) -> Result:
+    """The one answer to a request, with nobody beside it."""
+    name = f"{family} {asked} {is_quantised}"
+    found = shared_answers.get(name)
+    if found is not None:
+        answer: Result = pickle.loads(found)
+        return answer
+    answer = _answered_alone(family, asked, is_quantised)
+    shared_answers[name] = pickle.dumps(answer)
+    return answer
+
+
+def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     """The one answer to a request in an engine of its own, from the beginning."""
     generator = BatchGenerator(
         adapter_of(family, "alone"), text=TEXT, config=SchedulerConfig(max_rows=1), kv=_kv(is_quantised)
@@ -889,121 +899,7 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     return history.counts
 
 
-# By command ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class News:
-    """A process tells of a history: that it has begun (neither count nor fault), what happened in it, or how it failed."""
-
-    process: int
-    seed: int
-    counts: Counter[str] | None = None
-    fault: str = ""
-
-
-def play_some(process: int, on_cpu: bool, length: int, seeds: Any, ends: Any, news: Any) -> None:
-    """Play the next seeds until it ``ends``, or one fails: the whole of a process."""
-    if on_cpu:
-        mx.set_default_device(mx.cpu)
-    logging.disable()  # listeners that raise and disks that are full, thousands of them
-    for played in itertools.count():
-        with seeds.get_lock():
-            seed, seeds.value = seeds.value, seeds.value + 1
-        if ends.is_set():
-            return
-        news.put(News(process, seed))
-        try:
-            news.put(News(process, seed, play(seed, length)))
-        except BaseException:
-            news.put(News(process, seed, fault=traceback.format_exc()))
-            return
-        if played < 2 * len(KINDS):  # the models are there, and need not be looked through for garbage each time
-            gc.collect()
-            gc.freeze()
-
-
-@dataclass
-class Played:
-    """What several processes have played between them."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    histories: int = 0
-    begun: dict[int, int] = field(default_factory=dict)  # by process, the seed that it is at
-    faults: dict[int, str] = field(default_factory=dict)  # by seed
-
-    def take(self, news: News) -> None:
-        if news.counts is None and not news.fault:
-            self.begun[news.process] = news.seed
-            return
-        del self.begun[news.process]
-        if news.fault:
-            self.faults[news.seed] = news.fault
-        else:
-            self.counts += news.counts or Counter()
-            self.histories += 1
-
-
-def play_many(
-    steps: int, first: int, length: int, *, processes: int, seconds: float | None = None, on_cpu: bool = False
-) -> Played:
-    """Histories from a seed on, in processes of their own, until there are so many operations, or so much time has passed, or
-    one has failed. Those that have begun are played to their end, so that no seed is left out."""
-    context = multiprocessing.get_context("spawn")
-    seeds, ends, news = context.Value("q", first), context.Event(), context.Queue()
-    workers = [
-        context.Process(target=play_some, args=(number, on_cpu, length, seeds, ends, news), daemon=True)
-        for number in range(processes)
-    ]
-    for worker in workers:
-        worker.start()
-    begin, told, played = time.monotonic(), time.monotonic(), Played()
-    while any(worker.is_alive() for worker in workers) or not news.empty():
-        with contextlib.suppress(queue.Empty):
-            played.take(news.get(timeout=1.0))
-        for number in [number for number in played.begun if workers[number].exitcode and news.empty()]:
-            played.faults[played.begun.pop(number)] = f"its process ended by {workers[number].exitcode}"
-        passed = time.monotonic() - begin
-        if played.faults or played.counts["operations"] >= steps or (seconds is not None and passed >= seconds):
-            ends.set()
-        if time.monotonic() > told + 30:
-            told = time.monotonic()
-            print(f"{played.counts['operations']:,} operations, {passed:,.0f} s, seeds to {seeds.value}", flush=True)
-    for number, worker in enumerate(workers):
-        if worker.exitcode and number not in played.begun and not played.faults:
-            raise RuntimeError(f"process {number} ended by {worker.exitcode} before its first history")
-    return played
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10_000, help="operations in all, at least")
-    parser.add_argument("--seconds", type=float, help="begin no history after so long")
-    parser.add_argument("--seed", type=int, default=0, help="of the first history; each has the next one")
-    parser.add_argument("--length", type=int, default=120, help="operations of a history")
-    parser.add_argument("--processes", type=int, default=1, help="that play at a time, each with the next seed")
-    parser.add_argument("--cpu", action="store_true", help="compute on the CPU where there is a GPU, too")
-    options = parser.parse_args()
-    begin = time.monotonic()
-    played = play_many(
-        options.steps,
-        options.seed,
-        options.length,
-        processes=options.processes,
-        seconds=options.seconds,
-        on_cpu=options.cpu,
-    )
-    last = options.seed + played.histories + len(played.faults) - 1
-    print(f"{played.histories} histories, seeds {options.seed} to {last}, in {time.monotonic() - begin:,.0f} s:")
-    for name, count in sorted(played.counts.items()):
-        print(f"  {name}: {count:,}")
-    for seed, fault in sorted(played.faults.items()):
-        print(f"\nthe history of seed {seed} ({KINDS[seed % len(KINDS)]}) broke a promise:\n{fault}")
-    if played.faults:
-        again = f"python -m tests.histories --steps 1 --seed {min(played.faults)} --length {options.length}"
-        sys.exit(f"again: {again}{' --cpu' if options.cpu else ''}")
-    print("none has broken a promise")
-
-
 if __name__ == "__main__":
+    from tests.many_histories import main
+
     main()

@@ -10,6 +10,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tests import histories
+from tests import many_histories
 from tests.histories import (
     ACCIDENTS,
     KINDS,
@@ -27,11 +28,9 @@ from tests.histories import (
     QUANTISED,
     TEXTS,
     History,
-    News,
-    Played,
     play,
-    play_some,
 )
+from tests.many_histories import How, News, Played, play_some, read_record, record_of, show
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 
@@ -156,13 +155,32 @@ def test_the_history_that_fails_is_told_with_its_seed(monkeypatch: pytest.Monkey
         assert seed != 12, "a promise"
         return Counter(operations=length)
 
-    monkeypatch.setattr(histories, "play", plays)
+    monkeypatch.setattr(many_histories, "play", plays)
     seeds, news, played = multiprocessing.Value("q", 10), queue.SimpleQueue[News](), Played()
-    play_some(0, False, 5, seeds, threading.Event(), news)
+    play_some(0, How(length=5), seeds, threading.Event(), news)
     while not news.empty():
         played.take(news.get())
     assert (played.histories, played.counts, list(played.faults)) == (2, Counter(operations=10), [12])
     assert "a promise" in played.faults[12] and not played.begun
+    record = record_of(played, 10, How(length=5), 1.0)
+    assert (record.first, record.last, record.counts["operations"], list(record.faults)) == (10, 12, 10, ["12"])
+
+
+def test_the_outputs_of_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how, files = How(length=5), [tmp_path / name for name in ("a", "b", "again", "killed")]
+    parts = [Played(Counter(operations=10, stop=1), 2), Played(Counter(operations=5), 1, faults={21: "a promise"})]
+    for file, part, first in zip(files, [*parts, parts[0]], (10, 20, 11), strict=False):
+        file.write_text(f"10 operations\n{record_of(part, first, how, 2.0).to_json()}\n")
+    files[3].write_text("10 operations\n")
+    assert show([read_record(files[0])]) == 0 and "none has broken" in capsys.readouterr().out
+    assert show([read_record(files[1]), read_record(files[0])]) == 1
+    said = capsys.readouterr().out
+    assert "3 histories, seeds 10 to 11, 20 to 21, in 4 s" in said and "operations: 15" in said and "stop: 1" in said
+    assert "--seed 21 --length 5" in said and "1 have broken a promise" in said
+    with pytest.raises(ValueError, match="11 was played twice"):
+        show([read_record(files[0]), read_record(files[2])])
+    with pytest.raises(ValueError, match="killed does not end"):
+        read_record(files[3])
 
 
 def test_a_history_of_threads() -> None:
