@@ -47,11 +47,10 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.proof import best_class, classes_of, differing_product
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.exactness import Joint, exact_for, prove
+from vlm_batch.exactness import Joint, exact_for
 from vlm_batch.loading import load_model
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import Device
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
 
 #: What the suite runs of ``scripts/exact_table``, which runs every family in every precision: one family of each kind. What a
@@ -294,15 +293,6 @@ def test_a_proof_that_could_not_be_tried_is_not_kept(monkeypatch: pytest.MonkeyP
     assert kept == [{"against": "products differ"}]
 
 
-def test_eight_bits_on_cuda_run_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was proven there in 8 bits was seen to be wrong, and is not tried again."""
-    monkeypatch.setattr("vlm_batch.exactness.device", lambda: Device.CUDA)
-    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: None)
-    monkeypatch.setattr("vlm_batch.exactness.write_proof", lambda key, found: None)
-    assert prove(adapter_of("qwen2_vl", "4 bits"), None, Placement.SLAB).classes
-    assert prove(adapter_of("qwen2_vl", "8 bits"), None, Placement.SLAB).best(Placement.SLAB) == (1,)
-
-
 def test_prompts_are_parted_by_what_is_proven() -> None:
     class Up(Joint):
         def __init__(self, most: int) -> None:
@@ -322,7 +312,6 @@ def test_prompts_are_parted_by_what_is_proven() -> None:
 
 HASWELL = """
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import Device
 blas.preload_openblas()
 blas.limit_threads(1)
 from dataclasses import replace
