@@ -29,6 +29,7 @@ from tests.exact_cases import (
     differences,
     engine_of,
     exact_of,
+    inputs_of,
     is_same,
     play,
 )
@@ -36,22 +37,23 @@ from tests.exact_table import DATA, Record
 from tests.zoo import FAMILIES
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.modules import RememberingGridTower
+from vlm_batch.adapters.hooks import attends_apart
 from vlm_batch.adapters.products import products_of
+from vlm_batch.arrays import as_mlx, map_arrays
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of, differing_product
+from vlm_batch.engine.proof import best_class, classes_of, moving_product
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.exactness import Joint, exact_for, prove
+from vlm_batch.errors import OutOfMemory
+from vlm_batch.exactness import Joint, exact_for
 from vlm_batch.loading import load_model
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import Device
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
 
 #: What the suite runs of ``scripts/exact_table``, which runs every family in every precision: one family of each kind. What a
@@ -201,57 +203,94 @@ def test_groups_and_idle_places(counts: tuple[int, ...]) -> None:
         assert answer.bits == alone(name, precision, key, proven).bits
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4 bits"])
-def test_prompts_that_share_a_prefill(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of one length go through the model together where that is proven, and are the prompts alone."""
-    name = "qwen2_5_vl"
-    adapter, proven = adapter_of(name, precision), exact_of(name, precision, Placement.SLAB)
-    exact = replace(proven, joint=Joint(adapter, None))
-    arrivals = [Arrival(f"text:{seed}:9") for seed in range(5, 12)]
-    shared: list[int] = []
-    together = adapter.prefill_together
-
-    def counted(rows: Any, cache: Any) -> Any:
-        shared.append(len(rows))
-        return together(rows, cache)
-
-    monkeypatch.setattr(adapter, "prefill_together", counted)
-    engine = engine_of(adapter, exact, Way(max_rows=8, placement=Placement.SLAB))
-    answers = play(name, engine, arrivals)
-    if joint_sizes := [size for size in (4, 2) if exact.joint is not None and exact.joint.agree(size, 9)]:
-        assert max(shared) == joint_sizes[0]
-    assert 4 in joint_sizes or precision == "float32", "MLX's own products go row by row"
-    for arrival, answer in zip(arrivals, answers, strict=True):
-        assert is_same(answer, alone(name, precision, arrival.key, proven)), arrival.key
+#: Calls that hold several tiny prompts or pictures, as those of a GPU hold larger ones.
+JOINED: dict[str, Any] = {"pad_to": 16, "grid": 64, "call_tokens": 128, "call_patches": 96}
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_pictures_that_share_a_call(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of one size go through the tower together where that is proven, and the answers are those alone."""
-    name = "qwen2_5_vl"
-    adapter, proven = adapter_of(name, precision), exact_of(name, precision, Placement.SLAB)
-    exact = replace(proven, joint=Joint(adapter, None))
-    made: list[int] = []
-    as_one = RememberingGridTower.as_one
+def joined_of(name: str, precision: str) -> Exact:
+    """What was proven of a model in slabs, with calls that hold several prompts or pictures."""
+    exact = exact_of(name, precision, Placement.SLAB)
+    return replace(exact, **JOINED, joint=Joint(adapter_of(name, precision), None))
 
-    def counted(self: Any, calls: Any) -> Any:
-        made.append(len(calls))
-        return as_one(self, calls)
 
-    monkeypatch.setattr(RememberingGridTower, "as_one", counted)
-    arrivals = [Arrival(f"image:{seed}:{size}") for seed, size in ((1, 2), (2, 2), (3, 1), (4, 2), (5, 2), (6, 1))]
-    engine = engine_of(adapter, exact, Way(max_rows=8, placement=Placement.SLAB, keeps=True))
-    answers = play(name, engine, arrivals)
-    assert made, "no proof was tried"
-    if precision == "bfloat16":  # MLX's own products go row by row
-        assert max(made) >= 2
-        assert len(made) > 1, "nothing was made as one"
-    for arrival, answer in zip(arrivals, answers, strict=True):
-        assert is_same(answer, alone(name, precision, arrival.key, proven)), arrival.key
+class Calls:
+    """The shapes (R, L) of arrays of prompts, and the patches in calls of a tower. ``moves``: what comes of a call goes by how
+    many there are in it."""
+
+    def __init__(self, adapter: Any, patch: pytest.MonkeyPatch, *, moves: bool) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+        self.patches: list[int] = []
+        forward, fresh = adapter.forward, adapter.tower_class.fresh
+
+        def by_rows(ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any) -> mx.array:
+            if embeds is not None:
+                self.prompts.append(embeds.shape[:2])
+                embeds = embeds * (1 + embeds.shape[0] / 64) if moves else embeds
+            return forward(ids, embeds, cache, extra)  # type: ignore[no-any-return]
+
+        def by_patches(tower: Any, args: Any, kwargs: Any) -> Any:
+            self.patches.append(args[0].shape[0])
+            found, share = fresh(tower, args, kwargs), args[0].shape[0] / 1024
+            return map_arrays(found, lambda array: array * (1 + share)) if moves else found
+
+        patch.setattr(adapter, "forward", by_rows)
+        patch.setattr(adapter.tower_class, "fresh", by_patches)
+
+
+#: Two that share prompts and pictures, one that shares pictures with features for several layers, and one that shares neither.
+SHARING = {"qwen2_vl": "bfloat16", "qwen2_5_vl": "float32", "qwen3_vl": "bfloat16", "gemma3": "4 bits"}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_call_has_one_shape_whoever_is_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in company, late, after one was cancelled, from kept beginnings: idle prompts and pictures make up the number.
+
+    Kernels that go by the shape of a call are made up: what ran in another shape would have other bits.
+    """
+    adapter, exact = adapter_of(name, SHARING[name]), joined_of(name, SHARING[name])
+    calls = Calls(adapter, monkeypatch, moves=True)
+    found: dict[str, Any] = {}
+    for key in (*KEYS, "two:7"):
+        engine = engine_of(adapter, exact, Way(max_rows=1, placement=Placement.SLAB))
+        (found[key],) = play(name, engine, [Arrival(key)])
+    del calls.patches[:]  # of proofs, too
+    for make, way in SCENARIOS.values():
+        engine = engine_of(adapter, exact, replace(way, placement=Placement.SLAB))
+        engine.insert("99", as_mlx(inputs_of(name, "text:5:26")))
+        engine.step()
+        engine.cancel("99")
+        arrivals = [*make(name), *(Arrival(key, at=1) for key in KEYS)]
+        for arrival, answer in zip(arrivals, play(name, engine, arrivals), strict=True):
+            assert is_same(answer, found[arrival.key]), arrival
+    if name.startswith("qwen2"):
+        assert {(8, 16), (4, 32), (2, 48)} <= set(calls.prompts)
+    if name.startswith("qwen"):
+        assert min(calls.patches) > JOINED["call_patches"] // 2
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32", "4 bits"])
+def test_prompts_and_pictures_share_calls(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few calls as hold them, and the answers that they get alone."""
+    name = "qwen2_vl"
+    adapter, exact = adapter_of(name, precision), joined_of(name, precision)
+    texts = [f"text:{seed}:{length}" for seed in (5, 6, 7, 8, 9) for length in (9, 26)]
+    way = Way(max_rows=16, placement=Placement.SLAB)
+    for keys in (texts, [f"image:{seed}:0" for seed in range(1, 7)]):
+        right = [play(name, engine_of(adapter, exact, replace(way, max_rows=1)), [Arrival(key)])[0] for key in keys]
+        with pytest.MonkeyPatch.context() as patch:
+            calls = Calls(adapter, patch, moves=False)
+            answers = play(name, engine_of(adapter, exact, way), [Arrival(key) for key in keys])
+        assert all(map(is_same, answers, right))
+        if keys is texts:
+            assert sorted(calls.prompts) == [(4, 32), (4, 32), (8, 16)]  # five of each length
+        else:
+            assert (calls.patches, calls.prompts) == ([64, 64], [(8, 16)])  # six of 16 patches, four to a call
 
 
 class Sums:
-    """A product whose sums run in another order from ``turn`` rows on."""
+    """A product whose sums run in another order in places from ``turn`` on."""
+
+    is_head = False
 
     def __init__(self, turn: int) -> None:
         self.turn, self.width = turn, 64
@@ -264,65 +303,115 @@ class Sums:
         def call(x: mx.array) -> mx.array:
             halves = x.reshape(*x.shape[:-1], 2, self.width // 2)
             turned = halves.sum(axis=-1).sum(axis=-1, keepdims=True)
-            return turned if x.size // self.width >= self.turn else mx.cumsum(x, axis=-1)[..., -1:]
+            return mx.concatenate([mx.cumsum(x, axis=-1)[: self.turn, ..., -1:], turned[self.turn :]])
 
         return call
 
 
-def test_prompts_share_no_prefill_where_products_differ() -> None:
-    assert not differing_product([Sums(1000)], 4, 100)
-    assert "of 100 rows and of 400 differ" in differing_product([Sums(1000), Sums(300)], 4, 100)
-    assert not differing_product([Sums(300)], 2, 100)
+def test_a_product_that_goes_by_the_place_is_found() -> None:
+    assert not moving_product([Sums(4)], 4, 100)
+    assert not moving_product([Sums(0)], 4, 100)
+    for turn in (1, 2, 3):
+        assert "of 400 rows go by the place" in moving_product([Sums(4), Sums(turn)], 4, 100)
 
 
-def test_a_proof_that_could_not_be_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no memory for it now: rows go apart in this process, and the next one tries again."""
+@pytest.mark.parametrize("is_attention", [True, False])
+def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In attention alone: it is done prompt by prompt. Elsewhere: each prompt has a call of its own. Both is kept."""
+    name = "qwen2_vl"
+    adapter, exact = adapter_of(name, "bfloat16"), joined_of(name, "bfloat16")
+    forward = adapter.forward
+
+    def by_place(ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any) -> mx.array:
+        if embeds is not None and not (is_attention and attends_apart()):
+            embeds = embeds * (1 + mx.arange(embeds.shape[0])[:, None, None] / 64)
+        return forward(ids, embeds, cache, extra)
+
+    monkeypatch.setattr(adapter, "forward", by_place)
+    monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}"))
+    assert exact.rows(9) == (8 if is_attention else 1)
+    assert exact.attends_apart(8, 16) is is_attention
+    assert exact.joint is not None and "goes by the place" in next(iter(exact.joint.found.values()))
+    keys = [f"text:{seed}:9" for seed in (5, 6, 7)]
+    right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [Arrival(key)])[0] for key in keys]
+    answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in keys])
+    assert all(map(is_same, answers, right))
+    monkeypatch.setattr(adapter, "forward", forward)
+    kept = joined_of(name, "bfloat16")
+    assert (kept.rows(9), kept.attends_apart(8, 16)) == (exact.rows(9), is_attention)
+
+
+def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would go by chance: a request waits, and is tried again, with the bits that it always has."""
+    name = "qwen2_vl"
+    adapter = adapter_of(name, "bfloat16")
+    right = [play(name, engine_of(adapter, joined_of(name, "bfloat16"), Way()), [Arrival(key)])[0] for key in KEYS]
+    monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "without memory"))
+    failures = 4
 
     def fails(*given: Any) -> str:
-        raise RuntimeError("out of memory")
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+        return moving_product(*given)
 
-    kept: list[Any] = []
-    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: None)
-    monkeypatch.setattr("vlm_batch.exactness.write_proof", lambda key, found: kept.append(found))
-    monkeypatch.setattr("vlm_batch.exactness.differing_product", fails)
-    joint = Joint(adapter_of("qwen2_5_vl", "bfloat16"), None)
-    assert not joint.agree(2, 9)
-    assert "out of memory" in next(iter(joint.found.values()))
-    assert not kept
-    monkeypatch.setattr("vlm_batch.exactness.differing_product", lambda *given: "products differ")
-    assert not joint.agree(2, 10)
-    assert kept == [{"against": "products differ"}]
-
-
-def test_eight_bits_on_cuda_run_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was proven there in 8 bits was seen to be wrong, and is not tried again."""
-    monkeypatch.setattr("vlm_batch.exactness.device", lambda: Device.CUDA)
-    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: None)
-    monkeypatch.setattr("vlm_batch.exactness.write_proof", lambda key, found: None)
-    assert prove(adapter_of("qwen2_vl", "4 bits"), None, Placement.SLAB).classes
-    assert prove(adapter_of("qwen2_vl", "8 bits"), None, Placement.SLAB).best(Placement.SLAB) == (1,)
+    monkeypatch.setattr("vlm_batch.exactness.moving_product", fails)
+    exact = joined_of(name, "bfloat16")
+    with pytest.raises(RuntimeError, match="Unable to allocate"):
+        exact.rows(9)
+    assert exact.joint is not None and not exact.joint.found
+    answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in KEYS])
+    assert failures < 0
+    assert all(map(is_same, answers, right))
 
 
-def test_prompts_are_parted_by_what_is_proven() -> None:
-    class Up(Joint):
-        def __init__(self, most: int) -> None:
-            self.most = most
+def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **how: Any) -> Any:
+        raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
-        def agree(self, rows: int, length: int) -> bool:
-            return rows * length <= self.most
+    monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "not kept"))
+    monkeypatch.setattr("vlm_batch.exactness.decode_bits", fails)
+    adapter = adapter_of("lfm2_vl", "bfloat16")
+    with pytest.raises(OutOfMemory, match="too little memory to try numbers of rows"):
+        exact_for(adapter)
+    monkeypatch.undo()
+    assert len(exact_for(adapter).counts) > 1
 
-    exact = Exact((2, 4, 8), Placement.SLAB, joint=Up(400))
-    assert exact.sizes(11, 50) == (8, 2, 1)
-    assert exact.sizes(11, 100) == (4, 4, 2, 1)
-    assert exact.sizes(3, 300) == (1, 1, 1)
-    assert Exact((2, 4, 8)).sizes(3, 10) == (1, 1, 1)
-    assert exact.config(SchedulerConfig(prefill_together=32)).prefill_together == 32
-    assert Exact().config(SchedulerConfig(prefill_together=32)).prefill_together == 1
+
+class Always(Joint):
+    """A proof of everything."""
+
+    def __init__(self) -> None:
+        pass
+
+    def prompts(self, most: int, length: int) -> int:
+        return most
+
+
+def test_prompts_fill_a_call_up_to_its_tokens() -> None:
+    exact = Exact((2, 4, 8), Placement.SLAB, grid=1024, pad_to=64, call_tokens=1280, joint=Always())
+    assert [exact.rows(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)] == [
+        16,
+        16,
+        8,
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+    ]
+    assert replace(exact, pad_to=0).rows(64) == replace(exact, joint=None).rows(64) == 1
+    assert replace(exact, stops=(32,)).rows(64) == 1, "two chunks"
+    config = SchedulerConfig(prefill_together=32, encode_together=16)
+    assert (exact.config(config).prefill_together, exact.config(config).encode_together) == (32, 1)
+    assert Exact().config(config).prefill_together == 1
+    assert exact.settings != replace(exact, call_tokens=640).settings != replace(exact, joint=None).settings
 
 
 HASWELL = """
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import Device
 blas.preload_openblas()
 blas.limit_threads(1)
 from dataclasses import replace
@@ -383,6 +472,9 @@ def test_equal_keys_mean_equal_chunks() -> None:
     assert not same[16:].any()  # their chunks end elsewhere
     assert one.before_span(11) == 8
     assert (np.asarray(one.answer) != 0).all()
+    joined = Exact(grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always())
+    whole, first = joined.key(key(16)), joined.key(key(30))  # alone in its array, and beside others
+    assert not (whole.positions == first.positions[:16]).all(axis=1).any()
 
 
 def test_a_class_is_chosen_by_what_it_costs() -> None:

@@ -51,7 +51,16 @@ def test_nothing_but_the_table_names_a_devices_settings() -> None:
     for policy in POLICIES.values():
         filled = for_policy(SchedulerConfig(), policy)
         assert (filled.max_rows, filled.first_rows) == (policy.most_rows, policy.first_rows)
-        shared = {"placement", "few_bits", "grid", "most_patches", "most_rows", "first_rows"}
+        shared = {
+            "placement",
+            "few_bits",
+            "grid",
+            "call_tokens",
+            "call_patches",
+            "most_patches",
+            "most_rows",
+            "first_rows",
+        }
         for name in SETTINGS.keys() - shared:
             assert vars(filled)[name] == vars(policy)[name]
     said = SchedulerConfig(max_rows=3, max_chunk=7, prefill_budget=9, encode_seconds=1.0, encode_ahead=0)

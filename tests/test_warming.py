@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.exactness import exact_for
+from vlm_batch.policy import POLICIES
+from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 
@@ -58,9 +60,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_exact", [False, True], ids=["by default", "reproducible"])
 def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of(FAMILY, "float32")
-    exact = exact_for(adapter, layout=Placement.SLAB, grid=256, pad_to=16) if is_exact else None
+    policy = replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64)
+    exact = exact_for(adapter, policy=policy) if is_exact else None
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)), exact=exact)
     engine = BatchGenerator(adapter, placement=Placement.SLAB, config=CONFIG, reuse=reuse, exact=exact)
+    if exact is not None:
+        assert [exact.rows(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]  # proven before it is watched
     shapes = Shapes(adapter, monkeypatch)
     assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 3, "each step has a prompt before it"
     warmed = shapes.take()

@@ -6,42 +6,46 @@ import platform
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch._version import __version__
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import attending_apart
 from vlm_batch.adapters.joint import TowerCall
 from vlm_batch.adapters.modules import RememberingGridTower
 from vlm_batch.adapters.products import products_of, shapes_of, size_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
-from vlm_batch.engine.exact import Exact, parts_of
+from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.faults import is_out_of_memory
+from vlm_batch.engine.prefill import pads, shares
 from vlm_batch.engine.proof import (
     Classes,
-    all_same,
     best_class,
+    by_turns,
     classes_of,
     counts_for,
     decode_bits,
-    differing_product,
-    joint_prefill_agrees,
+    is_still,
+    moving_product,
+    prefill_is_still,
     product_bits,
 )
-from vlm_batch.policy import policy_for
+from vlm_batch.errors import OutOfMemory, describe
+from vlm_batch.policy import POLICIES, Policy, policy_for
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import Device, device
+from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 4
-#: Bits of weights for which numbers of rows that agreed in a proof gave rows other bits later on CUDA (docs/exactness.md).
-DOUBTED_ON_CUDA = frozenset({8})
+PROOF = 5
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
 #: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
 MAX_STEP_BYTES = 32 * 2**20
@@ -61,28 +65,19 @@ class Proof:
 
 
 def exact_for(
-    adapter: Adapter,
-    kv: KVQuantisation | None = None,
-    layout: Placement | None = None,
-    *,
-    max_rows: int = 1,
-    grid: int | None = None,
-    unpacks: bool | None = None,
-    pad_to: int | None = None,
+    adapter: Adapter, kv: KVQuantisation | None = None, policy: Policy | None = None, *, max_rows: int = 1
 ) -> Exact:
     """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
 
-    ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too.
-    ``grid`` is the positions between a prompt's cuts, ``pad_to`` what chunks are padded to, ``unpacks`` how slabs in few
-    bits are read; by default the device's.
+    ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too. ``policy`` says
+    how the rest is set (``MOVES_BITS``), by default the device's. Raises OutOfMemory where there is too little to try it.
     """
-    layout = layout or Placement.for_device()
-    policy = policy_for(layout.value, device())
-    grid, pad_to = grid or policy.grid, policy.pad_to if pad_to is None else pad_to
+    policy = policy or POLICIES[device()]
+    layout = Placement(policy.placement)
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
     if adapter.max_rows != 1:
-        proof = prove(adapter, kv, layout, max_rows=max_rows, unpacks=unpacks)
+        proof = prove(adapter, kv, layout, max_rows=max_rows, unpacks=policy.unpacks)
         counts = proof.best(layout)
         if counts == (1,):
             warnings.warn(
@@ -90,69 +85,113 @@ def exact_for(
                 "numbers of rows agree in every bit; reproducible=False decodes rows together",
                 stacklevel=4,
             )
-    is_joint = layout is Placement.SLAB and counts != (1,)
-    return Exact(counts, layout, grid, stops, pad_to, Joint(adapter, kv) if is_joint else None)
+    is_joint = adapter.max_rows != 1 and (policy.call_tokens > 0 or policy.call_patches > 0)
+    return Exact(
+        counts,
+        layout,
+        policy.grid,
+        stops,
+        policy.pad_to,
+        policy.call_tokens,
+        policy.call_patches,
+        Joint(adapter, kv) if is_joint else None,
+    )
+
+
+@dataclass(frozen=True)
+class Together:
+    """The outcome for one shape of a call: how many prompts or pictures it holds, and what speaks against more, if anything.
+
+    ``is_apart``: prompts attend in calls of their own.
+    """
+
+    count: int
+    is_apart: bool = False
+    against: str = ""
 
 
 class Joint:
-    """The proof, for a model on this device, that prompts of one length which share a prefill get the bits they get alone,
-    and pictures of one size which share a tower's call.
+    """The proof, for a model on this device, that in a call of one shape neither a place nor who is beside it changes a bit.
 
-    Each kind of product is tried with made-up weights and as many rows as all have tokens or patches, then the model's own
-    prefill of made-up prompts, and its own tower with the pictures that are there. Prompts attend in calls of their own
-    (``kernels.attend_apart``). What was found for a number and a shape is kept in a file.
+    Each kind of product is tried with made-up weights and as many rows as a call has tokens or patches, then the model's own
+    prefill or tower, each with two made-up prompts or pictures by turns. Prompts attend together, or, where that is what moves
+    their bits, in calls of their own (``kernels.attend_apart``). What was found for a shape is kept in a file, and holds for
+    as long as the engine lives: where it could not be tried for want of memory, nothing is decided, and the request waits.
     """
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
         self._adapter = weakref.proxy(adapter)
         self._kv = kv
-        self._found: dict[tuple[Any, ...], str] = {}
+        self._key = _model_key(adapter, kv)
+        fresh = adapter.make_cache()
+        fresh = fresh if kv is None else kv.caches(fresh)
+        self._shares = shares(adapter, fresh) and pads(
+            adapter, fresh
+        )  # where prompts are padded, they come in few lengths
+        self._found: dict[tuple[Any, ...], Together] = {}
 
-    def agree(self, rows: int, length: int) -> bool:
-        """Whether ``rows`` prompts of ``length`` tokens may share a prefill. Uses MLX where it is not known yet."""
-        return self._known(("prompts", rows, length), lambda: self._against_prompts(rows, length))
-
-    def parts(self, calls: Sequence[TowerCall]) -> tuple[int, ...]:
-        """Calls of a tower, of one shape, in parts that may be made as one. Uses MLX where it is not known yet."""
-        shape = calls[0].shape
-        return parts_of(
-            len(calls),
-            lambda size: self._known(("pictures", size, *shape), lambda: self._against_pictures(calls[:size])),
+    def prompts(self, most: int, length: int) -> int:
+        """``most`` whole prompts of ``length`` tokens to a call, or one. Raises for want of memory."""
+        return (
+            self._known(("prompts", most, length), lambda: self._of_prompts(most, length)).count if self._shares else 1
         )
+
+    def attends_apart(self, rows: int, length: int) -> bool:
+        """Whether such prompts attend in calls of their own."""
+        known = self._found.get(("prompts", rows, length))
+        return known is not None and known.is_apart
+
+    def pictures(self, most: int, call: TowerCall) -> int:
+        """``most`` pictures of the shape of a tower's call to a call, or one. Raises for want of memory."""
+        return self._known(("pictures", most, *call.shape), lambda: self._of_pictures(most, call)).count
 
     @property
     def found(self) -> dict[str, str]:
         """The reasons against what has been asked so far, by it; empty texts where it is proven."""
-        return {" ".join(map(str, what[:3])): against for what, against in self._found.items()}
+        return {" ".join(map(str, (*what[:2], what[-1]))): known.against for what, known in self._found.items()}
 
-    def _known(self, what: tuple[Any, ...], measure: Callable[[], str]) -> bool:
+    def _known(self, what: tuple[Any, ...], measure: Callable[[], Together]) -> Together:
         if what not in self._found:
-            key = _model_key(self._adapter, self._kv) | {"joint": list(what)}
+            key = self._key | {"joint": list(what)}
             kept = read_proof(key)
             if kept is None:
                 try:
-                    kept = {"against": measure()}
-                    write_proof(key, kept)
-                except Exception as error:  # too much together for now, perhaps: another process tries again
-                    kept = {"against": f"{type(error).__name__}: {error}"}
-            self._found[what] = str(kept["against"])
-        return not self._found[what]
+                    kept = asdict(measure())
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    kept = asdict(Together(1, against=f"{type(error).__name__}: {error}"))
+                write_proof(key, kept)
+            self._found[what] = Together(**kept)
+        return self._found[what]
 
-    def _against_prompts(self, rows: int, length: int) -> str:
-        products = [product for product in products_of(self._adapter.language) if not product.is_head]
-        if differs := differing_product(products, rows, length):
-            return differs
-        agrees = joint_prefill_agrees(self._adapter, self._kv, rows, length)
-        return "" if agrees else "the model's own prefill differs"
+    def _of_prompts(self, count: int, length: int) -> Together:
+        if moves := moving_product(products_of(self._adapter.language), count, length):
+            return Together(1, against=moves)
+        if prefill_is_still(self._adapter, self._kv, count, length):
+            return Together(count)
+        with attending_apart(True):
+            if prefill_is_still(self._adapter, self._kv, count, length):
+                return Together(count, is_apart=True, against="attention together goes by the place: apart")
+        return Together(1, against="the model's own prefill goes by the place")
 
-    def _against_pictures(self, calls: Sequence[TowerCall]) -> str:
-        tower = calls[0].tower
-        if not isinstance(tower, RememberingGridTower):
-            return "the number of rows in its tower's products is not known here"
-        if differs := differing_product(products_of(tower.tower), len(calls), tower.count_patches(calls[0], 0)):
-            return differs
-        alone = [tower.fresh(call.args, call.kwargs) for call in calls]
-        return "" if all_same(arrays_of(tower.as_one(calls)), arrays_of(alone)) else "the tower's own answers differ"
+    def _of_pictures(self, count: int, call: TowerCall) -> Together:
+        tower, random = call.tower, np.random.RandomState(count)
+        assert isinstance(tower, RememberingGridTower)
+        patches = call.args[0]
+        made = [mx.array(random.standard_normal(patches.shape).astype(np.float32)) for _ in range(2)]
+        two = [replace(call, args=(one.astype(patches.dtype), *call.args[1:])) for one in made]
+        alone = arrays_of(tower.as_one(two[:1]))
+        for height in sorted({tower.count_patches(call, 0), *(array.shape[0] for array in alone)}):
+            if moves := moving_product(products_of(tower.tower), count, height):
+                return Together(1, against=moves)
+        found = [_stacked(tower.as_one(by_turns(two, count, turn))) for turn in (0, 1)]
+        return Together(count) if is_still(*found) else Together(1, against="the tower's own answers go by the place")
+
+
+def _stacked(answers: Sequence[Any]) -> list[mx.array]:
+    """Answers of one kind as arrays (answers, ...)."""
+    return [mx.stack(list(parts)) for parts in zip(*map(arrays_of, answers), strict=True)]
 
 
 def prove(
@@ -189,8 +228,6 @@ def _measured(
     adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...], unpacks: bool
 ) -> Proof:
     products = products_of(adapter.language, MAX_WEIGHTS if layout is Placement.ROWS else None)
-    if device() is Device.CUDA and any(product.bits in DOUBTED_ON_CUDA for product in products):
-        return Proof((), "numbers of rows that seemed to agree in 8 bits have been seen to differ on CUDA")
     said = f"{len(products)} kinds of products"
     try:
         single = product_bits(products, counts)
@@ -199,6 +236,8 @@ def _measured(
         steps = decode_bits(adapter, layout, kv, counts, unpacks=unpacks)
         return Proof(classes_of(single, steps), f"{said} and its decode step were compared")
     except Exception as error:  # what it raises for a request, the request is told
+        if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
+            raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
 
 

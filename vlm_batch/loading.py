@@ -19,7 +19,6 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
-from vlm_batch.caches import Placement
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.checkpoints import read_config, read_model, read_processor
@@ -87,16 +86,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     adapter.most_patches = policy.most_patches
     exact = None
     if options.reproducible:
-        rows, layout = config.max_rows or policy.most_rows, Placement(policy.placement)
-        exact = exact_for(
-            adapter,
-            options.kv,
-            layout,
-            max_rows=rows,
-            grid=policy.grid,
-            pad_to=policy.pad_to,
-            unpacks=policy.unpacks,
-        )
+        exact = exact_for(adapter, options.kv, policy, max_rows=config.max_rows or policy.most_rows)
     reuse = _reuse(adapter, options, exact)
     if config.max_bytes is None:
         config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))

@@ -20,11 +20,11 @@ PLACEMENTS = ("rows", "slab")
 #: How a decode step reads keys and values in few bits.
 PACKED, UNPACKED = "packed", "unpacked"
 #: Settings on which the last bits of reproducible answers depend.
-MOVES_BITS = frozenset({"placement", "few_bits", "grid", "pad_to"})
+MOVES_BITS = frozenset({"placement", "few_bits", "grid", "pad_to", "call_tokens", "call_patches"})
 #: What a caller may say in the place of settings: the table and what was found here, or the table alone.
 TUNED, DEVICE = "tuned", "device"
 _WORDS = {"placement": PLACEMENTS, "few_bits": (PACKED, UNPACKED)}
-_MAY_BE_ZERO = ("encode_ahead", "slack", "pad_to")
+_MAY_BE_ZERO = ("encode_ahead", "slack", "pad_to", "call_tokens", "call_patches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Policy:
     pad_to: int
     encode_ahead: int = 2
     grid: int
+    call_tokens: int
+    call_patches: int
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,6 +109,8 @@ _CPU = Policy(
     together_tokens=4096,
     pad_to=0,
     grid=256,
+    call_tokens=0,
+    call_patches=0,
 )
 _CUDA = Policy(
     placement="slab",
@@ -125,12 +129,15 @@ _CUDA = Policy(
     together_tokens=4096,
     pad_to=64,
     grid=1024,
+    call_tokens=1280,
+    call_patches=2048,
 )
-#: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first.
+#: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first, and no idle prompts or
+#: pictures, which take as long there as others.
 POLICIES: Mapping[Device, Policy] = {
     Device.CPU: _CPU,
     Device.CUDA: _CUDA,
-    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32),
+    Device.METAL: replace(_CUDA, few_bits=PACKED, first_rows=8, most_rows=32, call_tokens=0, call_patches=0),
 }
 
 _STATE = "measured: docs/architecture.md, decode state"
@@ -200,6 +207,19 @@ SETTINGS: Mapping[str, Setting] = {
     "encode_ahead": Setting("rows that are encoded before they have a place", "assumed", "assumed", "assumed"),
     "grid": Setting(
         "prompt tokens between two cuts of reproducible answers", "as max_chunk", "as smallest_chunk, measured once"
+    ),
+    "call_tokens": Setting(
+        "prompt tokens up to which a short prompt of reproducible answers shares a call, beside others of its length or idle "
+        "ones; 0: each alone",
+        "idle prompts take as long as others do",
+        "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/benchmarks.md)",
+        "assumed, as on a CPU",
+    ),
+    "call_patches": Setting(
+        "patches up to which a small picture of reproducible answers shares a call, in the same way",
+        "idle pictures take as long as others do",
+        "assumed: about as many as keep the device busy while the next call is launched",
+        "assumed, as on a CPU",
     ),
 }
 

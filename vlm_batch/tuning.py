@@ -116,6 +116,7 @@ _ANY: dict[str, Any] = {
     },
     **dict.fromkeys(("max_chunk", "smallest_chunk", "idle_budget", "slack", "encode_together", "beside_decode"), 1),
     **dict.fromkeys(("most_patches", "prefill_together", "together_tokens", "pad_to", "encode_ahead"), 1),
+    **dict.fromkeys(("call_tokens", "call_patches"), 1),
 }
 
 

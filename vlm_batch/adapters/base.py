@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.hooks import attending_apart, check_attention, files_of, put_hooks, runs_model
+from vlm_batch.adapters.hooks import attending_apart, attends_apart, check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
@@ -90,9 +90,8 @@ class Adapter:
 
     #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
     goes_by_shapes: bool = False
-    #: Then the pictures of several requests that may go through the tower together; none without it.
+    #: Then the numbers of prompts and of pictures that are always in a call of their shape; one without it.
     _proven: Proven | None = None
-    _places: Callable[[int], int] | None = None
 
     #: Patches of pictures that go through the tower in one call, where several requests' do.
     most_patches: int = POLICIES[Device.CUDA].most_patches
@@ -123,21 +122,17 @@ class Adapter:
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
 
-    def go_by_shapes(
-        self, is_exact: bool = True, places: Callable[[int], int] | None = None, proven: Proven | None = None
-    ) -> None:
+    def go_by_shapes(self, is_exact: bool = True, proven: Proven | None = None) -> None:
         """From now on, or no longer, choose kernels by the shapes of one call alone, not by what was called before, and encode
-        each picture in a call of its own, so that what is kept of one cannot change another, or in one for which it is
-        ``proven``.
-
-        ``places`` are the numbers of rows that agree in every bit: where prompts share a prefill, they share an LM head of
-        such a number, and so does a prompt alone.
-        """
+        each picture in a call of its own, or of as many of its shape as are ``proven``, idle ones among them: what else is
+        asked, or kept, cannot change it then."""
         self.goes_by_shapes, self._proven = is_exact, proven
-        self._places = places if self.shares_prefill else None
-        for owner, name in self.towers():
+        towers = self.towers()
+        if proven is not None and not all(isinstance(owner[name], RememberingTower) for owner, name in towers):
+            self.remember_features(None)
+        for owner, name in towers:
             if isinstance(owner[name], RememberingTower):
-                owner[name].goes_by_shapes = is_exact
+                owner[name].goes_by_shapes, owner[name].proven = is_exact, proven
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -183,7 +178,9 @@ class Adapter:
         for owner, name in self.towers():
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
-            setattr(owner, name, self.tower_class(tower, store, self.read_features, self.desk))
+            made = self.tower_class(tower, store, self.read_features, self.desk)
+            made.goes_by_shapes, made.proven = self.goes_by_shapes, self._proven
+            setattr(owner, name, made)
 
     def towers(self) -> list[tuple[nn.Module, str]]:
         """The modules that encode pictures: each the attribute of another."""
@@ -254,8 +251,9 @@ class Adapter:
         """Make the tower's calls for several requests as one, where they fit each other: of as many of the first requests as
         have ``most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
         is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
-        is_proven = not self.goes_by_shapes or self._proven is not None
-        if is_apart or not is_proven or self.max_rows == 1 or not self.towers():
+        if self.goes_by_shapes:
+            is_apart = is_apart or self._proven is None or self.tower_class.apart is RememberingTower.apart
+        if is_apart or self.max_rows == 1 or not self.towers():
             return list(requests)
         if any(not isinstance(owner[name], RememberingTower) for owner, name in self.towers()):
             self.remember_features(None)
@@ -271,7 +269,7 @@ class Adapter:
                     break
                 calls[at] = call
         while len(calls) > 1:
-            found = make_calls(calls, self._proven if self.goes_by_shapes else None)
+            found = make_calls(calls, by_shapes=self.goes_by_shapes)
             for at, answer in found.items():
                 answers[at].found.append(answer)
             again = {at: advance(self.desk, answers[at], partial(encode, self, requests[at])) for at in found}
@@ -475,11 +473,7 @@ class Adapter:
     def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
         """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
         ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
-        extra = self.chunk(encoded, start, end)
-        if self._places is None or any(part.is_apart for part in self._last_positions):
-            return self.forward(ids, embeds, cache, extra)
-        with self._answering("places", self._places):
-            return self.forward(ids, embeds, cache, extra)[:1]
+        return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
 
     @runs_model
     def prefill_scored(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
@@ -501,8 +495,9 @@ class Adapter:
         """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
         ids = mx.concatenate([row.input_ids for row in rows])
         embeds = mx.concatenate([row.inputs_embeds for row in rows])
-        with attending_apart(self.goes_by_shapes), self._answering("places", self._places):
-            return self.forward(ids, embeds, cache, self.positions_together(rows))[: len(rows)]
+        is_apart = self._proven is not None and self._proven.attends_apart(*ids.shape)
+        with attending_apart(is_apart or attends_apart()):
+            return self.forward(ids, embeds, cache, self.positions_together(rows))
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
         """The positions of prompts of one length, for families that take them."""

@@ -24,7 +24,7 @@ class Tower(Protocol):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None: ...
     def together(self, calls: Sequence[TowerCall]) -> list[Any]: ...
-    def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]: ...
+    def apart(self, calls: Sequence[TowerCall]) -> list[Any]: ...
     def count_patches(self, call: TowerCall, patch: int) -> int: ...
 
 
@@ -69,10 +69,13 @@ class TowerCall:
 
 
 class Proven(Protocol):
-    """The proof that pictures which go through a tower together get the bits that they get alone."""
+    """The shapes of calls in which neither a place nor who is beside it changes a bit (``vlm_batch.engine.exact``)."""
 
-    def parts(self, calls: Sequence[TowerCall]) -> Sequence[int]:
-        """Calls of one shape in parts that may be made as one, by how many are in each."""
+    def pictures(self, call: TowerCall) -> int:
+        """The pictures in every call with one of such a call's shape."""
+
+    def attends_apart(self, rows: int, length: int) -> bool:
+        """Whether so many prompts of one length in an array attend in calls of their own."""
 
 
 class Awaited(BaseException):
@@ -173,19 +176,19 @@ def advance(desk: Desk, answers: Answers, encode: Callable[[], Any]) -> TowerCal
     return None
 
 
-def make_calls(calls: Mapping[int, TowerCall], proven: Proven | None = None) -> dict[int, Any]:
+def make_calls(calls: Mapping[int, TowerCall], *, by_shapes: bool = False) -> dict[int, Any]:
     """The answers to calls, those of one tower and kind made as one. Calls that fail together have none: each is made anew
-    when its request is encoded by itself, and raises what is wrong with it. With ``proven``, calls of one shape are made as
-    one where that changes no bit of an answer; the others have none here."""
+    when its request is encoded by itself, and raises what is wrong with it. ``by_shapes``: pictures share calls of the shapes
+    in which each of them always is; the others have no answers here."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for at, call in calls.items():
-        groups.setdefault((id(call.tower), call.kind if proven is None else call.shape), []).append(at)
+        groups.setdefault((id(call.tower), call.kind), []).append(at)
     found: dict[int, Any] = {}
     for places in groups.values():
         given = [calls[at] for at in places]
         try:
             tower = given[0].tower
-            made = tower.together(given) if proven is None else tower.proven_together(given, proven)
+            made = tower.apart(given) if by_shapes else tower.together(given)
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.joint import Desk, Kind, Proven, TowerCall, join_calls
+from vlm_batch.adapters.joint import Desk, Kind, TowerCall, join_calls
 from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, split_rows
 from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
@@ -48,23 +47,19 @@ class LastPosition(nn.Module):
 
     Everything else (embedding table, layers, norm) is the trunk's own. While ``is_apart`` is set, each position of one row
     is answered for as the last position of a row of its own; while ``at`` (B,) is set, each row is by that position.
-    ``places`` says how many rows the LM head is to have for B: those beyond repeat the first one, and their logits are to be
-    cut off.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
-        self.__dict__.update(is_apart=False, at=None, places=None)
+        self.__dict__.update(is_apart=False, at=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row whose positions are wanted apart."""
         hidden: mx.array = self.trunk(*args, **kwargs)
         if self.is_apart:
             return hidden[0][:, None]
-        last = hidden[:, -1:] if self.at is None else mx.take_along_axis(hidden, self.at[:, None, None], axis=1)
-        idle = self.places(last.shape[0]) - last.shape[0] if self.places is not None else 0
-        return mx.concatenate([last, mx.repeat(last[:1], idle, axis=0)]) if idle else last
+        return hidden[:, -1:] if self.at is None else mx.take_along_axis(hidden, self.at[:, None, None], axis=1)
 
     def __getattr__(self, name: str) -> Any:
         if name == "trunk":
@@ -88,7 +83,7 @@ class RememberingTower(nn.Module):
     ) -> None:
         super().__init__()
         self.tower = tower
-        self.__dict__.update(_store=store, _keep=keep, _desk=desk or Desk(), goes_by_shapes=False)
+        self.__dict__.update(_store=store, _keep=keep, _desk=desk or Desk(), goes_by_shapes=False, proven=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's answer: one that lies on the desk, remembered or new."""
@@ -152,8 +147,9 @@ class RememberingTower(nn.Module):
             self.remember(keys[at], made[names[at]])
         return [made[name] if known is None else known for name, known in zip(names, found, strict=True)]
 
-    def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
-        """The answers to calls of one shape, as many made as one as are proven to be those made alone; None for the rest."""
+    def apart(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """The answers to calls of one kind, each picture's by its own shape alone, however many there are; None where nothing
+        is known of that but to make each call by itself."""
         return [None] * len(calls)
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
@@ -239,11 +235,15 @@ class RememberingPackedTower(RememberingBatchTower):
 class RememberingGridTower(RememberingTower):
     """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
-    Every picture is remembered by itself; those that are new go through the tower together, each of them once, or where the
-    adapter goes by shapes each in a call of its own. Calls of several requests are one with more pictures.
+    Every picture is remembered by itself; those that are new go through the tower together, each of them once. Calls of
+    several requests are one with more pictures. Where the adapter goes by shapes, a picture is always in a call of as many of
+    its shape as are ``proven``, beside others or repeats of one, or alone.
     """
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.goes_by_shapes:
+            kind = self.kind(args, kwargs)
+            return super().look(args, kwargs) if kind is None else self.apart([self._call(args, kwargs, kind)])[0]
         if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
             return super().look(args, kwargs)
         pixels, grids = args
@@ -252,11 +252,6 @@ class RememberingGridTower(RememberingTower):
         if pictures is None:
             return super().look(args, kwargs)
         parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
-        if self.goes_by_shapes:
-            alone = [self.remembered(part, kwargs) for part in parts]
-            if all(array.ndim == 2 for array in arrays_of(alone)):
-                return join_rows(alone)
-            return super().look(args, kwargs)  # an answer that is not one row for so many patches
         if self._store is None:
             return self.tower(*args, **kwargs)
         keys = [self.key(part, kwargs) for part in parts]
@@ -290,28 +285,56 @@ class RememberingGridTower(RememberingTower):
             return self.each_once(calls, self.as_one)
         return self._shares(self.look(self._joined(calls), calls[0].kwargs), calls)
 
-    def proven_together(self, calls: Sequence[TowerCall], proven: Proven) -> list[Any]:
+    def apart(self, calls: Sequence[TowerCall]) -> list[Any]:
+        pictures = [self._pictures(call) for call in calls]
+        found = iter(self._by_shapes([picture for several in pictures for picture in several]))
+        answers = []
+        for call, several in zip(calls, pictures, strict=True):
+            alone = [next(found) for _ in several]
+            if len(alone) == 1:
+                answers += alone
+            elif all(array.ndim == 2 for array in arrays_of(alone)):
+                answers.append(join_rows(alone))
+            else:  # an answer that is not one row for so many patches
+                answers.append(self.remembered(call.args, call.kwargs))
+        return answers
+
+    def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:
+        """The answers to calls of one picture each; what is asked for twice is looked at once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
         found = [self.known(key) for key in keys]
         names = [at if key is None else key for at, key in enumerate(keys)]
-        new = {
-            name: at for at, name in enumerate(names) if found[at] is None
-        }  # what is asked for twice is looked at once
-        places = list(new.values())
-        ends = list(accumulate(proven.parts([calls[at] for at in places]) if places else (), initial=0))
-        for start, end in pairwise(ends):
-            part = places[start:end]
-            if len(part) > 1:
-                for at, features in zip(part, self.as_one([calls[at] for at in part]), strict=True):
+        new = {name: at for at, name in enumerate(names) if found[at] is None}
+        shapes: dict[tuple[Any, ...], list[int]] = {}
+        for at in new.values():
+            shapes.setdefault(calls[at].shape, []).append(at)
+        for places in shapes.values():
+            count = 1 if self.proven is None else self.proven.pictures(calls[places[0]])
+            for start in range(0, len(places), count):
+                part = places[start : start + count]
+                for at, features in zip(part, self.as_one([calls[at] for at in part], count), strict=True):
                     self.remember(keys[at], features)
                     found[at] = features
         return [found[new.get(name, at)] for at, name in enumerate(names)]
 
-    def as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The answers of one call of the tower to several, each of one picture, whatever is remembered. Raises ValueError."""
-        if any(call.args[1].shape[0] != 1 for call in calls):
-            raise ValueError("several pictures of one request are looked at one by one")
-        return self._shares(self.fresh(self._joined(calls), calls[0].kwargs), calls)
+    def as_one(self, calls: Sequence[TowerCall], count: int = 1) -> list[Any]:
+        """The answers of one call of the tower to several of one picture each, with repeats of the first up to ``count``,
+        whatever is remembered. Raises ValueError for an answer that cannot be taken apart."""
+        filled = [*calls, *[calls[0]] * (count - len(calls))]
+        if len(filled) == 1:
+            return [self.fresh(calls[0].args, calls[0].kwargs)]
+        return self._shares(self.fresh(self._joined(filled), calls[0].kwargs), filled)[: len(calls)]
+
+    def _pictures(self, call: TowerCall) -> list[TowerCall]:
+        """A call in calls of one picture each."""
+        pixels, grids = call.args
+        parts = split_patches(pixels, num_patches(grids)) or [pixels]
+        if len(parts) == 1:
+            return [call]
+        return [self._call((part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> TowerCall:
+        return TowerCall(self, tuple(args), kwargs, kind)
 
     def _joined(self, calls: Sequence[TowerCall]) -> tuple[mx.array, mx.array]:
         """The patches and grids of all calls."""

@@ -37,11 +37,6 @@ class Product:
     layer: Any
     layout: tuple[Any, ...]  # of few bits: group size, bits, mode
 
-    @property
-    def bits(self) -> int | None:
-        """Of its weights, where these are few."""
-        return self.layout[1] if self.layout else None
-
     def __str__(self) -> str:
         return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}"
 

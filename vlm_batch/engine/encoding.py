@@ -40,6 +40,9 @@ class Encoder:
             row.answer.prompt_scores = self._scores(row.params.prompt_logprobs, prompt.inputs, encoded)
         context, asked = self.adapter.max_context, row.params.max_tokens
         check_length(encoded.length, context, self._config.max_prompt_tokens)
+        exact = self.reuse.exact
+        if exact is not None and row.answer.prompt_scores is None:
+            prompt.rows = exact.rows(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts.of(encoded)

@@ -91,7 +91,7 @@ class BatchGenerator:
         config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
-            adapter.go_by_shapes(True, exact.places, exact.joint)
+            adapter.go_by_shapes(True, exact)
         else:
             adapter.go_by_shapes(False)  # also if an engine before this one did
         self.scheduler = Scheduler(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -46,10 +45,8 @@ class Prefill:
         self._guard = guard
         self._kv = kv
         fresh = self._fresh_cache()
-        shares = adapter.shares_prefill and can_share(fresh)
-        pads = adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
-        self._pad_to = (config.pad_to or 0) if pads else 0
-        self._most_together = (config.prefill_together or 1) if shares else 1
+        self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
+        self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
         self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
@@ -105,33 +102,50 @@ class Prefill:
         """The plan in groups that run as one array."""
         if self._most_together == 1:
             return [[chunk] for chunk in plan]
-        scored = {row.request_id for row in self.rows.values() if row.answer.prompt_scores is not None}
-        lengths = {row.request_id: -1 if row.request_id in scored else row.facts.length for row in self.rows.values()}
+        alone = {row.request_id for row in self.rows.values() if not self._may_share(row)}
+        lengths = {row.request_id: -1 if row.request_id in alone else row.facts.length for row in self.rows.values()}
         groups = together(plan, lengths, self._most_together, self._most_tokens, self._pad_to)
-        return groups if self._exact is None else [part for group in groups for part in self._proven(group)]
+        return groups if self._exact is None else [part for group in groups for part in self._parts(group)]
 
-    def _proven(self, group: list[Chunk]) -> list[list[Chunk]]:
-        """A group in parts that give each prompt the bits that it has alone."""
-        assert self._exact is not None
-        width = padded_length(group[0].end, self._pad_to)
-        ends = list(accumulate(self._exact.sizes(len(group), width), initial=0))
-        return [group[start:end] for start, end in pairwise(ends)]
+    def _may_share(self, row: Row) -> bool:
+        """Whether a row's whole prompt may be in an array with others."""
+        return row.answer.prompt_scores is None and (self._exact is None or _prompt(row).rows > 1)
+
+    def _parts(self, group: list[Chunk]) -> list[list[Chunk]]:
+        """A group in parts that fit the array in which prompts of their length always are."""
+        size = _prompt(self.rows[group[0].request_id]).rows
+        return [group[start : start + size] for start in range(0, len(group), size)]
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]
         rows = [self.rows[chunk.request_id] for chunk in chunks]
         found = self._run_together(rows) if len(rows) > 1 else None
         if found is None:
-            found = [self._guard(row, self._run_chunk, row, chunk) for row, chunk in zip(rows, chunks, strict=True)]
+            found = [self._guard(row, self._run_alone, row, chunk) for row, chunk in zip(rows, chunks, strict=True)]
         return [(row, logits) for row, logits in zip(rows, found, strict=True) if logits is not None]
 
     def _run_together(self, rows: Sequence[Row]) -> list[mx.array | None] | None:
         """Launch whole prompts as one array. None if that failed: each then runs alone and is told its error."""
         try:
-            logits, cache, width = self.computed([_encoded(_prompt(row)) for row in rows])
-            mx.async_eval(logits, [layer.state for layer in cache])
+            launched = self._launch(rows)
         except Exception:
             return None
+        return self._taken(rows, *launched)
+
+    def _run_alone(self, row: Row, chunk: Chunk) -> mx.array | None:
+        """Launch one row's chunk, beside idle rows where its prompt always has some; the logits (1, V) if it ended that."""
+        if _prompt(row).rows > 1 and (chunk.start, chunk.end) == (0, row.facts.length):
+            (logits,) = self._taken([row], *self._launch([row]))
+            return logits
+        return self._run_chunk(row, chunk)
+
+    def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
+        logits, cache, width = self.computed([_encoded(_prompt(row)) for row in rows])
+        mx.async_eval(logits, [layer.state for layer in cache])
+        return logits, cache, width
+
+    def _taken(self, rows: Sequence[Row], logits: mx.array, cache: list[Any], width: int) -> list[mx.array | None]:
+        """Give each row its own part of what an array of whole prompts left; their logits (1, V)."""
         found = []
         for index, row in enumerate(rows):
             prompt, length = _prompt(row), row.facts.length
@@ -143,13 +157,15 @@ class Prefill:
     def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
         """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
 
-        Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones.
+        Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones,
+        up to the number that an array of such prompts always has where answers are reproducible.
         """
         cache, ends = self._fresh_cache(), [row.length for row in rows]
         width = padded_length(max(ends), self._pad_to)
-        idle = padded_count(len(rows), self._pad_to) - len(rows)  # places that run and are thrown away
+        fixed = None if self._exact is None else self._exact.rows(rows[0].length, rows[0].atomic)
+        idle = (fixed or padded_count(len(rows), self._pad_to)) - len(rows)  # places that run and are thrown away
         rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
-        if any(end < width for end in ends):
+        if any(end < width for end in ends) or (fixed or 1) > 1:  # of these each prompt's last position is looked up
             return self.adapter.prefill_padded(rows, cache, 0, ends, width), cache, width
         if len(rows) > 1:
             return self.adapter.prefill_together(rows, cache), cache, width
@@ -162,6 +178,8 @@ class Prefill:
         if not self._pad_to:
             return [(1, most)]
         widths = sorted({padded_length(length, self._pad_to) for length in range(1, most + 1)})
+        if self._exact is not None:
+            return [(1, width) for width in widths]  # beside as many idle ones as it always has
         counts = sorted({padded_count(count, self._pad_to) for count in range(1, self._most_together + 1)})
         tokens = self._most_tokens or self._longest
         return [(count, width) for count in counts for width in widths if count == 1 or count * width <= tokens]
@@ -209,6 +227,16 @@ class Prefill:
         # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
         self._launched[row] = [*(last or state), *kept, *scored]
         return logits if is_done else None
+
+
+def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
+    """Whether whole prompts of one length may be prefilled as one array, into such fresh caches."""
+    return adapter.shares_prefill and can_share(fresh)
+
+
+def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
+    """Whether positions may stand behind a chunk, in such caches, that belong to no prompt."""
+    return adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
 
 
 def _prompt(row: Row) -> Prompt:

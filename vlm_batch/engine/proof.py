@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import Placement, always_mask, make_layer_cache, take_row, unpack
+from vlm_batch.caches import Placement, always_mask, make_layer_cache, unpack
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.port import ModelAdapter
@@ -57,6 +57,8 @@ class Rows(Protocol):
 
     @property
     def call(self) -> Callable[[mx.array], mx.array]: ...
+    @property
+    def is_head(self) -> bool: ...
     def rows(self, count: int) -> mx.array: ...
 
 
@@ -121,54 +123,54 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     return {count: tuple(bits) for count, bits in found.items()}
 
 
-def differing_product(products: Sequence[Rows], prompts: int, length: int) -> str:
-    """The first product that does not give the tokens of several prompts of one length the bits that it gives those of one,
-    in words; an empty text if there is none."""
+def moving_product(products: Sequence[Rows], places: int, length: int) -> str:
+    """The first product that, in a call of several prompts or pictures of ``length`` rows, gives one of them other bits at
+    another place or beside another, in words; an empty text if there is none."""
     for product in products:
-        call, rows = product.call, product.rows(TOKENS)
-        one = mx.tile(rows, (-(-length // TOKENS), 1, 1))[:length, 0][None]  # (1, L, width)
-        alone, joint = call(one), call(mx.repeat(one, prompts, axis=0))
-        if not _is_same(joint, mx.broadcast_to(alone, joint.shape)):
-            return f"{product} of {length} rows and of {prompts * length} differ"
+        call, rows = product.call, product.rows(2 * TOKENS)[:, 0]
+        height = 1 if product.is_head else length  # a table of tokens answers for a prompt's last position alone
+        two = [mx.tile(part, (-(-height // TOKENS), 1))[:height] for part in (rows[:TOKENS], rows[TOKENS:])]
+        if not is_still(*([call(mx.stack(by_turns(two, places, turn)))] for turn in (0, 1))):
+            return f"{product} of {places * height} rows go by the place"
     return ""
 
 
-def joint_prefill_agrees(adapter: ModelAdapter, kv: KVQuantisation | None, prompts: int, length: int) -> bool:
-    """Whether a model's own prefill of several prompts of one length leaves what it leaves of each alone: logits, caches."""
-
-    def fresh() -> list[Any]:
-        caches = adapter.make_cache()
-        return caches if kv is None else kv.caches(caches)
-
-    random, ids = np.random.RandomState(length), []
+def prefill_is_still(adapter: ModelAdapter, kv: KVQuantisation | None, places: int, length: int) -> bool:
+    """Whether a model's own prefill of so many prompts of one length leaves the same of a prompt at every place, whoever is
+    beside it: logits, and what is in its caches."""
+    random, two = np.random.RandomState(length), []
     for _ in range(2):
-        ids.append(mx.array(random.randint(FIRST_ID, LAST_ID + 1, size=(1, length)), dtype=mx.int32))
-    rows = [adapter.encode(adapter.probe(one)) for one in ids]
-    joint = fresh()
-    together = adapter.prefill_together([rows[place % 2] for place in range(prompts)], joint)
-    for number, row in enumerate(rows):
-        caches = fresh()
-        logits = adapter.prefill(row, caches, 0, length)
-        alone = [logits[0], *arrays_of([cache.state for cache in caches])]
-        for place in {number, prompts - 2 + number}:
-            found = [together[place], *arrays_of([cache.state for cache in take_row(joint, place)])]
-            if not all_same(found, alone):
-                return False
-    return True
+        ids = mx.array(random.randint(FIRST_ID, LAST_ID + 1, size=(1, length)), dtype=mx.int32)
+        two.append(adapter.encode(adapter.probe(ids)))
+    found = []
+    for turn in (0, 1):
+        fresh = adapter.make_cache()
+        caches = fresh if kv is None else kv.caches(fresh)
+        logits = adapter.prefill_padded(by_turns(two, places, turn), caches, 0, [length] * places, length)
+        found.append([logits, *arrays_of([cache.state for cache in caches])])
+    return is_still(*found)
 
 
-def all_same(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
-    """Whether arrays agree in every bit, one by one."""
-    return len(some) == len(others) and all(map(_is_same, some, others))
+def by_turns(two: Sequence[Any], places: int, turn: int) -> list[Any]:
+    """Two things by turns at so many places, the one at ``turn`` first."""
+    return [two[(place + turn) % 2] for place in range(places)]
 
 
-def _is_same(one: mx.array, other: mx.array) -> bool:
-    """Whether two arrays agree in every bit, by the device that holds them."""
+def is_still(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+    """Whether arrays (places, ...) that were made of two things by turns, and others with the turns exchanged, have the same
+    bits for the same thing, at every place."""
+    agree = [array.shape == other.shape for array, other in zip(some, others, strict=True)]
+    same = []
+    for array, other in zip(map(_bits, some), map(_bits, others), strict=True):
+        one, two = array[:1], other[:1]
+        for found, right in ((array[::2], one), (other[1::2], one), (array[1::2], two), (other[::2], two)):
+            same.append(mx.all(found == right))
+    return all(agree) and bool(mx.all(mx.stack(same)).item())
+
+
+def _bits(array: mx.array) -> mx.array:
     kinds: Any = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
-    kind = kinds[one.dtype.size]
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and bool(
-        mx.array_equal(one.view(kind), other.view(kind)).item()
-    )
+    return array.view(kinds[array.dtype.size])
 
 
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:

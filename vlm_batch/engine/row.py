@@ -49,6 +49,7 @@ class Prompt:
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
     ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
+    rows: int = 1  # of every array in which it is prefilled whole, where that is fixed
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from vlm_batch.caches import trim
+from vlm_batch.caches import take_row, trim
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.port import ModelAdapter, Sampler
@@ -61,7 +61,8 @@ def _step(
 ) -> None:
     """A decode step of so many short rows, and the choice of their tokens."""
     encoded = _encoded(adapter, LENGTH)
-    _, cache, width = prefill.computed([encoded])
+    logits, cache, width = prefill.computed([encoded])
+    cache = cache if len(logits) == 1 else take_row(cache, 0)
     trim(cache, width - LENGTH)
     adapter.finish_prefill(encoded, cache)
     rows = [_row(encoded) for _ in range(count)]
