@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, inputs_of, run_family, shared_adapter
 from tests.zoo import family
 from vlm_batch import VLMBatcher
+from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.generator import FIRST_PLACES, BatchGenerator
+from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.models import adapter_for
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
-from vlm_batch.types import Event
+from vlm_batch.types import Event, SamplingParams
 
 Curve = Callable[[int], float]
 
@@ -129,9 +130,9 @@ NAME = "qwen2_vl"
 @pytest.mark.parametrize(
     ("placement", "exact", "places"),
     [
-        (Placement.ROWS, None, (6,)),
-        (Placement.SLAB, None, (1, 2, 4, 6)),
-        (Placement.SLAB, Exact((2, 4, 8), Placement.SLAB), (2, 4, 8)),
+        (Placement.ROWS, None, (0, 1, 2, 3, 4, 5, 6)),
+        (Placement.SLAB, None, (0, 1, 2, 4, 6)),
+        (Placement.SLAB, Exact((2, 4, 8), Placement.SLAB), (0, 2, 4, 8)),
     ],
     ids=["rows", "slab", "reproducible slab"],
 )
@@ -152,24 +153,32 @@ def test_rows_come_and_go_while_their_number_changes(
     def step() -> list[Event]:
         limit.rows = (1, 3, 6, 6, 6, 4)[len(counts) % 6]
         events = whole()
-        widths.append(generator.batch.num_places)
+        widths.append(len(generator.batch.places))
         counts.append(len(generator.batch))
         return events
 
     monkeypatch.setattr(generator, "step", step)
     check(NAME, run_family(NAME, [Ask(key) for key in keys], generator=generator))
     assert max(counts) > 3
-    assert set(widths) == set(places)
-    assert generator.batch.num_places == places[0], "an idle batch is narrow again"
+    assert set(widths) <= set(places) and max(widths) == max(places)
+    assert widths[-1] == 0, "an idle batch holds nothing"
 
 
-def test_a_slab_begins_with_few_places() -> None:
-    config = SchedulerConfig(first_rows=32)
+def test_slabs_have_the_places_that_their_rows_need() -> None:
+    config = SchedulerConfig(max_rows=16)
     generator = BatchGenerator(shared_adapter(NAME), config=config, placement=Placement.SLAB)
-    assert generator.batch.num_places == FIRST_PLACES
-    assert generator.scheduler.num_places == 32 and generator.scheduler.most_rows == POLICIES[Device.CUDA].most_rows
-    said = BatchGenerator(shared_adapter(NAME), config=SchedulerConfig(max_rows=16), placement=Placement.SLAB)
-    assert said.batch.num_places == 16
+    batch, few = generator.batch, 0
+    for seed, count in enumerate((28, 24, 4, 16, 20)):
+        inputs = as_mlx(inputs_of(NAME, f"text:{seed}:{5 + seed}"))
+        generator.insert(str(seed), inputs, SamplingParams(max_tokens=count))
+    assert batch.places_for(1) == 1 and batch.places_for(5) == 8 and batch.places_for(40) == 40
+    while generator.has_work:
+        generator.step()
+        if batch.layers:
+            assert {layer.num_places for layer in batch.layers} == {len(batch.places)} <= {8, 2, 1}
+            few += len(batch.places) < 8
+    assert few, "what is left at the end is among a few of them"
+    assert not batch.places and not batch.layers
 
 
 def test_a_batcher_says_how_many_may_live() -> None:

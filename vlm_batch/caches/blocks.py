@@ -108,7 +108,7 @@ class BlockSlabCache(RingSlabCache):
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
-        columns = mx.arange(self._width(self._idx + 1))[None]
+        columns = mx.arange(self._columns)[None]
         return (columns <= self._positions()[:, None])[:, None, None, :]
 
     def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:

@@ -13,7 +13,7 @@ from mlx_vlm.models.cache import create_attention_mask
 from vlm_batch.arrays import grown, own_array, round_up
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.slab import SlabCache, put_columns, widened
+from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
 from vlm_batch.caches.states import SimpleState, filed
 from vlm_batch.runtime.device import Device, device
 
@@ -271,8 +271,8 @@ class QuantizedSlabCache(SlabCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Append (S, H, 1, D) keys and values at each place's own length; all up to the widest row."""
         stacks = [mx.concatenate([keys, values], axis=1)] if self._is_stacked else [keys, values]
-        at = self._pad(self._positions()[:, None, None, None])
-        new = [quantize(self._pad(stack), self._group_size, self._num_bits).parts for stack in stacks]
+        at = self._positions()[:, None, None, None]
+        new = [quantize(stack, self._group_size, self._num_bits).parts for stack in stacks]
         self._reserve_parts(self._held_widths(), self._idx + 1)
         written = [
             tuple(put_columns(slab, at, part) for slab, part in zip(slabs, parts, strict=True))
@@ -287,8 +287,7 @@ class QuantizedSlabCache(SlabCache):
     def prepare(self) -> tuple[Any, ...]:
         """Make room for one more token; what a step's graph depends on."""
         self._reserve_parts(self._held_widths(), self._idx + 1)
-        shapes = tuple(part.shape for part in self.arrays())
-        return (shapes, self.keys[1].dtype, self._live, self._width(self._idx + 1))
+        return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
 
     @property
     def nbytes(self) -> int:
@@ -311,9 +310,8 @@ class QuantizedSlabCache(SlabCache):
 
     def _fetched(self) -> Any:
         if not self.unpacks:
-            width = self._width(self._idx)
             return tuple(
-                of_parts([slab[: self._live, heads, :width] for slab in slabs], layout)
+                of_parts([slab[:, heads] for slab in slabs], layout)
                 for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True)
             )
         if not self._is_stacked:
@@ -322,14 +320,14 @@ class QuantizedSlabCache(SlabCache):
         return both[:, : self._heads[0]], both[:, self._heads[0] :]
 
     def _unpacked(self, slabs: Sequence[mx.array], layout: Layout) -> mx.array:
-        """The live places' columns up to the widest row: (B, H, width, D).
+        """All places as arrays: (S, H, C, D)."""
+        return of_parts(slabs, layout).dequantized()
 
-        Cutting columns out copies packed numbers, scales and biases, one operation each; a few columns too many cost less.
-        """
-        width, capacity = self._width(self._idx), int(slabs[0].shape[2])
-        taken = capacity if 2 * capacity <= 3 * width else width
-        states = of_parts([slab[: self._live, :, :taken] for slab in slabs], layout)
-        return states.dequantized()[:, :, :width]
+    def _fit(self, num_places: int) -> None:
+        if self.keys is not None:
+            self.keys, self.values = (
+                tuple(with_places(part, num_places) for part in slabs) for slabs in (self.keys, self.values)
+            )
 
     def _cut(self, capacity: int) -> None:
         """Keep the first columns only, once that is computed."""

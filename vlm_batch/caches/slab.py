@@ -15,9 +15,9 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from vlm_batch.arrays import grown, own_array, round_up
 
-#: Capacities are multiples of this, and so are the columns that attention reads: shapes, and with them compiled graphs,
-#: change rarely. A capacity is the least that the longest row needs: growth copies a slab once in so many tokens, and
-#: attention reads it at each of them.
+#: Capacities are multiples of this. Attention reads all places and columns of a slab, those without a token masked: on CUDA
+#: each new shape of it costs a plan, and each cut an operation. A capacity is the least that the longest row needs: growth
+#: copies a slab once in so many tokens, and attention reads it at each of them.
 CAPACITY_STEP = 256
 
 
@@ -28,21 +28,35 @@ def lengths_array(lengths: tuple[int, ...]) -> mx.array:
 
 
 class SlabArrays:
-    """Keys and values of all places of a layer in two arrays, grown as rows need it."""
+    """Keys and values of all places of a layer in two arrays, grown as rows need it. ``num_places`` are there at first."""
 
     def __init__(self, num_places: int) -> None:
-        self.num_places = num_places  # allocated at once: a join never makes room by copying neighbours
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
-        self._live = 0
 
     @property
     def nbytes(self) -> int:
         return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
 
+    @property
+    def num_places(self) -> int:
+        return len(self._left)
+
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.keys, self.values) if array is not None]
+
+    def resize(self, num_places: int) -> None:
+        """Have so many places: further ones are empty, and those past them are given up with what they hold."""
+        if num_places == self.num_places:
+            return
+        self._fit(num_places)
+        self._left = (self._left + [0] * num_places)[:num_places]
+
+    def _fit(self, num_places: int) -> None:
+        """Give the arrays so many places."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (with_places(slab, num_places) for slab in (self.keys, self.values))
 
     @property
     def capacity(self) -> int:
@@ -51,14 +65,6 @@ class SlabArrays:
 
     def _capacity(self, tokens: int) -> int:
         return round_up(tokens, CAPACITY_STEP)
-
-    def _width(self, tokens: int) -> int:
-        return round_up(tokens, CAPACITY_STEP)
-
-    def _pad(self, live: mx.array) -> mx.array:
-        """Zeros for the places past the live ones: what is written there is never read."""
-        missing = self.num_places - self._live
-        return mx.concatenate([live, mx.zeros((missing, *live.shape[1:]), live.dtype)]) if missing else live
 
     def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
         """Columns of one row (1, H, end - start, D), copied."""
@@ -131,8 +137,8 @@ class SlabCache(SlabArrays):
             self._cut(needed)
 
     def resize(self, num_places: int) -> None:
-        """Attend over the first places only (the others are empty)."""
-        self._live = num_places
+        super().resize(num_places)
+        self._lengths = (self._lengths + [0] * num_places)[:num_places]
 
     @property
     def span(self) -> int | None:
@@ -141,7 +147,7 @@ class SlabCache(SlabArrays):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(self._lengths[: self._live])
+        return tuple(self._lengths)
 
     @property
     def offset(self) -> mx.array:
@@ -154,12 +160,12 @@ class SlabCache(SlabArrays):
         return max(self.lengths, default=0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (S, H, 1, D) keys and values at each place's own length; returns the slabs up to the widest row."""
+        """Append (S, H, 1, D) keys and values at each place's own length; returns the slabs."""
         self._reserve(keys, values, self._idx + 1)
         assert self.keys is not None and self.values is not None
-        at = self._pad(self._positions()[:, None, None, None])
-        self.keys = put_columns(self.keys, at, self._pad(keys))
-        self.values = put_columns(self.values, at, self._pad(values))
+        at = self._positions()[:, None, None, None]
+        self.keys = put_columns(self.keys, at, keys)
+        self.values = put_columns(self.values, at, values)
         self.advance()
         if self._traced is not None:
             self._traced = self._traced + 1
@@ -175,7 +181,7 @@ class SlabCache(SlabArrays):
         """Make room for one more token; what a step's graph depends on."""
         assert self.keys is not None and self.values is not None
         self._reserve(self.keys, self.values, self._idx + 1)
-        return (self.keys.shape, self.keys.dtype, self._live, self._width(self._idx + 1))
+        return (self.keys.shape, self.keys.dtype)
 
     def give(self) -> tuple[mx.array, mx.array]:
         """Hand the slab over, to be written by a step."""
@@ -205,13 +211,12 @@ class SlabCache(SlabArrays):
         return self._fetched()
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """The keys that each place may attend to once one token is appended: (S, 1, 1, width) bool, or None if all."""
+        """The keys that each place may attend to once one token is appended: (S, 1, 1, C) bool, or None if all."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
-        width = self._width(self._idx + 1)
         if self._is_uniform(window_size):
             return None
-        columns = mx.arange(width)[None, :]
+        columns = mx.arange(self._columns)[None, :]
         last = self.offset[:, None]
         mask = columns <= last
         if window_size is not None:
@@ -222,8 +227,13 @@ class SlabCache(SlabArrays):
         """Whether every place sees every column, so that no mask is needed; a graph cannot know."""
         if self._traced is not None or self.always_masked:
             return False
-        width = self._width(self._idx + 1)
-        return window_size is None and all(length + 1 == width for length in self.lengths)
+        columns = self._columns
+        return window_size is None and all(length + 1 == columns for length in self._lengths)
+
+    @property
+    def _columns(self) -> int:
+        """The capacity once one token is appended."""
+        return max(self.capacity, self._capacity(self._idx + 1))
 
     def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:
         """A row's keys and values, oldest first."""
@@ -234,8 +244,7 @@ class SlabCache(SlabArrays):
 
     def _fetched(self) -> tuple[mx.array, mx.array]:
         assert self.keys is not None and self.values is not None
-        width = self._width(self._idx)
-        return self.keys[: self._live, :, :width], self.values[: self._live, :, :width]
+        return self.keys, self.values
 
 
 class RingSlabCache(SlabCache):
@@ -270,14 +279,16 @@ class RingSlabCache(SlabCache):
             raise ValueError(f"a window of {window_size} inside a ring of {self.window} is not supported")
         if self._is_uniform(None):
             return None
-        columns = mx.arange(self._width(self._idx + 1))[None, :]
+        columns = mx.arange(self._columns)[None, :]
         return (columns <= self.offset[:, None])[:, None, None, :]
 
     def _ordered(self, cache: Any) -> tuple[mx.array, mx.array]:
         return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
 
     def _positions(self) -> mx.array:
-        return self.offset % self.window
+        if self._traced is not None:
+            return self._traced % self.window
+        return lengths_array(tuple(length % self.window for length in self._lengths))
 
     def _is_uniform(self, window_size: int | None) -> bool:
         is_known = self._traced is None and not self.always_masked
@@ -285,9 +296,6 @@ class RingSlabCache(SlabCache):
 
     def _capacity(self, tokens: int) -> int:
         return min(self.window, super()._capacity(tokens))
-
-    def _width(self, tokens: int) -> int:
-        return min(self.window, super()._width(tokens))
 
     def _reserve(self, keys: mx.array, values: mx.array, tokens: int) -> None:
         super()._reserve(keys, values, min(tokens, self.window))
@@ -311,6 +319,15 @@ def widened(slab: mx.array | None, shape: tuple[int, int, int, int], dtype: mx.D
     wide = grown(slab, shape, dtype)
     if slab is not None:
         mx.eval(wide)
+    return wide
+
+
+def with_places(slab: mx.array, num_places: int) -> mx.array:
+    """A slab (S, ...) with its first places, or with further ones of zeros. As ``widened``, more are made at once."""
+    if num_places <= slab.shape[0]:
+        return own_array(slab[:num_places])
+    wide = grown(slab, (num_places, *slab.shape[1:]), slab.dtype, axis=0)
+    mx.eval(wide)
     return wide
 
 

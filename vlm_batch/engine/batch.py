@@ -11,13 +11,17 @@ from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, mak
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row, Status
 
+#: Places of slabs are given up once all rows are among the first of so many times fewer: where there are slabs, launches decide
+#: what a step takes, and each change of their shape copies what is in them.
+FEW = 4
+
 
 class DecodeBatch:
     """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
 
-    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it.
-    With ``exact`` there are as many places as it has a count for; those without a row run and are thrown away.
-    ``unpacks``: slabs in few bits are read as arrays, not as packed numbers.
+    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it, and there
+    are as many places as a power of two. With ``exact`` there are as many as it has a count for. Places without a row run and
+    are thrown away. ``unpacks``: slabs in few bits are read as arrays, not as packed numbers.
     """
 
     def __init__(
@@ -37,17 +41,18 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def join(self, row: Row, caches: Sequence[Any]) -> None:
-        """Give a prefilled row a place. Only its own KV is touched; its single-row caches belong to the batch from now on."""
+    def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
+        """Give a prefilled row a place; ``others`` will want one at once, too. Only its own KV is touched, unless there are too
+        few places; its single-row caches belong to the batch from now on."""
         if not self.layers:
             layout = self.placement if self._exact is None else self._exact.layout
-            self.layers = [make_layer_cache(single, layout, self.max_rows) for single in caches]
+            self.layers = [make_layer_cache(single, layout, len(self.places)) for single in caches]
             for layer in self.layers if self._exact is not None else ():
                 always_mask(layer)
             for layer in self.layers if self._unpacks else ():
                 unpack(layer)
         if None not in self.places:
-            self._resize(len(self.places) + 1)
+            self._resize(min(len(self.places) + 1 + others, self.max_rows))
         place = self.places.index(None)
         try:
             for layer, single in zip(self.layers, caches, strict=True):
@@ -86,20 +91,31 @@ class DecodeBatch:
             self.places[place] = None
             for layer in self.layers:
                 layer.clear(place)
-            self._resize(max((index + 1 for index, other in enumerate(self.places) if other is not None), default=0))
+            last = max((index + 1 for index, other in enumerate(self.places) if other is not None), default=0)
+            if FEW * last <= len(self.places):
+                self._resize(last)
         if not self.places:
             self.layers = []  # the memory of an idle batch goes back
 
-    def _resize(self, wanted: int) -> None:
-        """Have ``wanted`` places. In slabs their number is a power of two (or all there are), so that the shapes of a step
-        change rarely; places past the last row are given up, so that they cost nothing. ``exact`` says it otherwise."""
+    def places_for(self, num_rows: int) -> int:
+        """Places that there are with so many rows."""
         if self._exact is not None:
-            wanted = self._exact.places(wanted)
-        elif self.placement is Placement.SLAB and wanted:
-            wanted = min(1 << (wanted - 1).bit_length(), self.max_rows)
+            return self._exact.places(num_rows)
+        if self.placement is Placement.SLAB and num_rows:
+            return min(1 << (num_rows - 1).bit_length(), self.max_rows)
+        return num_rows
+
+    def _resize(self, wanted: int) -> None:
+        """Have at least ``wanted`` places. If that raises, all is as it was."""
+        before, wanted = len(self.places), self.places_for(wanted)
+        try:
+            for layer in self.layers:
+                layer.resize(wanted)
+        except BaseException:
+            for layer in self.layers:
+                layer.resize(before)
+            raise
         self.places = (self.places + [None] * wanted)[:wanted]
-        for layer in self.layers:
-            layer.resize(wanted)
 
     @property
     def nbytes(self) -> int:

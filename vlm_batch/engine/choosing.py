@@ -155,8 +155,9 @@ class Chooser:
             return False
         if self._recovery.together(flight.rows, _launch_flight, flight) is None:
             return False
+        tokens = flight.sampled.tokens.astype(mx.int32)
         for index, row in enumerate(flight.rows):
-            row.answer.advance(flight.sampled.tokens[index : index + 1].astype(mx.int32))
+            row.answer.advance(tokens, index)
             if row.is_last:
                 self._recovery.guard(row, self._leave, row)  # its last token needs no further step
         return True

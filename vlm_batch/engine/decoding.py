@@ -23,8 +23,7 @@ class Decoder:
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """A forward over every place of a group; logits (R, V) of ``rows``, in their order."""
         places = batch.places
-        empty = mx.zeros((1,), dtype=mx.int32)
-        tokens = mx.concatenate([empty if row is None else _last(row) for row in places])[:, None]  # (B, 1)
+        tokens = last_tokens(places)[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
         step = DecodeStep(tokens, positions, batch.layers, extras)
@@ -35,7 +34,26 @@ class Decoder:
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
 
-def _last(row: Row) -> mx.array:
-    token = row.answer.next_token
-    assert token is not None
-    return token
+def last_tokens(places: Sequence[Row | None]) -> mx.array:
+    """The tokens (B,) that the rows at these places were given last; 0 at places without a row.
+
+    Rows that were sampled together mostly lie together still. Their tokens are cut out at once: each cut is copied in an
+    operation of its own, and on a GPU the number of operations decides.
+    """
+    runs: list[tuple[mx.array, int, int]] = []  # (tokens, first, end)
+    for row in places:
+        tokens, first, end = runs[-1] if runs else (mx.zeros((1,), dtype=mx.int32), 0, 0)
+        if row is not None:
+            drawn, at = row.answer.drawn, row.answer.drawn_at
+            assert drawn is not None
+            is_next = runs and drawn is tokens and at == end
+        else:  # whatever comes next there, to be made 0 below
+            drawn, at = (tokens, end) if end < tokens.size else (mx.zeros((1,), dtype=mx.int32), 0)
+            is_next = runs and drawn is tokens
+        if is_next:
+            runs[-1] = (tokens, first, end + 1)
+        else:
+            runs.append((drawn, at, at + 1))
+    parts = [tokens if end - first == tokens.size else tokens[first:end] for tokens, first, end in runs]
+    found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return found if None not in places else found * mx.array([row is not None for row in places], dtype=mx.int32)

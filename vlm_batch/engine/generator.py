@@ -44,9 +44,6 @@ from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
 
-#: Places that a slab begins with where the number of rows is left open: a lone row does not pay for those that may come.
-FIRST_PLACES = 8
-
 
 class BatchGenerator:
     """Continuous batching of one model's rows.
@@ -95,11 +92,8 @@ class BatchGenerator:
         else:
             adapter.go_by_shapes(False)  # also if an engine before this one did
         self.scheduler = Scheduler(config)
-        first = min(config.first_rows, FIRST_PLACES) if config.first_rows is not None else None
         self._placement = placement
-        self._empty_batch = partial(
-            DecodeGroups, placement, self.scheduler.most_rows, exact, first_rows=first, unpacks=policy.unpacks
-        )
+        self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, unpacks=policy.unpacks)
         self.batch = self._empty_batch()
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)
@@ -239,7 +233,7 @@ class BatchGenerator:
         budget = self._pace.budget(is_decoding=bool(rows), pending=self.prefill.num_pending, waited=longest)
         plan = self.scheduler.plan(prefilling, budget)
         done, self._launched.chunks = self.prefill.run(plan)
-        joined += [(row, logits) for row, logits in done if self.recovery.guard(row, self._join, row, logits)]
+        joined += self._join_all(done)
         self._launched.joined = self.chooser.choose_first(joined)
         if rows:
             seconds, tokens = time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan)
@@ -275,10 +269,18 @@ class BatchGenerator:
             live.append(row)
             count += 1
         taken, self._forks = self._forks[:count], self._forks[count:]
-        return [(row, logits) for row, logits in taken if self.recovery.guard(row, self._join, row, logits)]
+        return self._join_all(taken)
 
-    def _join(self, row: Row, logits: mx.array) -> bool:
-        """Move a row whose prompt is done to the decoding batch; its embeddings and features are freed here."""
+    def _join_all(self, done: Sequence[tuple[Row, mx.array]]) -> list[tuple[Row, mx.array]]:
+        """Move rows whose prompts are done, with those prompts' logits, to the decoding batch; those that could be."""
+        return [
+            (row, logits)
+            for left, (row, logits) in zip(reversed(range(len(done))), done, strict=True)
+            if self.recovery.guard(row, self._join, row, logits, left)
+        ]
+
+    def _join(self, row: Row, logits: mx.array, others: int) -> bool:
+        """Move a row to the decoding batch, which ``others`` will join at once; its embeddings and features are freed here."""
         for sibling in fork(row) if row.siblings else ():
             self._rows[sibling.request_id] = sibling
             self._forks.append((sibling, logits))
@@ -286,7 +288,7 @@ class BatchGenerator:
         assert prompt is not None and prompt.cache is not None
         self.prefill.remove(row)
         self.memory.learn(prompt.cache, row.facts.length)
-        self.batch.join(row, prompt.cache, apart=row.is_suspect)
+        self.batch.join(row, prompt.cache, others=others, apart=row.is_suspect)
         return True
 
     def _launch(self, rows: Sequence[Row]) -> Sequence[Flight]:

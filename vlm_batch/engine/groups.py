@@ -18,8 +18,7 @@ from vlm_batch.engine.row import Row
 class DecodeGroups:
     """As many ``DecodeBatch``es as the rows need; a step decodes one by one.
 
-    Without ``exact`` one of ``max_rows`` rows; with it, of at most ``exact.counts[-1]`` rows each. A slab has all of its
-    places from the start, or, where that is said, ``first_rows`` of them, and twice as many whenever they do not suffice.
+    Without ``exact`` one of ``max_rows`` rows; with it, of at most ``exact.counts[-1]`` rows each.
     """
 
     def __init__(
@@ -28,16 +27,12 @@ class DecodeGroups:
         max_rows: int,
         exact: Exact | None = None,
         *,
-        first_rows: int | None = None,
         unpacks: bool = False,
     ) -> None:
         self._placement = exact.layout if exact is not None and exact.layout is Placement.SLAB else placement
         self._exact = exact
         self._unpacks = unpacks
         self._most = max_rows if exact is None else exact.places(min(max_rows, exact.counts[-1]))
-        grows = self._placement is Placement.SLAB and first_rows is not None
-        self._first = self._at_most(first_rows) if grows and first_rows is not None else self._most
-        self._places = self._first
         self._shared: tuple[DecodeBatch, ...] = (self._empty(),)
         self._apart: tuple[DecodeBatch, ...] = ()
 
@@ -70,51 +65,24 @@ class DecodeGroups:
         """Whether a row decodes in a forward of its own."""
         return any(row in group.places for group in self._apart)
 
-    def join(self, row: Row, caches: Sequence[Any], *, apart: bool = False) -> None:
-        """Give a prefilled row a place: in the first group that has one, or in a group of its own."""
+    def join(self, row: Row, caches: Sequence[Any], *, others: int = 0, apart: bool = False) -> None:
+        """Give a prefilled row a place: in the first group that has one, or in a group of its own. ``others`` join next."""
         if apart:
             group = self._empty(None if self._exact is not None else 1)
             group.join(row, caches)
             self._apart = (*self._apart, group)
             return
-        if len(self._shared[0]) >= self._places and self._places < self._most:
-            self._widen()
-        with_room = [group for group in self._shared if len(group) < self._places]
+        with_room = [group for group in self._shared if len(group) < self._most]
         if not with_room:
             with_room = [self._empty()]
             self._shared += (with_room[0],)
-        with_room[0].join(row, caches)
-
-    @property
-    def num_places(self) -> int:
-        """Places that the slabs of a group have now."""
-        return self._places
+        with_room[0].join(row, caches, min(others, self._most - len(with_room[0]) - 1))
 
     def places_for(self, num_rows: int) -> int:
-        """Places that they would have with so many rows; a lone one is in slabs as narrow as at the beginning."""
-        places = self._places if num_rows > 1 else self._first
-        while places < min(num_rows, self._most):
-            places = self._at_most(2 * places)
-        return places
-
-    def _at_most(self, places: int) -> int:
-        """So many places, or a few more where not every number agrees, or all that there may be."""
-        places = min(places, self._most)
-        return places if self._exact is None else self._exact.places(places)
-
-    def _widen(self) -> None:
-        """Twice as many places: the slabs are made anew, and each row is copied once. If that raises, all is as it was."""
-        (old,) = self._shared
-        before, self._places = self._places, self._at_most(2 * self._places)
-        fresh = self._empty()
-        try:
-            for row in old.rows:
-                fresh.join(row, old.take(row))
-        except BaseException:
-            self._places = before
-            raise
-        old.drop()
-        self._shared = (fresh,)
+        """Places that there would be with so many rows: at least those that there are, unless it is a lone row's."""
+        full, rest = divmod(num_rows, self._most)
+        wanted = full * self._most + self._shared[0].places_for(rest)
+        return wanted if num_rows <= 1 else max(wanted, sum(len(group.places) for group in self._shared))
 
     def move(self, row: Row, *, apart: bool) -> None:
         """Take a row with its caches out of its group, into one of its own or back."""
@@ -150,9 +118,6 @@ class DecodeGroups:
     def _close_up(self) -> None:
         self._shared = tuple(group for group in self._shared if len(group)) or self._shared[:1]
         self._apart = tuple(group for group in self._apart if len(group))
-        if self._places > self._first and not len(self._shared[0]):  # an idle batch is as narrow as at its beginning
-            self._places = self._first
-            self._shared = (self._empty(),)
 
     def _empty(self, places: int | None = None) -> DecodeBatch:
-        return DecodeBatch(self._placement, places or self._places, self._exact, unpacks=self._unpacks)
+        return DecodeBatch(self._placement, places or self._most, self._exact, unpacks=self._unpacks)

@@ -88,12 +88,13 @@ class Facts:
 
 @dataclass(eq=False)
 class Answer:
-    """A row's answer so far. ``next_token`` (1,) was sampled last and is perhaps not computed yet."""
+    """A row's answer so far. ``drawn`` (R,) has the token that was sampled last, at ``drawn_at``, perhaps not computed yet."""
 
     detokenizer: Detokenizer
     stop_strings: StopStrings
     max_tokens: int = 0  # what was asked for, cut to the model's context
-    next_token: mx.array | None = None
+    drawn: mx.array | None = None
+    drawn_at: int = 0
     num_sampled: int = 0  # the last of them perhaps not read yet
     num_fed: int = 0  # of them in its caches: all that were sampled when its last forward was launched
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
@@ -112,12 +113,12 @@ class Answer:
         """The next token, where the row has said it before and is on its way back to where it was."""
         return self.token_ids[self.num_sampled] if self.num_sampled < len(self.token_ids) else None
 
-    def advance(self, token: mx.array) -> None:
-        """Note the next token (1,), perhaps not computed yet."""
-        self.next_token = token
+    def advance(self, drawn: mx.array, at: int) -> None:
+        """Note the next token: that of ``drawn`` (R,) int32 at a place."""
+        self.drawn, self.drawn_at = drawn, at
         self.num_sampled += 1
         if self.history is not None:
-            self.history = mx.concatenate([self.history, token])
+            self.history = mx.concatenate([self.history, drawn[at : at + 1]])
 
     def feed_guide(self, token: int, decode: Callable[[Sequence[int]], str]) -> bool:
         """Tell the row's guide its token, and note whether the answer is whole."""
@@ -249,7 +250,7 @@ class Row:
         self.reuse = None
         if book is not None and (book.continues is not None or book.is_returned):
             self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
-        answer.next_token, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
+        answer.drawn, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
 
     @property
     def position(self) -> int:

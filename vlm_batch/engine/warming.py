@@ -81,5 +81,5 @@ def _encoded(adapter: ModelAdapter, length: int) -> Encoded:
 def _row(encoded: Encoded) -> Row:
     row = new_row("", Prompt(), SamplingParams(seed=0))
     row.facts = Facts.of(encoded)
-    row.answer.advance(mx.array([TOKEN], dtype=mx.int32))
+    row.answer.advance(mx.array([TOKEN], dtype=mx.int32), 0)
     return row
