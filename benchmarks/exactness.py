@@ -35,18 +35,22 @@ from vlm_batch.engine.proof import COUNTS  # noqa: E402
 from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
 from vlm_batch.exactness import exact_for, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
+from vlm_batch.policy import POLICIES  # noqa: E402
+from vlm_batch.runtime.device import device  # noqa: E402
 
 REPRODUCIBLE = "reproducible"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine is set: the parts of ``reproducible`` that it has, or all of it (``exact``)."""
+    """How an engine is set: the parts of ``reproducible`` that it has, or all of it (``exact``), with other settings of the
+    device's ``policy``."""
 
     config: dict[str, int] = field(default_factory=dict)
     by_shapes: bool = False
     exact: bool = False
     most: int | None = None  # rows in a forward
+    policy: dict[str, int] = field(default_factory=dict)
 
 
 WAYS = {
@@ -58,6 +62,8 @@ WAYS = {
     "and kernels by shape": Way({"encode_together": 1, "prefill_together": 1}, by_shapes=True),
     REPRODUCIBLE: Way(exact=True),
     "in groups of 32": Way(exact=True, most=32),
+    "in smaller calls": Way(exact=True, policy={"call_tokens": 640, "call_patches": 1024}),
+    "each alone": Way(exact=True, policy={"call_tokens": 0, "call_patches": 0}),
 }
 #: The engine's parts that a step calls, by what the time in them is called.
 PARTS = {
@@ -103,7 +109,8 @@ class Engine(Driven):
     def __init__(self, model: Any, workload: Workload, way: Way) -> None:
         adapter = adapt(model)
         config = replace(SchedulerConfig(max_rows=workload.rows), **way.config)
-        exact = exact_for(adapter, max_rows=workload.rows) if way.exact else None
+        policy = replace(POLICIES[device()], **way.policy)
+        exact = exact_for(adapter, policy=policy, max_rows=workload.rows) if way.exact else None
         if exact is not None and way.most is not None:
             exact = replace(exact, counts=tuple(count for count in exact.counts if count <= way.most))
         self.spent = Spent()

@@ -25,8 +25,9 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.exactness import prove
+from vlm_batch.exactness import Joint, prove
 from vlm_batch.models import adapter_for
+from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.digest import array_bytes
 from vlm_batch.store.features import FeatureStore
@@ -39,6 +40,9 @@ NUM_TOKENS = 6
 GROUP = 32
 #: Positions between two cuts, so that tiny prompts have several chunks.
 GRID = 8
+#: Prompts that come in few lengths, and calls that hold several tiny prompts or pictures, as those of a GPU hold larger ones;
+#: the longest texts still have two chunks.
+JOINED: dict[str, Any] = {"pad_to": 16, "grid": 24, "call_tokens": 128, "call_patches": 96}
 #: Two texts with one beginning, pictures of three sizes, one of them twice.
 KEYS = ("image:1:0", "text:5:40", "image:2:1", "text:5:26", "image:3:2", "text:4:9")
 
@@ -106,11 +110,18 @@ def _fits(module: Any) -> bool:
 
 
 def exact_of(name: str, precision: str, layout: Placement = Placement.ROWS, kv: KVQuantisation | None = None) -> Exact:
-    """What was proven of the model, with cuts close enough for tiny prompts. Raises NotServed."""
+    """What was proven of the model, with cuts close enough for tiny prompts; on a GPU in calls of several, too. Raises
+    NotServed."""
     adapter = adapter_of(name, precision)
     proof = prove(adapter, kv, layout)
     stops = (kv.start,) if kv is not None and kv.start else ()
-    return Exact(proof.best(layout), layout, GRID, stops)
+    exact = Exact(proof.best(layout), layout, GRID, stops)
+    return exact if device() is Device.CPU else joined(exact, name, precision, kv)
+
+
+def joined(exact: Exact, name: str, precision: str, kv: KVQuantisation | None = None) -> Exact:
+    """The same with calls that hold several prompts or pictures."""
+    return replace(exact, **JOINED, joint=Joint(adapter_of(name, precision), kv))
 
 
 def engine_of(adapter: Adapter, exact: Exact, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:

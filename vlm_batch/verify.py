@@ -90,7 +90,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome for a model on a device."""
+    """The outcome for a model on a device. ``joint`` has the calls that prompts or pictures were to share, with the reasons
+    against it, empty where they do."""
 
     model: str
     family: str
@@ -99,6 +100,7 @@ class Verification:
     versions: Mapping[str, str]
     counts: tuple[int, ...]
     how: str
+    joint: Mapping[str, str]
     tokens: int
     comparisons: tuple[Comparison, ...] = field(default_factory=tuple)
 
@@ -112,6 +114,14 @@ class Verification:
         comparisons = [{**asdict(one), "ok": one.ok, "verdict": one.verdict} for one in self.comparisons]
         return {**asdict(self), "ok": self.ok, "comparisons": comparisons}
 
+    def _shared(self) -> str:
+        """The line about calls that prompts or pictures share."""
+        against = [f"{what}: {reason}" for what, reason in self.joint.items() if reason]
+        proven = sum(not reason for reason in self.joint.values())
+        return f"calls of several prompts or pictures: {proven} of {len(self.joint)} as proven; {'; '.join(against)}".rstrip(
+            "; "
+        )
+
     def text(self) -> str:
         """A table for a report, in Markdown: versions and device above it."""
         device = ", ".join(f"{name} {value}" for name, value in self.device.items() if value)
@@ -122,6 +132,7 @@ class Verification:
             f"- {library}",
             f"- {device}",
             f"- rows decode in numbers of {', '.join(map(str, self.counts))}: {self.how}",
+            *([f"- {self._shared()}"] if self.joint else []),
             f"- greedy, {self.tokens} tokens a request",
             "",
             "| | same tokens | same bits | first difference | gap there, nats | log-probabilities apart | |",
@@ -204,6 +215,7 @@ def verify(
         versions(),
         exact.counts,
         proof.how,
+        {} if exact.joint is None else dict(exact.joint.found),
         max_tokens,
         tuple(found),
     )
