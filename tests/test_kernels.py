@@ -50,6 +50,31 @@ def test_spelled_out_attention_is_mlxs(length: int, columns: int, heads: int, ki
     assert largest(kernels.attend(queries, keys, values, SCALE, masks[kind]), right) < 2e-6
 
 
+@pytest.mark.parametrize("scores", [2**25, 2**12], ids=["whole", "in parts"])
+@pytest.mark.parametrize(("length", "columns"), [(37, 37), (20, 70)])
+def test_a_prompts_attention_before_it_has_a_plan_is_mlxs(
+    length: int, columns: int, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PROMPT_SCORES", scores)
+    queries, keys, values = random((2, 8, length, 16), (2, 2, columns, 16), (2, 2, columns, 24))
+    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask="causal")
+    assert largest(kernels.attend_before(queries, keys, values, SCALE), right) < 2e-6
+
+
+def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(kernels, "MAX_SCORES", 100)
+    monkeypatch.setattr(kernels, "SCORES_BEFORE_PLAN", 3 * 8 * 30 * 30)
+    monkeypatch.setattr(kernels, "_uses", Counter())
+    ways: list[str] = []
+    plain = kernels.attend_before
+    monkeypatch.setattr(kernels, "attend_before", lambda *args: ways.append("before") or plain(*args))
+    queries, keys, values = random((1, 8, 30, 16), (1, 2, 30, 16), (1, 2, 30, 16))
+    for _ in range(5):
+        kernels.attend(queries, keys, values, SCALE, "causal")
+    assert len(ways) == 3
+
+
 @pytest.mark.parametrize("scores", [2**25, 2**9], ids=["whole", "in parts"])
 def test_a_towers_attention_by_queries_is_mlxs(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BLOCK_SCORES", scores)

@@ -5,6 +5,7 @@ The matrix runs every family that pads with slabs (``tests/test_parity.py``), wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.harness import Ask, check, run_family, shared_adapter
 from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import (
     Chunk,
@@ -31,6 +33,7 @@ from vlm_batch.engine.scheduler import (
 )
 from vlm_batch.models import families
 from vlm_batch.policy import POLICIES
+from vlm_batch.records import Encoded
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -86,6 +89,27 @@ def test_prompts_whose_padded_lengths_agree_go_together() -> None:
     assert groups(8, 4 * 320, 64) == ["abde", "c", "f"]
     assert groups(5, 4096, 64) == ["abde", "c", "f"], "five are computed as six"
     assert groups(8, 4096, 0) == list("abcdef")
+
+
+def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_padding() -> None:
+    lengths = {"a": 300, "b": 40, "c": 1200, "d": 290, "e": 60, "f": 400}
+    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
+
+    def groups(most: int, most_tokens: int, fill: int) -> list[str]:
+        found = together(plan, lengths, most, most_tokens, 64, fill)
+        return ["".join(chunk.request_id for chunk in group) for group in found]
+
+    assert groups(8, 4096, 0) == ["ad", "be", "c", "f"]
+    assert groups(8, 4096, 256) == ["ad", "be", "c", "f"], "two of 320 beside one of 448 are 256 further positions"
+    assert groups(8, 4096, 257) == ["be", "c", "fad"]
+    assert groups(8, 4096, 1024) == ["adbe", "cf"]
+    assert groups(3, 4096, 1024) == ["ad", "be", "cf"]
+    assert groups(8, 1280, 1024) == ["adbe", "c", "f"]
+    assert groups(8, 9000, 9000) == ["cfadbe"]
+    assert together([Chunk("a", 0, 64), Chunk("b", 0, 40)], lengths, 8, 4096, 64, 9000) == [
+        [Chunk("a", 0, 64)],
+        [Chunk("b", 0, 40)],
+    ], "a part of a prompt is no whole one"
 
 
 def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
@@ -183,6 +207,23 @@ def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]])
     config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512)
     check(FAMILY, run_family(FAMILY, asks, placement=Placement.SLAB, config=config))
     assert shapes == [(6, 16)]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_prompts_of_other_lengths_are_one_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9, 26 and 40 tokens, and one with a picture."""
+    counts: list[int] = []
+    computed = Prefill.computed
+
+    def watched(self: Prefill, rows: Sequence[Encoded]) -> Any:
+        counts.append(len(rows))
+        return computed(self, rows)
+
+    monkeypatch.setattr(Prefill, "computed", watched)
+    asks = [Ask("text:4:9"), Ask("text:5:26"), Ask("text:9:40"), Ask("image:3:2")]
+    config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512, smallest_chunk=256)
+    check(name, run_family(name, asks, placement=Placement.SLAB, config=config))
+    assert max(counts) >= 3
 
 
 @pytest.mark.parametrize("budget", [5, 20])

@@ -48,6 +48,8 @@ LENGTH_STEP = 64
 WINDOWS_STEP = 16
 #: Scores of a tower that are there at a time where they are spelled out, in elements.
 BLOCK_SCORES = 2**26
+#: Scores of a prompt that are there at a time where they are spelled out, in elements.
+PROMPT_SCORES = 2**23
 #: Keys up to which scores take about as much memory as queries do, however many windows there are.
 FEW_KEYS = 128
 
@@ -106,6 +108,8 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
             return attend_groups(queries, keys, values, scale, mask)
         if spells_out(queries, keys, mask) if goes_by_shapes() else queries.shape[2] > 1 and is_rare(queries, keys):
             return attend_spelled_out(queries, keys, values, scale, mask)
+        if not goes_by_shapes() and isinstance(mask, str) and queries.shape[2] > 1 and is_new(queries, keys):
+            return attend_before(queries, keys, values, scale)
     elif (mask is None or isinstance(mask, str)) and takes_powers(queries) and is_long(queries, keys):
         return attend_in_blocks(queries, keys, values, scale, is_causal=mask is not None)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -255,6 +259,20 @@ def attend_by_queries(queries: mx.array, keys: mx.array, values: mx.array, scale
         attend_spelled_out(queries[:, :, start : start + size], keys, values, scale, None)
         for start in range(0, length, size)
     ]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def attend_before(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Causal attention spelled out, as many queries (B, H, L, D) at a time as keep the scores within ``PROMPT_SCORES``, over
+    the keys that they can see."""
+    batch, heads, length, _ = queries.shape
+    columns = keys.shape[2]
+    size = max(1, PROMPT_SCORES // (batch * heads * columns))
+    parts = []
+    for start in range(0, length, size):
+        seen = columns - length + min(start + size, length)
+        some = queries[:, :, start : start + size]
+        parts.append(attend_spelled_out(some, keys[:, :, :seen], values[:, :, :seen], scale, "causal"))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 

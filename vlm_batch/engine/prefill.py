@@ -48,6 +48,8 @@ class Prefill:
         self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
         self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
+        # What a forward costs beside its positions, in positions; prompts of other lengths are no neighbours in exact answers.
+        self._fill = (config.smallest_chunk or 0) if self._pad_to and exact is None else 0
         self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
@@ -104,7 +106,7 @@ class Prefill:
             return [[chunk] for chunk in plan]
         alone = {row.request_id for row in self.rows.values() if not self._may_share(row)}
         lengths = {row.request_id: -1 if row.request_id in alone else row.facts.length for row in self.rows.values()}
-        groups = together(plan, lengths, self._most_together, self._most_tokens, self._pad_to)
+        groups = together(plan, lengths, self._most_together, self._most_tokens, self._pad_to, self._fill)
         return groups if self._exact is None else [part for group in groups for part in self._parts(group)]
 
     def _may_share(self, row: Row) -> bool:

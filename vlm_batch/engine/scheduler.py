@@ -219,14 +219,26 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
 
 
 def together(
-    plan: Sequence[Chunk], lengths: Mapping[str, int], most: int, most_tokens: int | None = None, pad_to: int = 0
+    plan: Sequence[Chunk],
+    lengths: Mapping[str, int],
+    most: int,
+    most_tokens: int | None = None,
+    pad_to: int = 0,
+    fill: int = 0,
 ) -> list[list[Chunk]]:
     """The plan in groups of at most ``most``: whole prompts of one length, padded to multiples of ``pad_to``, share a group.
 
-    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt.
+    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt. Shorter prompts join longer ones
+    where that takes less than ``fill`` further positions for each group that is saved.
     """
     groups: list[list[Chunk]] = []
+    whole: list[tuple[int, list[Chunk]]] = []  # those of whole prompts, with their widths
     open_groups: dict[int, list[Chunk]] = {}
+
+    def has_room(count: int, width: int) -> bool:
+        places = padded_count(count, pad_to)
+        return places <= most and (most_tokens is None or places * width <= most_tokens)
+
     for chunk in plan:
         length = lengths[chunk.request_id]
         if (chunk.start, chunk.end) != (0, length):
@@ -234,12 +246,21 @@ def together(
             continue
         width = padded_length(length, pad_to)
         group = open_groups.get(width)
-        num_places = padded_count(len(group or ()) + 1, pad_to)
-        if group is None or num_places > most or (most_tokens is not None and num_places * width > most_tokens):
+        if group is None or not has_room(len(group) + 1, width):
             open_groups[width] = group = []
+            whole.append((width, group))
             groups.append(group)
         group.append(chunk)
-    return groups
+    widest, longer = 0, list[Chunk]()
+    for width, group in sorted(whole, key=lambda pair: -pair[0]) if fill else ():
+        count = len(longer) + len(group)
+        apart = padded_count(len(longer), pad_to) * widest + padded_count(len(group), pad_to) * width
+        if longer and has_room(count, widest) and padded_count(count, pad_to) * widest - apart < fill:
+            longer.extend(group)
+            group.clear()
+        else:
+            widest, longer = width, group
+    return [group for group in groups if group]
 
 
 def padded_length(length: int, pad_to: int) -> int:
