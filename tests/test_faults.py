@@ -44,6 +44,7 @@ from vlm_batch import (
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine import recovery
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
@@ -788,6 +789,36 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
     assert set(ended[:fits]) == set(
         ["c", "a", "bad", "b"][:fits]
     )  # "c" is urgent, and the others are as old as they come
+
+
+@pytest.mark.parametrize("work", ["decode", "prefill"])
+def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the failed call had made, too, before anybody is tried again: MLX itself does not try without its cache first."""
+    adapter, large, held = shared_adapter(FAMILY), 64_000_000, []
+    generator = BatchGenerator(adapter)
+    for name, key in FOUR.items():
+        generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+    forward, give_back, wants = getattr(adapter, work), recovery.give_back, 0
+    base = mx.get_active_memory()
+
+    def full(*given: Any) -> mx.array:
+        nonlocal wants
+        if (work == "prefill" or len(generator.batch) > 1) and wants < 2:
+            wants += 1
+            made = mx.arange(large // 4)
+            mx.eval(made)
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED" if wants == 1 else "[malloc] Unable to allocate 9 bytes.")
+        return forward(*given)
+
+    def watched() -> None:
+        held.append(mx.get_active_memory() - base)
+        give_back()
+
+    monkeypatch.setattr(adapter, work, full)
+    monkeypatch.setattr(recovery, "give_back", watched)
+    results = _finish(generator)
+    assert len(held) == wants == 2 and max(held) < large
+    assert not any(result.error for result in results.values())
 
 
 @pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)

@@ -1,6 +1,10 @@
-"""The process's memory: what a Mac keeps resident while engines run."""
+"""The process's memory: what a Mac keeps resident while engines run; want of it."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -52,3 +56,11 @@ def test_a_batcher_keeps_its_model_resident_until_it_is_closed(limits: list[int]
         assert own.submit(None, "count to 3").result(timeout=60).ok
         assert limits[-1] == RECOMMENDED
     assert limits[-1] == 7
+
+
+def test_want_of_memory_as_the_command_brings_it_about() -> None:
+    """In a process of its own: what is held is compared with what was held before."""
+    command = [sys.executable, "-m", "tests.out_of_memory", "--pretend"]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("8 of 8 have the tokens that they have without want") == 2

@@ -15,7 +15,7 @@ from vlm_batch.errors import OutOfMemory, describe
 #: What MLX's allocators say on CPUs, Metal and CUDA: they raise RuntimeErrors.
 _NO_MEMORY = re.compile(
     r"\[(?:metal::)?malloc|unable to allocate|out of memory|insufficient memory|maximum allowed buffer|OutOfMemory|"
-    r"memory allocation (?:of .* )?failed",
+    r"memory allocation (?:of .* )?failed|_ALLOC_FAILED",  # the last of cuBLAS and cuDNN
     re.IGNORECASE,
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from vlm_batch.engine.faults import is_out_of_memory, is_users_own, raised_in, too_large
+from vlm_batch.engine.faults import is_out_of_memory, is_users_own, let_go, raised_in, too_large
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import GROWTH, RowMemory
 from vlm_batch.engine.reuse import Reuse
@@ -109,18 +109,24 @@ class Recovery:
 
     def _wait_for_memory(self, rows: Sequence[Row], error: BaseException) -> None:
         """Rows that found no memory begin again, one row fewer at a time: the last in line, by priority and age, waits until
-        others have ended. Who does not fit alone, though all that was kept for later requests is gone, never will."""
+        others have ended. Who does not fit alone, though all that was kept for later requests is gone, never will.
+
+        What MLX keeps of freed arrays is given back each time, theirs too: where another process has taken memory, or none
+        of what is free is in one piece, MLX says that there is none without having tried without it.
+        """
         live = len({*self._owner.live(), *rows})
         self._scheduler.run_out(live)
         if live == 1:
             self._reuse.budget.clear()
-            give_back()
+        never = [row for row in rows if live == 1 and row.was_alone]
         for row in rows:
-            if live == 1 and row.was_alone:
-                self._owner.end_with(row, too_large(row, error))
-                continue
-            row.was_alone = live == 1
-            self._begin_again(row, error)
+            if row not in never:
+                row.was_alone = live == 1
+                self._begin_again(row, error)
+        let_go(error)  # the calls that it came through hold what they had made
+        give_back()
+        for row in never:
+            self._owner.end_with(row, too_large(row, error))
 
     def _begin_again(self, row: Row, error: BaseException) -> None:
         """Put a row back in line, in its place by priority and age; it ends with the error if nothing is left of its prompt."""

@@ -17,15 +17,23 @@ import mlx.core as mx
 def give_back() -> None:
     """Return free memory: what MLX keeps for its next arrays, and on Linux what the C library keeps between small ones.
 
-    Many small arrays leave a heap with holes, which glibc does not return by itself.
+    Many small arrays leave a heap with holes, which glibc does not return by itself. CUDA's pool returns what is freed when
+    the device is waited for: before, what is under way holds arrays, and after, it is free for others.
     """
     gc.collect()
+    _wait_for_device()
     mx.clear_cache()
+    _wait_for_device()
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)
         except (AttributeError, OSError):  # another C library than glibc
             return
+
+
+def _wait_for_device() -> None:
+    with contextlib.suppress(RuntimeError):  # what was launched has failed: whoever reads it is told
+        mx.synchronize()
 
 
 def usual_limit() -> int:
