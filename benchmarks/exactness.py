@@ -50,7 +50,7 @@ class Way:
     by_shapes: bool = False
     exact: bool = False
     most: int | None = None  # rows in a forward
-    policy: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
 
 
 WAYS = {

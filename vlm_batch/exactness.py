@@ -183,7 +183,7 @@ class Joint:
         two = [replace(call, args=(one.astype(patches.dtype), *call.args[1:])) for one in made]
         alone = arrays_of(tower.as_one(two[:1]))
         for height in sorted({tower.count_patches(call, 0), *(array.shape[0] for array in alone)}):
-            if moves := moving_product(products_of(tower.tower), count, height):
+            if moves := moving_product(products_of(tower.tower), count, height, is_packed=True):
                 return Together(1, against=moves)
         found = [_stacked(tower.as_one(by_turns(two, count, turn))) for turn in (0, 1)]
         return Together(count) if is_still(*found) else Together(1, against="the tower's own answers go by the place")

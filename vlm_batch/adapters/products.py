@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,8 @@ from mlx.utils import tree_flatten
 
 from vlm_batch.adapters.modules import clone_modules
 
+#: Tables of tokens, which are heads, too, where they are tied.
+TABLES = (nn.Embedding, nn.QuantizedEmbedding)
 #: Columns of a block, of which the second half repeats the first: also in groups of few bits both get the same numbers.
 BLOCK = 32
 #: What is left of a number of outputs by whole tiles stays as it is.
@@ -36,6 +39,7 @@ class Product:
     outputs: int
     layer: Any
     layout: tuple[Any, ...]  # of few bits: group size, bits, mode
+    is_head: bool = False  # it answers for a prompt's last position alone
 
     def __str__(self) -> str:
         return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}"
@@ -45,11 +49,6 @@ class Product:
         """The columns between two equal halves: whole groups of few bits, or a part of one group; 0 where there is no room."""
         unit = self.layout[0] if self.layout and self.width >= 2 * self.layout[0] else BLOCK
         return self.width // 2 // unit * unit
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is a table of tokens, which answers for a prompt's last position alone."""
-        return isinstance(self.layer, (nn.Embedding, nn.QuantizedEmbedding))
 
     @property
     def call(self) -> Callable[[mx.array], mx.array]:
@@ -69,23 +68,11 @@ class Product:
             twin[name] = part[which]
         if "bias" in twin:
             twin["bias"] = twin["bias"][: self.outputs]
-        return twin.as_linear if self.is_head else twin  # type: ignore[no-any-return]
+        return twin.as_linear if isinstance(twin, TABLES) else twin
 
     def rows(self, count: int) -> mx.array:
         """Rows that tell one order of summation from another: (count, 1, width), the same ones at each call."""
-        random = np.random.RandomState(self.width)
-        rows = random.standard_normal((count, self.width)) / 64
-        blocks = _blocks(rows)
-        sizes = blocks[:, :, 0, ::2].shape
-        large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
-        blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
-        far = self.far // BLOCK  # in blocks: the second of each pair of blocks has its opposite there, not beside it
-        for block in range(1, far, 2):
-            blocks[:, block, 1, ::2] = random.standard_normal((count, BLOCK // 4)) / 64
-            blocks[:, block + far] = random.standard_normal((count, 2, BLOCK // 2)) / 64
-            blocks[:, block + far, 0, ::2] = -blocks[:, block, 0, ::2]
-        rows[:, : blocks[0].size] = blocks.reshape(count, -1)
-        return mx.array(rows[:, None].astype(np.float32)).astype(self.dtype)
+        return mx.array(_rows(self.width, self.far, count)[:, None]).astype(self.dtype)
 
 
 def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
@@ -95,9 +82,10 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
     those beyond are left out. Types that no BLAS multiplies, which MLX does in slow loops of one kind, get an eighth of it.
     """
     found: dict[tuple[Any, ...], Product] = {}
-    for _, module in model.named_modules():
-        if type(module) not in (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding):
+    for path, module in model.named_modules():
+        if type(module) not in (nn.Linear, nn.QuantizedLinear, *TABLES):
             continue
+        is_head = isinstance(module, TABLES) or path.endswith("lm_head")
         is_quantised = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         few: Any = module
         layout = (few.group_size, few.bits, few.mode) if is_quantised else ()
@@ -107,9 +95,27 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
         limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
         if limit is not None and outputs * width > limit:
             outputs = min(outputs, max(limit // width // EDGE, 1) * EDGE + outputs % EDGE)
-        key = (type(module), outputs, width, str(dtype), layout, "bias" in module)
-        found.setdefault(key, Product(width, dtype, outputs, module, layout))
+        key = (type(module), outputs, width, str(dtype), layout, "bias" in module, is_head)
+        found.setdefault(key, Product(width, dtype, outputs, module, layout, is_head))
     return list(found.values())
+
+
+@lru_cache(maxsize=8)
+def _rows(width: int, far: int, count: int) -> np.ndarray:
+    """(count, width) in float32; not to be written to."""
+    random = np.random.RandomState(width)
+    rows = random.standard_normal((count, width)) / 64
+    blocks = _blocks(rows)
+    sizes = blocks[:, :, 0, ::2].shape
+    large = np.exp2(random.uniform(8, 13, size=sizes)) * random.choice((-1, 1), sizes)
+    blocks[:, :, 0, ::2], blocks[:, :, 1, ::2] = large, -large
+    far = far // BLOCK  # in blocks: the second of each pair of blocks has its opposite there, not beside it
+    for block in range(1, far, 2):
+        blocks[:, block, 1, ::2] = random.standard_normal((count, BLOCK // 4)) / 64
+        blocks[:, block + far] = random.standard_normal((count, 2, BLOCK // 2)) / 64
+        blocks[:, block + far, 0, ::2] = -blocks[:, block, 0, ::2]
+    rows[:, : blocks[0].size] = blocks.reshape(count, -1)
+    return rows.astype(np.float32)
 
 
 def _blocks(rows: np.ndarray) -> np.ndarray:

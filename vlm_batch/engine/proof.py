@@ -123,14 +123,20 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     return {count: tuple(bits) for count, bits in found.items()}
 
 
-def moving_product(products: Sequence[Rows], places: int, length: int) -> str:
+def moving_product(products: Sequence[Rows], places: int, length: int, *, is_packed: bool = False) -> str:
     """The first product that, in a call of several prompts or pictures of ``length`` rows, gives one of them other bits at
-    another place or beside another, in words; an empty text if there is none."""
+    another place or beside another, in words; an empty text if there is none. ``is_packed``: rows lie one after another, as
+    those of pictures do, and not as those of an array of prompts."""
     for product in products:
-        call, rows = product.call, product.rows(2 * TOKENS)[:, 0]
-        height = 1 if product.is_head else length  # a table of tokens answers for a prompt's last position alone
-        two = [mx.tile(part, (-(-height // TOKENS), 1))[:height] for part in (rows[:TOKENS], rows[TOKENS:])]
-        if not is_still(*([call(mx.stack(by_turns(two, places, turn)))] for turn in (0, 1))):
+        call, rows = product.call, product.rows(TOKENS)[:, 0]
+        height = 1 if product.is_head else length  # a head answers for a prompt's last position alone
+        two = [mx.tile(part, (-(-height // TOKENS), 1))[:height] for part in (rows, rows[::-1])]
+        found = []
+        for turn in (0, 1):
+            all_rows = mx.stack(by_turns(two, places, turn))
+            out = call(all_rows.flatten(0, 1) if is_packed else all_rows)
+            found.append([out.reshape(places, height, -1)])
+        if not is_still(*found):
             return f"{product} of {places * height} rows go by the place"
     return ""
 
