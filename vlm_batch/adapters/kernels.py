@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -209,17 +210,18 @@ def is_rare(queries: mx.array, keys: mx.array) -> bool:
     return is_small(queries, keys) and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
 
 
-def has_plan(shape: tuple[int, ...], is_masked: bool) -> bool:
-    """Count a shape. True if it is computed by a plan: it has come often enough, or shapes alone decide."""
-    return goes_by_shapes() or not is_new(shape, is_masked)
+def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Count the first of the shapes of attention calls that are made together. True if they are made by plans: it has come
+    often enough for those of all, or shapes alone decide."""
+    return goes_by_shapes() or not is_new(shapes[0], True, times=len(shapes))
 
 
-def is_new(shape: tuple[int, ...], is_masked: bool = False, times: int = 1) -> bool:
+def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
     """Count a shape (B, H, L, D) of a tower's attention. True if it has come too seldom for a plan, whatever its size: the
-    larger, the sooner a plan pays. ``times`` is how many times later it pays than where it would be spelled out."""
+    larger, the sooner a plan pays. ``times`` is how many times later it pays than one that saves what spelling out costs."""
     batch, heads, length, width = shape
     numbers = batch * heads * length * (length + NUMBERS_OF_PATCH * width)
-    uses = _count((shape, is_masked))
+    uses = _count((shape, is_filled))
     return uses <= times * USES_BEFORE_PLAN and uses * numbers <= times * NUMBERS_BEFORE_PLAN
 
 

@@ -93,10 +93,9 @@ class Windows:
     there: mx.array  # (windows of the second call * size,) patches, and others in the place of those that are missing
     back: mx.array  # (patches of the second call,) their places in it
 
-    def calls(self, heads: int, width: int) -> list[tuple[Any, ...]]:
-        """The shape of each call, and whether it has a mask."""
-        counts = ((self.whole, False), (len(self.lengths), True))
-        return [((count, heads, self.size, width), masked) for count, masked in counts if count]
+    def calls(self, heads: int, width: int) -> list[tuple[int, ...]]:
+        """The shape (W, H, L, D) of each call."""
+        return [(count, heads, self.size, width) for count in (self.whole, len(self.lengths)) if count]
 
 
 def windows_of(runs: Sequence[Run], size: int) -> Windows:
@@ -106,9 +105,11 @@ def windows_of(runs: Sequence[Run], size: int) -> Windows:
     rest = every[whole:]
     filled = kernels.few_from(len(rest), kernels.WINDOWS_STEP)
     inside, starts = np.arange(size), whole * size + np.cumsum(rest) - rest
-    there = np.zeros((filled, size), np.int32)
+    there = np.zeros(
+        (filled, size), np.int64
+    )  # as other orders of patches are: a type of indices is a kernel to be built
     there[: len(rest)] = starts[:, None] + np.minimum(inside, rest[:, None] - 1)
-    back = np.flatnonzero(inside < rest[:, None]).astype(np.int32)
+    back = np.flatnonzero(inside < rest[:, None])
     lengths = (*rest.tolist(), *[size] * (filled - len(rest)))
     return Windows(tuple(runs), size, whole, lengths, mx.array(there.reshape(-1)), mx.array(back))
 
@@ -116,7 +117,7 @@ def windows_of(runs: Sequence[Run], size: int) -> Windows:
 def attend_windows(both: mx.array, values: mx.array, windows: Windows, scale: float) -> mx.array:
     """Attention of patches within their windows: queries and keys (2, N, H, D), values (N, H, D) -> (N, H * D)."""
     heads, width = values.shape[1:]
-    if not kernels.takes_plans(both) or False in {kernels.has_plan(*call) for call in windows.calls(heads, width)}:
+    if not kernels.takes_plans(both) or not kernels.has_plans(windows.calls(heads, width)):
         return attend_runs(both[0], both[1], values, windows.runs, scale)
     outputs, patches = [], windows.whole * windows.size
     if windows.whole:
