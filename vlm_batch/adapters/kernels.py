@@ -367,3 +367,16 @@ def _later(queries: int, keys: int) -> mx.array:
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``."""
     return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else SWIGLU(gate, x)
+
+
+def turn_pairs(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+    """Rotary embedding of pairs of numbers by factors of both, which broadcast: one kernel where launches count."""
+    turn = _turn_at_once if counts_launches() else _turn
+    return turn(first, second, by_first, by_second)
+
+
+def _turn(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+    return (first * by_first + second * by_second).astype(first.dtype)
+
+
+_turn_at_once = mx.compile(_turn, shapeless=True)

@@ -56,15 +56,7 @@ def rotate(x: mx.array, turn: Turn, axis: int = -2) -> mx.array:
     side (axis -1): the first number of each by one array, the second by the other, so that nothing is joined."""
     pairs = x.reshape(*x.shape[:-1], *((2, -1) if axis == -2 else (-1, 2)))
     first, second = (pairs[..., :1, :], pairs[..., 1:, :]) if axis == -2 else (pairs[..., :1], pairs[..., 1:])
-    turned = _turn_at_once if kernels.counts_launches() else _turn
-    return turned(first, second, *turn).reshape(x.shape)
-
-
-def _turn(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
-    return (first * by_first + second * by_second).astype(first.dtype)
-
-
-_turn_at_once = mx.compile(_turn, shapeless=True)
+    return kernels.turn_pairs(first, second, *turn).reshape(x.shape)
 
 
 def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Sequence[Run], scale: float) -> mx.array:
