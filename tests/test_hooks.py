@@ -26,7 +26,7 @@ from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import RUNS_MODEL, Adapter
 from vlm_batch.adapters.hooks import check_attention, hook, put_hooks, runs_model
 from vlm_batch.adapters.rotary import APPLY, Turn
-from vlm_batch.arrays import as_mlx
+from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models import adapter_for, families
@@ -255,6 +255,31 @@ def test_m_rope_that_is_applied_elsewhere_refuses_the_family(monkeypatch: pytest
         UnsupportedModel, match=r"qwen2_vl: the file of mlx_vlm.models.qwen2_vl.* has no apply_multimod"
     ):
         adapter_for("qwen2_vl")(model)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])  # axes in sections, and in turns over a part of the head
+def test_a_prompts_rotation_is_two_kernels_where_launches_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = as_mlx(inputs_of(name, IMAGE))
+
+    def keys() -> list[np.ndarray]:
+        adapter = adapter_for(name)(family(name).build())
+        cache = adapter.make_cache()
+        adapter.prefill(adapter.encode(inputs), cache, 0, inputs["input_ids"].shape[1])
+        return [np.array(array) for array in arrays_of([layer.state for layer in cache])]
+
+    right, turned = keys(), 0
+    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    turn = kernels.turn_pairs
+
+    def counted(*pairs: mx.array) -> mx.array:
+        nonlocal turned
+        turned += 1
+        return turn(*pairs)
+
+    monkeypatch.setattr(kernels, "turn_pairs", counted)
+    found = keys()
+    assert turned >= 4 and len(found) == len(right)
+    assert all(np.abs(one - other).max() < 1e-5 for one, other in zip(found, right, strict=True))
 
 
 def test_a_decode_steps_rotation_is_an_adapters_alone(monkeypatch: pytest.MonkeyPatch) -> None:

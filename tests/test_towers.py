@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from vlm_batch.adapters import kernels, windows
 from vlm_batch.adapters.products import products_of, shapes_of
 from vlm_batch.arrays import as_mlx
 from vlm_batch.models import adapter_for
+from vlm_batch.models._qwen2_5_vl import MOST_KEPT, Sides, layout_of
 
 #: Layers of an MLP that are narrowed: outputs of the first ones, inputs of the last.
 NARROWED = {"qwen2_5_vl": (("gate_proj", "up_proj"), "down_proj"), "qwen3_vl": (("linear_fc1",), "linear_fc2")}
@@ -95,3 +97,28 @@ def test_a_rotation_of_half_precision_is_rounded_once() -> None:
     found = windows.rotate(x[:, :2].swapaxes(0, 1), windows.turn_by(angles))
     right = mx.stack([apply_rotary_pos_emb_vision(x[None, :, part], angles)[0] for part in (0, 1)])
     assert found.dtype == mx.bfloat16 and bool(mx.all(found == right))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm_ocr"])
+def test_patches_are_embedded_as_by_the_convolution(name: str) -> None:
+    theirs: Any = tiny_family(name).build().vision_tower.patch_embed
+    ours: Any = adapter_for(name)(tiny_family(name).build()).model.vision_tower.patch_embed
+    kernel = theirs.proj.weight
+    patches = mx.random.normal((7, kernel[0].size), key=mx.random.key(0))
+    assert type(ours) is not type(theirs)
+    assert np.abs(np.array(ours(patches) - theirs(patches))).max() < 1e-5
+    assert "proj" in ours and ours.proj.weight.shape == kernel.shape  # towers read its type
+
+
+def test_a_layout_is_made_once_for_a_size_and_holds_in_every_thread() -> None:
+    sides = Sides(merge=2, window=4, theta=10000.0, width=8)
+    first = layout_of(((1, 12, 20), (2, 6, 4)), sides)
+    assert layout_of(((1, 12, 20), (2, 6, 4)), sides) is first
+    assert layout_of(((1, 20, 12), (2, 6, 4)), sides) is not first
+    large = ((1, 2, MOST_KEPT),)
+    assert layout_of(large, sides) is not layout_of(large, sides)
+    found: list[float] = []
+    thread = Thread(target=lambda: found.append(float((first.turn[0] * 2).sum())))
+    thread.start()
+    thread.join()
+    assert found == [float((first.turn[0] * 2).sum())]

@@ -14,6 +14,7 @@ from mlx_vlm.models import prism_hadamard_qwen35 as upstream
 from mlx_vlm.models import qwen3_5
 from mlx_vlm.models.prism_hadamard_qwen35.prism_hadamard_qwen35 import hadamard_transform
 
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 
 from . import _videos
@@ -75,7 +76,9 @@ def build() -> nn.Module:
     )
     model = upstream.Model(config)
     model.load_weights(list(model.sanitize(weights).items()), strict=True)
-    for block in model.vision_tower.blocks:  # in the bits of the adapter's attention: see ``greedy``
+    tower = model.vision_tower
+    tower.patch_embed.__class__ = embed_by_product(type(tower.patch_embed))  # in the adapter's bits: see ``greedy``
+    for block in tower.blocks:
         block.attn.__class__ = attend_pictures(type(block.attn))
     model.eval()
     mx.eval(model.parameters())

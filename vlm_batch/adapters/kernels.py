@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -213,17 +214,18 @@ def is_rare(queries: mx.array, keys: mx.array) -> bool:
     return is_small(queries, keys) and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
 
 
-def has_plan(shape: tuple[int, ...], is_masked: bool) -> bool:
-    """Count a shape. True if it is computed by a plan: it has come often enough, or shapes alone decide."""
-    return goes_by_shapes() or not is_new(shape, is_masked)
+def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Count the first of the shapes of attention calls that are made together. True if they are made by plans: it has come
+    often enough for those of all, or shapes alone decide."""
+    return goes_by_shapes() or not is_new(shapes[0], True, times=len(shapes))
 
 
-def is_new(shape: tuple[int, ...], is_masked: bool = False, times: int = 1) -> bool:
+def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
     """Count a shape (B, H, L, D) of a tower's attention. True if it has come too seldom for a plan, whatever its size: the
-    larger, the sooner a plan pays. ``times`` is how many times later it pays than where it would be spelled out."""
+    larger, the sooner a plan pays. ``times`` is how many times later it pays than one that saves what spelling out costs."""
     batch, heads, length, width = shape
     numbers = batch * heads * length * (length + NUMBERS_OF_PATCH * width)
-    uses = _count((shape, is_masked))
+    uses = _count((shape, is_filled))
     return uses <= times * USES_BEFORE_PLAN and uses * numbers <= times * NUMBERS_BEFORE_PLAN
 
 
@@ -383,3 +385,16 @@ def _later(queries: int, keys: int) -> mx.array:
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``."""
     return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else SWIGLU(gate, x)
+
+
+def turn_pairs(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+    """Rotary embedding of pairs of numbers by factors of both, which broadcast: one kernel where launches count."""
+    turn = _turn_at_once if counts_launches() else _turn
+    return turn(first, second, by_first, by_second)
+
+
+def _turn(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+    return (first * by_first + second * by_second).astype(first.dtype)
+
+
+_turn_at_once = mx.compile(_turn, shapeless=True)

@@ -1,8 +1,9 @@
-"""M-RoPE of a decode step as one operation on queries and one on keys.
+"""M-RoPE as one operation on queries and one on keys.
 
 A token that is decoded has the same position on all three axes (Qwen2-VL, arXiv:2409.12191, section 2.1), so there M-RoPE
 is RoPE. mlx-vlm spells it out everywhere but on Metal: six launches each for queries and keys, of about thirty that a
-layer makes, and where launches decide (CUDA) a step takes as long as it has launches. On a CPU nothing changes.
+layer makes, and where launches decide (CUDA) a step takes as long as it has launches. A prompt's tokens are pairs times
+factors that are made once for all layers, in the kernel that turns pictures' patches. On a CPU nothing changes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from vlm_batch.adapters.hooks import files_of, hook, is_hook, is_replacement, pu
 from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
+#: Of mlx-vlm's ways to lay out the axes' frequencies, those whose cosines (B, L, D) go with halves of a head.
+PLAIN_STYLES = ("chunked", "interleaved")
 
 
 class DecodePositions:
@@ -62,6 +65,31 @@ class Turn:
         )
 
 
+@dataclass(frozen=True)
+class PromptTurn:
+    """The rotation of a prompt's queries and keys, handed on in the place of cosines: factors of the first and of the second
+    number of each pair (B, 1, L, 2, D_rotary / 2), in float32."""
+
+    by_first: mx.array
+    by_second: mx.array
+
+    @classmethod
+    def of(cls, cos: mx.array, sin: mx.array) -> PromptTurn:
+        """The rotation by cosines and sines (B, L, D_rotary), whose halves are the same."""
+        half = cos.shape[-1] // 2
+        cos, sin = (turned[:, None, :, :half].astype(mx.float32) for turned in (cos, sin))
+        return cls(mx.stack([cos, sin], axis=-2), mx.stack([-sin, cos], axis=-2))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, H, L, D) -> (B, H, L, D)"""
+        width = 2 * self.by_first.shape[-1]
+        turned = x[..., :width]
+        pairs = turned.reshape(*turned.shape[:-1], 2, -1)
+        found = kernels.turn_pairs(pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second)
+        found = found.reshape(turned.shape)
+        return found if width == x.shape[-1] else mx.concatenate([found, x[..., width:]], axis=-1)
+
+
 def hook_rotary(module: nn.Module, *, family: str) -> DecodePositions:
     """Let the M-RoPE of a model of ours (mlx-vlm's classes, our copy) turn a decode step's tokens in one operation.
 
@@ -97,22 +125,25 @@ def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> 
 
 
 def turning(parent: type) -> type:
-    """A rotary embedding that returns a ``Turn`` in the place of cosines for a decode step, and None for sines."""
+    """A rotary embedding that returns a ``Turn`` in the place of cosines for a decode step, and None for sines; for a prompt a
+    ``PromptTurn``, where pairs are half a head apart and cosines those of all axes together."""
 
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
             positions = self._step.positions
             if positions is None or not kernels.counts_launches():
-                return super().__call__(x, position_ids)
+                cos, sin = super().__call__(x, position_ids)
+                is_plain = self.style in PLAIN_STYLES and cos.ndim == 3 and kernels.counts_launches()
+                return (PromptTurn.of(cos, sin), None) if is_plain else (cos, sin)
             return Turn(positions, self._periods, self.pairing == "even_odd"), None
 
     return Turning
 
 
 def applying(upstream: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tuple[mx.array, mx.array]]:
-    """mlx-vlm's function that rotates queries and keys (B, H, L, D), and the same by a ``Turn``."""
+    """mlx-vlm's function that rotates queries and keys (B, H, L, D), and the same by a ``Turn`` or ``PromptTurn``."""
 
     def apply(q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
-        return (cos(q), cos(k)) if isinstance(cos, Turn) else upstream(q, k, cos, sin, *args, **kwargs)
+        return (cos(q), cos(k)) if isinstance(cos, Turn | PromptTurn) else upstream(q, k, cos, sin, *args, **kwargs)
 
     return apply

@@ -59,6 +59,23 @@ def _widen(first: list[Any], last: Any) -> None:
     mx.eval([layer.parameters() for layer in (*first, last)])
 
 
+def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
+    """An embedding of patches (N, values), which come one by one, as a product: (N, D).
+
+    mlx-vlm's is a convolution of N pictures of one place each. On CUDA, MLX makes a cuDNN graph for every N
+    (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
+    """
+
+    class PatchProduct(parent):  # type: ignore[misc,valid-type]
+        def __call__(self, hidden_states: mx.array) -> mx.array:
+            kernel = self.proj.weight  # (D, time, rows, columns, colours); a patch's values are colour by colour
+            weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
+            patches = hidden_states.reshape(-1, weight.shape[1])
+            return mx.addmm(self.proj.bias, patches, weight.T) if "bias" in self.proj else patches @ weight.T
+
+    return PatchProduct
+
+
 def use_tanh_gelu(tower: nn.Module) -> None:
     """Give the working copy's tower GELU in its tanh form in place of the sigmoid's."""
     for _, module in tower.named_modules():

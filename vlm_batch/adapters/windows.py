@@ -56,15 +56,7 @@ def rotate(x: mx.array, turn: Turn, axis: int = -2) -> mx.array:
     side (axis -1): the first number of each by one array, the second by the other, so that nothing is joined."""
     pairs = x.reshape(*x.shape[:-1], *((2, -1) if axis == -2 else (-1, 2)))
     first, second = (pairs[..., :1, :], pairs[..., 1:, :]) if axis == -2 else (pairs[..., :1], pairs[..., 1:])
-    turned = _turn_at_once if kernels.counts_launches() else _turn
-    return turned(first, second, *turn).reshape(x.shape)
-
-
-def _turn(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
-    return (first * by_first + second * by_second).astype(first.dtype)
-
-
-_turn_at_once = mx.compile(_turn, shapeless=True)
+    return kernels.turn_pairs(first, second, *turn).reshape(x.shape)
 
 
 def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Sequence[Run], scale: float) -> mx.array:
@@ -93,10 +85,9 @@ class Windows:
     there: mx.array  # (windows of the second call * size,) patches, and others in the place of those that are missing
     back: mx.array  # (patches of the second call,) their places in it
 
-    def calls(self, heads: int, width: int) -> list[tuple[Any, ...]]:
-        """The shape of each call, and whether it has a mask."""
-        counts = ((self.whole, False), (len(self.lengths), True))
-        return [((count, heads, self.size, width), masked) for count, masked in counts if count]
+    def calls(self, heads: int, width: int) -> list[tuple[int, ...]]:
+        """The shape (W, H, L, D) of each call."""
+        return [(count, heads, self.size, width) for count in (self.whole, len(self.lengths)) if count]
 
 
 def windows_of(runs: Sequence[Run], size: int) -> Windows:
@@ -106,9 +97,11 @@ def windows_of(runs: Sequence[Run], size: int) -> Windows:
     rest = every[whole:]
     filled = kernels.few_from(len(rest), kernels.WINDOWS_STEP)
     inside, starts = np.arange(size), whole * size + np.cumsum(rest) - rest
-    there = np.zeros((filled, size), np.int32)
+    there = np.zeros(
+        (filled, size), np.int64
+    )  # as other orders of patches are: a type of indices is a kernel to be built
     there[: len(rest)] = starts[:, None] + np.minimum(inside, rest[:, None] - 1)
-    back = np.flatnonzero(inside < rest[:, None]).astype(np.int32)
+    back = np.flatnonzero(inside < rest[:, None])
     lengths = (*rest.tolist(), *[size] * (filled - len(rest)))
     return Windows(tuple(runs), size, whole, lengths, mx.array(there.reshape(-1)), mx.array(back))
 
@@ -116,7 +109,7 @@ def windows_of(runs: Sequence[Run], size: int) -> Windows:
 def attend_windows(both: mx.array, values: mx.array, windows: Windows, scale: float) -> mx.array:
     """Attention of patches within their windows: queries and keys (2, N, H, D), values (N, H, D) -> (N, H * D)."""
     heads, width = values.shape[1:]
-    if not kernels.takes_plans(both) or False in {kernels.has_plan(*call) for call in windows.calls(heads, width)}:
+    if not kernels.takes_plans(both) or not kernels.has_plans(windows.calls(heads, width)):
         return attend_runs(both[0], both[1], values, windows.runs, scale)
     outputs, patches = [], windows.whole * windows.size
     if windows.whole:

@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.qwen2_5_vl.language import Attention
-from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
+from mlx_vlm.models.qwen2_5_vl.vision import PatchEmbed, VisionModel
 
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import (
     Run,
     Turn,
@@ -153,4 +154,8 @@ def _patches_of(places: np.ndarray, unit: int) -> mx.array:
     return mx.array((places[:, None] * unit + np.arange(unit)).reshape(-1))
 
 
-PATCHES: dict[type, type] = {VisionModel: WindowRuns, Attention: seal_masks(Attention)}
+PATCHES: dict[type, type] = {
+    VisionModel: WindowRuns,
+    Attention: seal_masks(Attention),
+    PatchEmbed: embed_by_product(PatchEmbed),
+}

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.vision import cubic_weights
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
@@ -85,4 +86,5 @@ class GLM4V(MRoPEAdapter):
         return {
             upstream.Glm4vVisionAttention: attend_pictures(upstream.Glm4vVisionAttention),
             upstream.Glm4vVisionEmbeddings: Embeddings,
+            upstream.Glm4vVisionPatchEmbed: embed_by_product(upstream.Glm4vVisionPatchEmbed),
         }

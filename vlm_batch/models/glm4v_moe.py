@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.routing import dropped_groups
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.glm4v import GLM4V, BicubicEmbeddings
 from vlm_batch.registry import ModelSpec, register
@@ -31,7 +32,11 @@ class GLM4VMoe(GLM4V):
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm4v_moe.language import MoEGate
-        from mlx_vlm.models.glm4v_moe.vision import Glm4vMoeVisionAttention, Glm4vVisionEmbeddings
+        from mlx_vlm.models.glm4v_moe.vision import (
+            Glm4vMoeVisionAttention,
+            Glm4vMoeVisionPatchEmbed,
+            Glm4vVisionEmbeddings,
+        )
 
         class Embeddings(BicubicEmbeddings, Glm4vVisionEmbeddings):
             """The table by the reference's interpolation."""
@@ -39,5 +44,6 @@ class GLM4VMoe(GLM4V):
         return {
             Glm4vMoeVisionAttention: attend_pictures(Glm4vMoeVisionAttention),
             Glm4vVisionEmbeddings: Embeddings,
+            Glm4vMoeVisionPatchEmbed: embed_by_product(Glm4vMoeVisionPatchEmbed),
             MoEGate: dropped_groups(MoEGate),
         }

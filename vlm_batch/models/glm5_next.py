@@ -9,6 +9,7 @@ from mlx_vlm.models.cache import CacheList
 
 from vlm_batch.adapters.attention import row_by_row
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.caches import WholeCache
 from vlm_batch.registry import ModelSpec, register
 
@@ -32,8 +33,12 @@ class Glm5Next(GridAdapter):
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm5_next.language import Glm5NextAttention
+        from mlx_vlm.models.glm5_next.vision import VisionPatchEmbed
 
-        return {Glm5NextAttention: row_by_row(Glm5NextAttention)}
+        return {
+            Glm5NextAttention: row_by_row(Glm5NextAttention),
+            VisionPatchEmbed: embed_by_product(VisionPatchEmbed),
+        }
 
     def make_cache(self) -> list[Any]:
         return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().make_cache()]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -21,3 +24,9 @@ class GLMOCR(MRoPEAdapter):
 
     pads_prefill = True
     input_keys = GridAdapter.input_keys
+
+    @classmethod
+    def patches(cls) -> Mapping[type, type]:
+        from mlx_vlm.models.glm_ocr.vision import GlmOcrVisionPatchEmbed
+
+        return {GlmOcrVisionPatchEmbed: embed_by_product(GlmOcrVisionPatchEmbed)}

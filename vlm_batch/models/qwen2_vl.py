@@ -10,6 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -57,7 +58,11 @@ class Qwen2VL(MRoPEAdapter):
         from mlx_vlm.models.qwen2_vl import vision
         from mlx_vlm.models.qwen2_vl.language import Attention
 
-        return {Attention: seal_masks(Attention), vision.Attention: attend_pictures(vision.Attention)}
+        return {
+            Attention: seal_masks(Attention),
+            vision.Attention: attend_pictures(vision.Attention),
+            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
+        }
 
     @classmethod
     def video_processor(cls, part: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
@@ -46,4 +47,8 @@ class Qwen35(MRoPEAdapter):
         from mlx_vlm.models.qwen3_vl import vision
 
         sealed = seal_masks(Qwen3_5Attention)  # cut to the longest row at qwen3_5/language.py:1024
-        return {Qwen3_5Attention: sealed, vision.Attention: attend_pictures(vision.Attention)}
+        return {
+            Qwen3_5Attention: sealed,
+            vision.Attention: attend_pictures(vision.Attention),
+            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
+        }

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
@@ -50,4 +51,8 @@ class Qwen3OmniMoe(MRoPEAdapter):
         from mlx_vlm.models.qwen3_omni_moe.language import Attention
 
         sealed = seal_masks(Attention)  # cut to the longest row at qwen3_omni_moe/language.py:123
-        return {Attention: sealed, vision.Attention: attend_pictures(vision.Attention)}
+        return {
+            Attention: sealed,
+            vision.Attention: attend_pictures(vision.Attention),
+            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
+        }

@@ -8,7 +8,7 @@ from typing import Any
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.prompts import cut
-from vlm_batch.adapters.towers import Inner
+from vlm_batch.adapters.towers import Inner, embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.records import Encoded
@@ -33,7 +33,11 @@ class Qwen3VL(MRoPEAdapter):
         from mlx_vlm.models.qwen3_vl import vision
         from mlx_vlm.models.qwen3_vl.language import Attention
 
-        return {Attention: seal_masks(Attention), vision.Attention: attend_pictures(vision.Attention)}
+        return {
+            Attention: seal_masks(Attention),
+            vision.Attention: attend_pictures(vision.Attention),
+            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
+        }
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """A chunk takes the deepstack rows of its own picture positions (mlx-vlm's batch takes the whole prompt's)."""

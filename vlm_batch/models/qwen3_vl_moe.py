@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import seal_masks
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.models.qwen3_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
@@ -41,4 +42,8 @@ class Qwen3VLMoe(Qwen3VL):
         from mlx_vlm.models.qwen3_vl_moe.language import Attention
 
         sealed = seal_masks(Attention)  # cut to the longest row at qwen3_vl_moe/language.py:107
-        return {Attention: sealed, vision.Attention: attend_pictures(vision.Attention)}
+        return {
+            Attention: sealed,
+            vision.Attention: attend_pictures(vision.Attention),
+            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
+        }

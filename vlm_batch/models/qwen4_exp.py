@@ -11,6 +11,7 @@ from vlm_batch.adapters.attention import HOOKS, row_by_row
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import put_hooks
+from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.caches import IndexedCache
 from vlm_batch.inputs.videos import Sampling
@@ -51,6 +52,7 @@ class Qwen4Exp(MRoPEAdapter):
         return {
             Qwen4ExpAttention: row_by_row(Qwen4ExpAttention),
             vision.Attention: attend_pictures(vision.Attention),
+            vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
         }
 
     def make_cache(self) -> list[Any]:
