@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
@@ -61,6 +62,8 @@ MANY_CODES = 2**20
 
 #: mlx-vlm's, whatever its name is bound to later.
 SWIGLU = activations.swiglu
+#: The same by the kernel that a compiled decode step has for it: MLX names kernels by what is fused, and builds each once.
+SWIGLU_OF_STEPS = mx.compile(lambda gate, x: nn.silu(gate) * x)
 
 _uses: Counter[tuple[Any, ...]] = Counter()
 _last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
@@ -311,4 +314,7 @@ def _later(queries: int, keys: int) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``."""
-    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else SWIGLU(gate, x)
+    if takes_powers(gate):
+        return gate * x / (1 + mx.power(E, -gate))
+    is_step = gate.ndim == 3 and gate.shape[1] == 1  # of few shapes, for each of which it is traced
+    return SWIGLU_OF_STEPS(gate, x) if is_step and counts_launches() else SWIGLU(gate, x)
