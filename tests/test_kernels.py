@@ -64,11 +64,16 @@ def test_a_prompts_attention_before_it_has_a_plan_is_mlxs(
 def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "MAX_SCORES", 100)
-    monkeypatch.setattr(kernels, "SCORES_BEFORE_PLAN", 3 * 8 * 30 * 30)
+    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 3 * 8 * 30 * 30)
     monkeypatch.setattr(kernels, "_uses", Counter())
     ways: list[str] = []
     plain = kernels.attend_before
-    monkeypatch.setattr(kernels, "attend_before", lambda *args: ways.append("before") or plain(*args))
+
+    def noted(*args: Any) -> mx.array:
+        ways.append("before")
+        return plain(*args)
+
+    monkeypatch.setattr(kernels, "attend_before", noted)
     queries, keys, values = random((1, 8, 30, 16), (1, 2, 30, 16), (1, 2, 30, 16))
     for _ in range(5):
         kernels.attend(queries, keys, values, SCALE, "causal")

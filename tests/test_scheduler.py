@@ -173,6 +173,19 @@ def test_a_prompt_that_has_waited_long_may_stretch_the_gap() -> None:
     assert budgets == pytest.approx([120, 220, 320, 320], abs=6)
 
 
+def test_how_far_it_is_stretched_is_the_devices() -> None:
+    pace = measured(0.04, 0.1, 200)
+    pace._config = SchedulerConfig(token_gap=0.1, idle_budget=2048, stretch=1)
+    assert pace.budget(is_decoding=True, pending=4096, waited=60.0) == pytest.approx(120, abs=3)
+
+
+def test_what_pictures_took_of_a_step_is_not_left_for_prompts() -> None:
+    """0.06 s beside decoding, less 0.04 for a picture: 40 tokens, and none where it took longer."""
+    pace = measured(0.04, 0.1, 200)
+    budgets = [pace.budget(is_decoding=True, pending=30, encoding=encoding) for encoding in (0.04, 0.2, 0.2, 0.0)]
+    assert budgets == [pytest.approx(40, abs=2), 0, 0, pytest.approx(3 * 120, abs=6)]
+
+
 def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
     scheduler = Scheduler(SchedulerConfig(slack=30))
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0), PrefillRow("c", 50, 0)]

@@ -6,12 +6,20 @@ import gc
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-from tests.harness import Ask, check, run_family
+from tests.harness import Ask, check, run_family, shared_adapter
+from tests.zoo import family
+from vlm_batch.adapters import kernels
 from vlm_batch.caches import Placement, RingSlabCache, SlabCache
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
+from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.models import adapter_for
 
 HEADS, DEPTH, PLACES, WINDOW = 2, 64, 4, 4096
 KINDS = ("full", "sliding", "few bits")
@@ -118,3 +126,31 @@ def test_answers_are_the_same_over_slabs_that_grow_and_give_back(name: str, monk
     ]
     check(name, run_family(name, asks, placement=Placement.SLAB))
     assert cuts
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows join and leave, and the slab grows: each answer is the one alone. Few bits and packed weights have none."""
+    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    monkeypatch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 1)
+    made: list[CompiledDecode] = []
+    plain = CompiledDecode.__init__
+
+    def watched(self: CompiledDecode, decode: Any) -> None:
+        made.append(self)
+        plain(self, decode)
+
+    monkeypatch.setattr(CompiledDecode, "__init__", watched)
+    engine = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, config=SchedulerConfig(max_rows=4))
+    asks = [Ask("text:4:250", tokens=12), Ask("image:2:1", at=2), Ask("text:5:9", at=5), Ask("text:6:14", at=6)]
+    check(name, run_family(name, asks, generator=engine))
+    (graphs,) = made
+    assert len(graphs._graphs) > 2, "of one, two and four places, and of 256 and 512 columns"
+    few = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, kv=KVQuantisation(8, group_size=32))
+    run_family(name, asks[:1], generator=few)
+    assert len(made) == 2 and not made[1]._graphs
+    packed = adapter_for(name)(family(name).build())
+    nn.quantize(packed.language, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("q_proj"))
+    BatchGenerator(packed, placement=Placement.SLAB)
+    BatchGenerator(shared_adapter(name), placement=Placement.ROWS, compile_decode=False)
+    assert len(made) == 2

@@ -34,15 +34,19 @@ SLAB = {"placement": "slab", "most_rows": 4, "max_chunk": 128}
 
 
 class Shapes:
-    """The shapes of an adapter's forwards: of embeddings (B, L), or of tokens (B, 1)."""
+    """The shapes of an adapter's forwards: of embeddings (B, L), or of a step's rows and the columns that they see."""
 
     def __init__(self, adapter: Any, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[str, tuple[int, ...]]] = []
         plain = adapter.forward
 
         def forward(ids: Any, embeds: Any, cache: Any, extra: Any) -> mx.array:
-            self.seen.append(("step", ids.shape) if embeds is None else ("prompt", embeds.shape[:2]))
-            return plain(ids, embeds, cache, extra)
+            if embeds is not None:
+                self.seen.append(("prompt", embeds.shape[:2]))
+                return plain(ids, embeds, cache, extra)
+            logits = plain(ids, embeds, cache, extra)
+            self.seen.append(("step", (len(ids), cache[0].capacity)))
+            return logits
 
         patch.setattr(adapter, "forward", forward)
 
@@ -71,6 +75,20 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     warmed = shapes.take()
     assert not engine.has_work and not engine.batch.rows and not engine.prefill.rows and not engine.reuse.nbytes
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
+    assert shapes.take() <= warmed
+
+
+def test_steps_of_long_rows_are_computed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA attention over slabs of a new shape costs a plan."""
+    adapter = adapter_of(FAMILY, "float32")
+    config = SchedulerConfig(max_rows=2, pad_to=256, max_chunk=512, prefill_together=1)
+    engine = BatchGenerator(adapter, placement=Placement.SLAB, config=config)
+    shapes = Shapes(adapter, monkeypatch)
+    for _ in engine.warm_up():
+        pass
+    warmed = shapes.take()
+    assert {shape for kind, shape in warmed if kind == "step"} == {(1, 256), (2, 256), (1, 512), (2, 512)}
+    check(FAMILY, run_family(FAMILY, [Ask("text:4:9"), Ask("text:5:300", at=1)], generator=engine))
     assert shapes.take() <= warmed
 
 

@@ -50,7 +50,7 @@ class VLMBatcher:
     ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests decode
     together; None lets their number follow what is measured: it grows while a step becomes cheaper for each of them and
     memory allows, up to the device's most. Prompts are prefilled beside them in chunks that keep the gap between two tokens
-    near ``token_gap`` seconds (up to twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if
+    near ``token_gap`` seconds (on a CPU twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if
     that is given. ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a
     picture is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
     lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be seen,

@@ -38,6 +38,7 @@ class Policy:
     max_chunk: int
     smallest_chunk: int
     idle_budget: int
+    stretch: int
     slack: int
     encode_together: int
     beside_decode: int
@@ -100,6 +101,7 @@ _CPU = Policy(
     max_chunk=256,
     smallest_chunk=256,
     idle_budget=1024,
+    stretch=2,
     slack=0,
     encode_together=1,
     beside_decode=4,
@@ -120,6 +122,7 @@ _CUDA = Policy(
     max_chunk=2048,
     smallest_chunk=1024,
     idle_budget=8192,
+    stretch=1,
     slack=512,
     encode_together=16,
     beside_decode=4,
@@ -177,6 +180,11 @@ SETTINGS: Mapping[str, Setting] = {
         "prompt tokens of a step in which nothing decodes",
         "measured: docs/benchmarks.md, missed targets on a CPU",
         _LAUNCHES,
+    ),
+    "stretch": Setting(
+        "times token_gap that a step takes at most while a prompt has waited long",
+        "measured: docs/benchmarks.md, missed targets on a CPU",
+        "assumed: a longer step has fewer launches to save than a CPU has steps of few rows",
     ),
     "slack": Setting("tokens by which a chunk may be longer if that ends its prompt", "no gain there", "assumed"),
     "encode_together": Setting(

@@ -114,8 +114,10 @@ _ANY: dict[str, Any] = {
         "encode_seconds": 0.0,
         "grid": 256,
     },
-    **dict.fromkeys(("max_chunk", "smallest_chunk", "idle_budget", "slack", "encode_together", "beside_decode"), 1),
-    **dict.fromkeys(("most_patches", "prefill_together", "together_tokens", "pad_to", "encode_ahead"), 1),
+    **dict.fromkeys(("max_chunk", "smallest_chunk", "idle_budget", "stretch", "slack", "encode_together"), 1),
+    **dict.fromkeys(
+        ("beside_decode", "most_patches", "prefill_together", "together_tokens", "pad_to", "encode_ahead"), 1
+    ),
     **dict.fromkeys(("call_tokens", "call_patches"), 1),
 }
 

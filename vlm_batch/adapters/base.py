@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
+from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import attending_apart, attends_apart, check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
@@ -69,6 +70,8 @@ class Adapter:
     ignored_features: ClassVar[frozenset[str]] = frozenset()
     #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
     compiles: ClassVar[bool] = False
+    #: Whether a traced step of plain weights has no kernel that an untraced one has not: none is built beside rows that decode.
+    traces_alike: ClassVar[bool] = False
     #: Whether whole prompts of one length may be prefilled as one array (R, L): true of families whose prefill takes no more
     #: than embeddings and positions, and whose caches are plain keys and values.
     shares_prefill: ClassVar[bool] = False
@@ -580,6 +583,13 @@ class Adapter:
 
     # Facts
     # --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def graphs_pay(self) -> bool:
+        """Whether decode steps are compiled unless somebody says otherwise: where launches decide, and nothing has to be built.
+        (A packed product adds its bias in an operation of its own, which a graph fuses with the broadcast before it.)"""
+        is_packed = any(isinstance(module, nn.QuantizedLinear) for _, module in self.language.named_modules())
+        return kernels.counts_launches() and self.compiles and self.traces_alike and not is_packed
 
     @property
     def max_context(self) -> int | None:

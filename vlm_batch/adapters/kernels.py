@@ -26,6 +26,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
@@ -72,6 +73,8 @@ MANY_CODES = 2**20
 
 #: mlx-vlm's, whatever its name is bound to later.
 SWIGLU = activations.swiglu
+#: The same by the kernel that a compiled decode step has for it: MLX names kernels by what is fused, and builds each once.
+SWIGLU_OF_STEPS = mx.compile(lambda gate, x: nn.silu(gate) * x)
 
 _uses: Counter[tuple[Any, ...]] = Counter()
 #: Shapes (B, H, L, D) that pictures' attention has been filled up to.
@@ -109,7 +112,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
             return attend_groups(queries, keys, values, scale, mask)
         if spells_out(queries, keys, mask) if goes_by_shapes() else queries.shape[2] > 1 and is_rare(queries, keys):
             return attend_spelled_out(queries, keys, values, scale, mask)
-        if not goes_by_shapes() and isinstance(mask, str) and queries.shape[2] > 1 and is_new(queries, keys):
+        if not goes_by_shapes() and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
             return attend_before(queries, keys, values, scale)
     elif (mask is None or isinstance(mask, str)) and takes_powers(queries) and is_long(queries, keys):
         return attend_in_blocks(queries, keys, values, scale, is_causal=mask is not None)
@@ -218,6 +221,13 @@ def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
     """Count the first of the shapes of attention calls that are made together. True if they are made by plans: it has come
     often enough for those of all, or shapes alone decide."""
     return goes_by_shapes() or not is_new(shapes[0], True, times=len(shapes))
+
+
+def is_early(queries: mx.array, keys: mx.array) -> bool:
+    """Count a shape of a prompt's attention. True if it has come too seldom for a plan: the larger, the sooner one pays."""
+    uses = _count((queries.shape, keys.shape))
+    batch, heads, length, _ = queries.shape
+    return uses <= USES_BEFORE_PLAN and uses * batch * heads * length * keys.shape[2] <= NUMBERS_BEFORE_PLAN
 
 
 def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
@@ -384,7 +394,10 @@ def _later(queries: int, keys: int) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``."""
-    return gate * x / (1 + mx.power(E, -gate)) if takes_powers(gate) else SWIGLU(gate, x)
+    if takes_powers(gate):
+        return gate * x / (1 + mx.power(E, -gate))
+    is_step = gate.ndim == 3 and gate.shape[1] == 1  # of few shapes, for each of which it is traced
+    return SWIGLU_OF_STEPS(gate, x) if is_step and counts_launches() else SWIGLU(gate, x)
 
 
 def turn_pairs(first: mx.array, second: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:

@@ -11,7 +11,7 @@ from mlx_vlm.models.cache import ChunkedKVCache
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.slab import RingSlabCache
+from vlm_batch.caches.slab import RingSlabCache, SlabCache
 from vlm_batch.caches.states import SimpleState, filed
 
 
@@ -106,8 +106,12 @@ class BlockSlabCache(RingSlabCache):
         return cache
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        if length != 1:
-            raise ValueError(f"a batch decodes one token a row, not {length}")
+        return SlabCache.make_mask(self, length)
+
+    def _is_uniform(self, window_size: int | None) -> bool:
+        return False
+
+    def _mask(self, window_size: int | None) -> mx.array:
         columns = mx.arange(self._columns)[None]
         return (columns <= self._positions()[:, None])[:, None, None, :]
 

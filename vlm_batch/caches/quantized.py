@@ -280,14 +280,16 @@ class QuantizedSlabCache(SlabCache):
         ]
         self.keys, self.values = written if len(written) == 2 else (written[0], ())
         self.advance()
-        if self._traced is not None:
-            self._traced = self._traced + 1
         return self._fetched()
 
     def prepare(self) -> tuple[Any, ...]:
         """Make room for one more token; what a step's graph depends on."""
         self._reserve_parts(self._held_widths(), self._idx + 1)
-        return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
+        return (tuple(part.shape for part in self.arrays()), self._dtype)
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        return self.keys[1].dtype
 
     @property
     def nbytes(self) -> int:

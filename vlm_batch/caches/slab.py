@@ -106,6 +106,8 @@ class SlabCache(SlabArrays):
         self._lengths = [0] * num_places
         self._kept = self._lengths
         self._traced: mx.array | None = None  # (S,) the lengths, while a compiled step is traced
+        self._traced_mask: mx.array | None = None
+        self._traced_steps = 0  # made since then
 
     def put(self, place: int, cache: Any) -> None:
         """Copy one row's keys and values (its own bytes only) from its single-row cache into a place.
@@ -152,7 +154,9 @@ class SlabCache(SlabArrays):
     @property
     def offset(self) -> mx.array:
         """``lengths`` as an array (S,), as models want it for RoPE."""
-        return lengths_array(self.lengths) if self._traced is None else self._traced
+        if self._traced is None:
+            return lengths_array(self.lengths)
+        return self._traced + self._traced_steps if self._traced_steps else self._traced
 
     @property
     def _idx(self) -> int:
@@ -167,13 +171,12 @@ class SlabCache(SlabArrays):
         self.keys = put_columns(self.keys, at, keys)
         self.values = put_columns(self.values, at, values)
         self.advance()
-        if self._traced is not None:
-            self._traced = self._traced + 1
         return self._fetched()
 
     def advance(self) -> None:
         """Count the token that every live place was given."""
         self._lengths = [length + (length > 0) for length in self._lengths]
+        self._traced_steps += 1
 
     # A compiled step: the same shapes, other lengths ---------------------------------------------------------------------
 
@@ -182,6 +185,17 @@ class SlabCache(SlabArrays):
         assert self.keys is not None and self.values is not None
         self._reserve(self.keys, self.values, self._idx + 1)
         return (self.keys.shape, self.keys.dtype)
+
+    def step_inputs(self) -> tuple[mx.array, mx.array]:
+        """What a graph is handed beside the slab: lengths (S,), and the mask (S, 1, 1, C) as what is added to scores."""
+        mask, dtype = self._mask(None), self._dtype
+        return self.offset, mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        """The type of keys and values as attention reads them."""
+        assert self.keys is not None
+        return self.keys.dtype
 
     def give(self) -> tuple[mx.array, mx.array]:
         """Hand the slab over, to be written by a step."""
@@ -195,14 +209,14 @@ class SlabCache(SlabArrays):
         self.keys, self.values = keys, values
         self.advance()
 
-    def trace(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
-        """Work on placeholders for the slab and its lengths (S,) until ``untrace``."""
+    def trace(self, keys: mx.array, values: mx.array, offset: mx.array, mask: mx.array) -> None:
+        """Work on placeholders for the slab and ``step_inputs`` until ``untrace``."""
         self._kept = self._lengths
-        self.keys, self.values, self._traced = keys, values, offset
+        self.keys, self.values, self._traced, self._traced_mask, self._traced_steps = keys, values, offset, mask, 0
 
     def untrace(self) -> tuple[mx.array, mx.array]:
         """The placeholders' successors; the host's lengths are again what they were."""
-        self._lengths, self._traced = self._kept, None
+        self._lengths, self._traced, self._traced_mask = self._kept, None, None
         return self.give()
 
     @property
@@ -214,8 +228,12 @@ class SlabCache(SlabArrays):
         """The keys that each place may attend to once one token is appended: (S, 1, 1, C) bool, or None if all."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
-        if self._is_uniform(window_size):
-            return None
+        if self._traced_mask is not None and window_size is None:
+            return self._traced_mask
+        return None if self._is_uniform(window_size) else self._mask(window_size)
+
+    def _mask(self, window_size: int | None) -> mx.array:
+        """The columns that each place may attend to: (S, 1, 1, C) bool."""
         columns = mx.arange(self._columns)[None, :]
         last = self.offset[:, None]
         mask = columns <= last
@@ -277,8 +295,9 @@ class RingSlabCache(SlabCache):
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         if window_size is not None and window_size < self.window:
             raise ValueError(f"a window of {window_size} inside a ring of {self.window} is not supported")
-        if self._is_uniform(None):
-            return None
+        return super().make_mask(length)
+
+    def _mask(self, window_size: int | None) -> mx.array:
         columns = mx.arange(self._columns)[None, :]
         return (columns <= self.offset[:, None])[:, None, None, :]
 

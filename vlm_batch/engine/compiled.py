@@ -1,10 +1,11 @@
-"""The decode step as one compiled graph: on a GPU the launches decide, and compiling fuses about a fifth of them away.
+"""The decode step as one compiled graph: where launches decide, Python's share of a step is saved (docs/benchmarks.md, settings
+that were measured).
 
-A graph holds while the number of places and the columns that attention reads stay what they were: places are powers of
-two, columns are rounded up to 256. A shape is compiled only once it has come back ``USES_BEFORE_GRAPH`` times.
+A graph holds while the slabs' places and columns stay what they were: places are powers of two, columns are rounded up to 256.
+A shape is compiled only once it has come back ``USES_BEFORE_GRAPH`` times.
 
-The first graph of a process builds kernels, which can take longer than graphs save in thousands of steps. So they are off
-unless somebody asks for them, as a server does that is warmed up (docs/benchmarks.md, settings that were measured).
+What a graph fuses is a kernel to be built, for seconds, where the machine has none of it yet. So masks are made outside, and
+graphs are made by default only where a step without one has the same kernels.
 """
 
 from __future__ import annotations
@@ -35,14 +36,20 @@ class CompiledDecode:
         self._layers: Sequence[SlabCache] = ()  # during a call; a graph that is kept holds no slab
 
     @staticmethod
-    def can_compile(layers: Sequence[LayerCache], extras: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a step is a function of tokens, positions and slabs alone."""
-        return all(isinstance(layer, SlabCache) for layer in layers) and not any(extras)
+    def can_compile(
+        layers: Sequence[LayerCache], extras: Sequence[Mapping[str, Any]], *, is_plain: bool = False
+    ) -> bool:
+        """Whether a step is a function of tokens, positions and slabs alone; ``is_plain``: and slabs hold keys and values as
+        they are."""
+        kinds = {type(layer) for layer in layers}
+        return (kinds == {SlabCache} if is_plain else all(issubclass(kind, SlabCache) for kind in kinds)) and not any(
+            extras
+        )
 
     def __call__(self, step: DecodeStep) -> mx.array:
         """Logits (B, V) of a step; the slabs hold its tokens afterwards."""
         layers: Sequence[SlabCache] = step.caches
-        kinds = {(type(layer), layer.span): layer for layer in layers}  # all layers of a kind are in step
+        kinds = {_kind(layer): layer for layer in layers}
         key = tuple(layer.prepare() for layer in kinds.values())
         self._uses[key] += 1
         if self._uses[key] <= self.USES_BEFORE_GRAPH:
@@ -56,11 +63,10 @@ class CompiledDecode:
         self._graphs.move_to_end(key)
         if len(self._graphs) > self.MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        lengths = [layer.offset for layer in self._layers]
-        slabs = [
-            layer.give() for layer in self._layers
-        ]  # nobody else may hold them, or they would be copied to be written
-        logits, written = graph(step.tokens, step.positions, lengths, slabs)
+        made = [layer.step_inputs() for layer in kinds.values()]
+        # nobody else may hold the slabs, or they would be copied to be written
+        slabs = [layer.give() for layer in layers]
+        logits, written = graph(step.tokens, step.positions, made, slabs)
         del slabs
         for layer, (keys, values) in zip(self._layers, written, strict=True):
             layer.receive(keys, values)
@@ -68,10 +74,20 @@ class CompiledDecode:
         return logits
 
     def _run(
-        self, tokens: mx.array, positions: mx.array, lengths: list[mx.array], slabs: list[tuple[mx.array, mx.array]]
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        made: list[tuple[mx.array, mx.array]],
+        slabs: list[tuple[mx.array, mx.array]],
     ) -> tuple[mx.array, list[tuple[mx.array, mx.array]]]:
         """The function that is compiled: Python runs it once for each graph, on placeholders."""
-        for layer, (keys, values), offset in zip(self._layers, slabs, lengths, strict=True):
-            layer.trace(keys, values, offset)
+        kinds = list(dict.fromkeys(_kind(layer) for layer in self._layers))
+        for layer, (keys, values) in zip(self._layers, slabs, strict=True):
+            layer.trace(keys, values, *made[kinds.index(_kind(layer))])
         logits = self._decode(DecodeStep(tokens, positions, self._layers, [{}] * tokens.shape[0]))
         return logits, [layer.untrace() for layer in self._layers]
+
+
+def _kind(layer: SlabCache) -> tuple[type, int | None]:
+    """What layers have in common that are in step with each other."""
+    return type(layer), layer.span

@@ -14,11 +14,14 @@ from vlm_batch.records import DecodeStep
 
 
 class Decoder:
-    """Runs a model's decode step, compiled where that is asked for and the family allows it."""
+    """Runs a model's decode step, compiled where that is asked for and the family allows it; ``None`` leaves it to the adapter,
+    and to slabs of plain keys and values."""
 
-    def __init__(self, adapter: ModelAdapter, *, compile_decode: bool = False) -> None:
+    def __init__(self, adapter: ModelAdapter, *, compile_decode: bool | None = False) -> None:
         self._adapter = adapter
-        self._compiled = CompiledDecode(adapter.decode) if compile_decode and adapter.compiles else None
+        compiles = adapter.graphs_pay if compile_decode is None else compile_decode and adapter.compiles
+        self._compiled = CompiledDecode(adapter.decode) if compiles else None
+        self._is_plain = compile_decode is None
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """A forward over every place of a group; logits (R, V) of ``rows``, in their order."""
@@ -27,7 +30,7 @@ class Decoder:
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
         step = DecodeStep(tokens, positions, batch.layers, extras)
-        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras):
+        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras, is_plain=self._is_plain):
             logits = self._compiled(step)  # (B, V)
         else:
             logits = self._adapter.decode(step)

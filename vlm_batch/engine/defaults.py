@@ -12,6 +12,7 @@ _SAME = (
     "max_chunk",
     "smallest_chunk",
     "idle_budget",
+    "stretch",
     "encode_together",
     "beside_decode",
     "encode_seconds",

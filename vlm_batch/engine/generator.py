@@ -52,7 +52,7 @@ class BatchGenerator:
     ``cancel`` ends a row at any stage. A row's error ends that row alone. All calls come from one thread.
 
     ``text`` says how tokens read and which of them end an answer (needed for text and stop strings). ``compile_decode``
-    runs decode steps as compiled graphs where the family allows it (``vlm_batch.engine.compiled`` says when that pays).
+    runs decode steps as compiled graphs where the family allows it; None leaves it to the adapter.
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
     ``policy`` has what ``config`` leaves open, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
@@ -67,7 +67,7 @@ class BatchGenerator:
         config: SchedulerConfig | None = None,
         placement: Placement | None = None,
         policy: Policy | None = None,
-        compile_decode: bool = False,
+        compile_decode: bool | None = None,
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
         sampler: Sampler = sample,
@@ -81,7 +81,7 @@ class BatchGenerator:
         if exact is not None and compile_decode:
             raise ValueError("compile_decode: graphs are made of steps that come back, and round otherwise; not exact")
         self.text = text or AnswerText()
-        self._decoder = Decoder(adapter, compile_decode=compile_decode)
+        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None else False)
         if policy is None:
             policy = policy_for((placement or Placement.for_device()).value, device())
         placement = placement or Placement(policy.placement)
@@ -230,7 +230,7 @@ class BatchGenerator:
         encoding = self.admission.admit([*self.batch.rows, *first], is_decoding=bool(rows))
         prefilling = self.prefill.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
-        budget = self._pace.budget(is_decoding=bool(rows), pending=self.prefill.num_pending, waited=longest)
+        budget = self._pace.budget(bool(rows), self.prefill.num_pending, longest, encoding)
         plan = self.scheduler.plan(prefilling, budget)
         done, self._launched.chunks = self.prefill.run(plan)
         joined += self._join_all(done)

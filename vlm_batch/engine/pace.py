@@ -13,11 +13,11 @@ class Pace:
     have ``FIRST_CHUNK`` tokens.
 
     A row that has waited w seconds for its first token may keep the others waiting w / ``PATIENCE`` seconds for their next
-    one, up to ``LONGEST_STRETCH`` times the config's ``token_gap``.
+    one, up to ``stretch`` times the config's ``token_gap``.
     """
 
     PATIENCE = 5
-    LONGEST_STRETCH = 2
+    STRETCH = 2  # where the config leaves it open
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
     IDLE_BUDGET = 2048  # where the config leaves it open
@@ -34,8 +34,9 @@ class Pace:
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
-    def budget(self, is_decoding: bool, pending: int, waited: float = 0.0) -> int:
-        """Prompt tokens for the next step, of ``pending`` that have places and have ``waited`` so many seconds at most.
+    def budget(self, is_decoding: bool, pending: int, waited: float = 0.0, encoding: float = 0.0) -> int:
+        """Prompt tokens for a step, of ``pending`` that have places and have ``waited`` so many seconds at most. ``encoding``
+        seconds of it have gone to pictures; they count where the config has no ``encode_seconds`` for them.
 
         What fits between two tokens of a decoding row is saved up, for at most ``LONGEST_SAVING`` steps, until it holds the
         smallest chunk or all that is pending.
@@ -54,8 +55,11 @@ class Pace:
         if not self._tokens_per_second:
             return min(self.FIRST_CHUNK, self.idle_budget)
         self._saved_steps += 1
-        gap = min(max(config.token_gap, waited / self.PATIENCE), self.LONGEST_STRETCH * config.token_gap)
-        fits = int(self._saved_steps * max(gap - self._decode_seconds, 0.0) * self._tokens_per_second)
+        gap = min(max(config.token_gap, waited / self.PATIENCE), (config.stretch or self.STRETCH) * config.token_gap)
+        room = self._saved_steps * max(gap - self._decode_seconds, 0.0)
+        if not config.encode_seconds:
+            room = max(room - encoding, 0.0)
+        fits = int(room * self._tokens_per_second)
         enough = min(pending, config.smallest_chunk or self.SMALLEST_CHUNK)
         if fits < enough and self._saved_steps < self.LONGEST_SAVING:
             return 0

@@ -35,6 +35,7 @@ _OPTIONAL = (
     "first_rows",
     "beside_decode",
     "together_tokens",
+    "stretch",
 )
 
 
@@ -45,7 +46,7 @@ class SchedulerConfig:
     ``max_rows`` may live at a time. Left open, their number begins with ``first_rows`` and follows what steps take, up to the
     policy's most (``RowLimit``).
     ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
-    tokens of a decoding row stays near ``token_gap`` seconds, or twice that while a prompt has waited long (``Pace``).
+    tokens of a decoding row stays near ``token_gap`` seconds, or ``stretch`` times that while a prompt has waited (``Pace``).
     ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
     ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_seconds``: how
     long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
@@ -73,6 +74,7 @@ class SchedulerConfig:
     together_tokens: int | None = None
     pad_to: int | None = None
     smallest_chunk: int | None = None
+    stretch: int | None = None
     slack: int = 0
     token_gap: float = 0.1
     ageing_seconds: float = 5.0
@@ -171,14 +173,22 @@ class Scheduler:
     def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
         """The chunks to prefill, most urgent row first, within the step's budget; of equals the first.
 
-        A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt.
+        A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt. Where chunks are padded,
+        what others leave of a budget is not made a part of a prompt unless it is worth a forward.
         """
         chunks: list[Chunk] = []
+        least = (self.config.smallest_chunk or 0) if self.config.pad_to else 0
         for row in sorted(prefill, key=self._prefill_urgency):
             if row.done == row.length:  # found whole: it needs no budget, and waits for none
                 chunks.append(Chunk(row.request_id, row.done, row.done))
             while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
+                if (
+                    budget < least
+                    and rest > budget + self.config.slack
+                    and any(chunk.end > chunk.start for chunk in chunks)
+                ):
+                    break
                 room = rest if rest <= budget + self.config.slack else self._rounded(budget)
                 end = chunk_end(row, min(room, self.config.max_chunk or room))
                 chunks.append(Chunk(row.request_id, row.done, end))

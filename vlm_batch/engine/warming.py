@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from vlm_batch.caches import take_row, trim
+from vlm_batch.caches.slab import CAPACITY_STEP
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.port import ModelAdapter, Sampler
@@ -36,15 +37,22 @@ def forwards(
     most: int,
 ) -> Iterator[None]:
     """Run one forward for each ``next``, prompts of one row first, and wait for it: of each shape that prompts come in, and of
-    decode steps of 1, 2, 4 and so on up to ``most`` rows. Raises what the model raises."""
+    decode steps of 1, 2, 4 and so on up to ``most`` rows, over slabs of each width that such prompts come to. Raises what the
+    model raises."""
     shapes = prefill.shapes
     alone = [shape for shape in shapes if shape[0] == 1]
     for rows, width in alone:
         _prompts(adapter, prefill, rows, width)
         yield
-    for power in range(most.bit_length()):
-        _step(adapter, prefill, decoder, batch(), sampler, 1 << power)
+    counts = [1 << power for power in range(most.bit_length())]
+    for count in counts:
+        _step(adapter, prefill, decoder, batch(), sampler, count)
         yield
+    longest = max(width for _, width in alone)
+    for columns in range(2 * CAPACITY_STEP, longest + 1, CAPACITY_STEP):
+        for count in counts:
+            _step(adapter, prefill, decoder, batch(), sampler, count, columns - LENGTH)
+            yield
     for rows, width in shapes[len(alone) :]:
         _prompts(adapter, prefill, rows, width)
         yield
@@ -57,17 +65,23 @@ def _prompts(adapter: ModelAdapter, prefill: Prefill, rows: int, width: int) -> 
 
 
 def _step(
-    adapter: ModelAdapter, prefill: Prefill, decoder: Decoder, batch: DecodeGroups, sampler: Sampler, count: int
+    adapter: ModelAdapter,
+    prefill: Prefill,
+    decoder: Decoder,
+    batch: DecodeGroups,
+    sampler: Sampler,
+    count: int,
+    length: int = LENGTH,
 ) -> None:
-    """A decode step of so many short rows, and the choice of their tokens."""
-    encoded = _encoded(adapter, LENGTH)
+    """A decode step with places for so many rows, and the choice of their tokens: so many short ones, or one of ``length``."""
+    encoded = _encoded(adapter, length)
     logits, cache, width = prefill.computed([encoded])
     cache = cache if len(logits) == 1 else take_row(cache, 0)
-    trim(cache, width - LENGTH)
+    trim(cache, width - length)
     adapter.finish_prefill(encoded, cache)
-    rows = [_row(encoded) for _ in range(count)]
+    rows = [_row(encoded) for _ in range(count if length == LENGTH else 1)]
     for row in rows:
-        batch.join(row, copy.deepcopy(cache))
+        batch.join(row, copy.deepcopy(cache), others=count - 1 - len(batch))
     chosen = [SamplingRow(row.params, 0, 0) for row in rows]
     for group in batch.groups:
         logits = decoder.logits(group, group.rows)

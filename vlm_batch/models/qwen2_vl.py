@@ -27,6 +27,7 @@ class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
     compiles = True
+    traces_alike = True
     shares_prefill = True
     pads_prefill = True
 
