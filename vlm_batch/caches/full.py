@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import own_array, round_up
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, upstream
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, row_of, upstream
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.stacked import StackedRowsCache
 from vlm_batch.caches.states import CopiedState, LayerState, SimpleState, filed
@@ -45,9 +45,9 @@ class FullKind(UpstreamKind):
     is_whole = True
     holds_rows = True
 
-    def row(self, index: int) -> KVCache:
-        taken, place = KVCache(), mx.array([index])
-        taken.keys, taken.values = (mx.take(part, place, axis=0) for part in (self.cache.keys, self.cache.values))
+    def row(self, index: int, *, is_own: bool = True) -> KVCache:
+        taken, cut = KVCache(), row_of(index, is_own=is_own)
+        taken.keys, taken.values = cut(self.cache.keys), cut(self.cache.values)
         taken.offset = self.cache.offset
         return taken
 
@@ -94,7 +94,7 @@ def trim(caches: Sequence[Any], count: int) -> None:
         kind_of(cache).trim(count)
 
 
-def take_row(caches: Sequence[Any], row: int) -> list[Any]:
+def take_row(caches: Sequence[Any], row: int, *, is_own: bool = True) -> list[Any]:
     """One row's single-row caches of those that several prompts of one length were prefilled into, with copies of its
-    own keys and values: nothing keeps the other rows'."""
-    return [kind_of(cache).row(row) for cache in caches]
+    own keys and values, so that nothing keeps the other rows', or with parts of theirs, for who copies them anyway."""
+    return [kind_of(cache).row(row, is_own=is_own) for cache in caches]

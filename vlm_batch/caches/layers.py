@@ -69,8 +69,8 @@ class CacheKind:
         """Whether a fresh one holds several rows of one length as well as one."""
         return False
 
-    def row(self, index: int) -> Any:
-        """The single-row cache of one of these rows, with copies of its own: nothing keeps the others'."""
+    def row(self, index: int, *, is_own: bool = True) -> Any:
+        """The single-row cache of one of these rows, with copies of its own, so that nothing keeps the others', or without."""
         raise NotImplementedError
 
     @property
@@ -141,6 +141,14 @@ def kind_of(cache: Any) -> CacheKind:
     if isinstance(cache, CacheKind):
         return cache
     return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)
+
+
+def row_of(index: int, *, is_own: bool) -> Callable[[mx.array], mx.array]:
+    """A function that cuts a row out of an array (R, ...), with a copy of its own or without."""
+    if not is_own:
+        return lambda array: array[index : index + 1]
+    place = mx.array([index])
+    return lambda array: mx.take(array, place, axis=0)
 
 
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:

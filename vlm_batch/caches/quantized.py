@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
 from vlm_batch.arrays import grown, own_array, round_up
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
 from vlm_batch.caches.states import SimpleState, filed
@@ -108,12 +108,10 @@ class QuantizedCache(CacheKind):
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
         return create_attention_mask(length, self.offset, return_array=return_array, window_size=window_size)
 
-    def row(self, index: int) -> QuantizedCache:
-        taken, place = QuantizedCache(self.group_size, self.bits), mx.array([index])
+    def row(self, index: int, *, is_own: bool = True) -> QuantizedCache:
+        taken, cut = QuantizedCache(self.group_size, self.bits), row_of(index, is_own=is_own)
         assert self.keys is not None and self.values is not None
-        taken.keys, taken.values = (
-            held.map(lambda part: mx.take(part, place, axis=0)) for held in (self.keys, self.values)
-        )
+        taken.keys, taken.values = self.keys.map(cut), self.values.map(cut)
         taken.offset = self.offset
         return taken
 

@@ -102,7 +102,9 @@ class BatchGenerator:
         self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)
         guard = self.recovery.guard
         self.chooser = Chooser(sampler, self.recovery, lambda row: itself._leave(row))
-        self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact)
+        layout = placement if exact is None else exact.layout
+        keeps_rows = layout is Placement.ROWS
+        self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact, keeps_rows=keeps_rows)
         self.admission = Admission(
             self.scheduler,
             self.encoder,

@@ -27,7 +27,8 @@ LONGEST = 2048
 
 
 class Prefill:
-    """Runs a plan's chunks. ``guard`` turns an exception into the end of its row. ``exact`` fixes the ends of chunks."""
+    """Runs a plan's chunks. ``guard`` turns an exception into the end of its row. ``exact`` fixes the ends of chunks.
+    ``keeps_rows``: a row's caches are kept as they are when it decodes, not copied to a slab."""
 
     def __init__(
         self,
@@ -37,8 +38,11 @@ class Prefill:
         kv: KVQuantisation | None,
         guard: Guard,
         exact: Exact | None = None,
+        *,
+        keeps_rows: bool = True,
     ) -> None:
         self.adapter = adapter
+        self._keeps_rows = keeps_rows
         self._exact = exact
         self.rows: dict[str, Row] = {}
         self._reuse = reuse
@@ -151,7 +155,7 @@ class Prefill:
         found = []
         for index, row in enumerate(rows):
             prompt, length = _prompt(row), row.facts.length
-            prompt.cache, prompt.prefilled = take_row(cache, index), length
+            prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._keeps_rows), length
             trim(prompt.cache, width - length)
             found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
         return found
