@@ -157,6 +157,15 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(spelled: list[int], monkeyp
     assert planned == [256] and not spelled
 
 
+@pytest.mark.parametrize("width", [16, 128])  # with room for further columns, and with a mask
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_what_fills_a_picture_up_is_not_attended_to(width: int, dtype: mx.Dtype) -> None:
+    queries, keys, values = (10 * part.astype(dtype) for part in random(*[(2, 3, 70, width)] * 3))
+    right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1)
+    found = kernels.attend_filled(queries, keys, values, 128, 0.1)
+    assert largest(found.astype(mx.float32), right.astype(mx.float32)) < (2e-5 if dtype == mx.float32 else 0.05)
+
+
 def test_few_numbers_lie_an_eighth_of_a_power_of_two_apart() -> None:
     assert [kernels.few_from(count, 64) for count in (1, 64, 65, 1024, 1025, 4896, 5121)] == [
         64, 64, 128, 1024, 1152, 5120, 5632

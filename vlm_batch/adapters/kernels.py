@@ -57,6 +57,8 @@ FEW_KEYS = 128
 
 #: Rows of 16 bytes, which the fast kernels of half-precision products read: docs/benchmarks.md, pictures.
 FAST_WIDTH = 8
+#: The widest heads that cuDNN's attention takes.
+WIDEST = 128
 
 #: Queries of a block on a CPU.
 BLOCK = 64
@@ -85,7 +87,7 @@ _last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
 def takes_plans(queries: mx.array) -> bool:
     """True if MLX would run this attention through cuDNN."""
     is_half = queries.dtype in (mx.float16, mx.bfloat16)
-    return is_half and queries.shape[-1] <= 128 and counts_launches()
+    return is_half and queries.shape[-1] <= WIDEST and counts_launches()
 
 
 def counts_launches() -> bool:
@@ -154,13 +156,27 @@ def planned_length(shape: tuple[int, ...]) -> int | None:
 
 def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: int, scale: float) -> mx.array:
     """Attention of (B, H, L, D) with each other by the plan of a ``length`` that is no less: (B, H, L, D)."""
-    batch, _, own, _ = queries.shape
+    batch, heads, own, width = queries.shape
     if own == length:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
     fill = [(0, 0), (0, length - own), (0, 0), (0, 0)]  # patch by patch, as they lie in memory
-    parts = [mx.pad(part.swapaxes(1, 2), fill).swapaxes(1, 2) for part in (queries, keys, values)]
-    mask = mask_of((own,) * batch, length, queries.dtype)
-    return mx.fast.scaled_dot_product_attention(*parts, scale=scale, mask=mask)[:, :, :own]
+    parts, mask = [mx.pad(part.swapaxes(1, 2), fill) for part in (queries, keys, values)], None
+    if width + FAST_WIDTH <= WIDEST:
+        for at, columns in enumerate(columns_of(own, length, heads, queries.dtype)):
+            parts[at] = mx.concatenate([parts[at], mx.broadcast_to(columns, (batch, *columns.shape[1:]))], axis=-1)
+    else:
+        mask = mask_of((own,) * batch, length, queries.dtype)
+    queries, keys, values = (part.swapaxes(1, 2) for part in parts)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)[:, :, :own]
+
+
+@lru_cache(maxsize=32)
+def columns_of(own: int, filled: int, heads: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Further columns (1, L, H, 8) of queries and of keys, whose product is 0 for the first ``own`` keys and very low for those
+    that only fill up: a mask at no cost. They are made without an operation, so that any thread may use them."""
+    queries, keys = np.zeros((2, 1, filled, heads, FAST_WIDTH), np.float32)
+    queries[..., 0], keys[:, own:, :, 0] = 2.0**10, -(2.0**15)  # which float16 has, too
+    return mx.array(queries, dtype), mx.array(keys, dtype)
 
 
 @lru_cache(maxsize=256)
