@@ -69,11 +69,11 @@ def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.Mon
     ways: list[str] = []
     plain = kernels.attend_before
 
-    def noted(*args: Any) -> mx.array:
+    def watched(*args: Any) -> mx.array:
         ways.append("before")
         return plain(*args)
 
-    monkeypatch.setattr(kernels, "attend_before", noted)
+    monkeypatch.setattr(kernels, "attend_before", watched)
     queries, keys, values = random((1, 8, 30, 16), (1, 2, 30, 16), (1, 2, 30, 16))
     for _ in range(5):
         kernels.attend(queries, keys, values, SCALE, "causal")

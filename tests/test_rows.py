@@ -175,7 +175,7 @@ def test_slabs_have_the_places_that_their_rows_need() -> None:
     while generator.has_work:
         generator.step()
         if batch.layers:
-            assert {layer.num_places for layer in batch.layers} == {len(batch.places)} <= {8, 2, 1}  # type: ignore[attr-defined]
+            assert {len(layer.arrays()[0]) for layer in batch.layers} == {len(batch.places)} <= {8, 2, 1}
             few += len(batch.places) < 8
     assert few, "what is left at the end is among a few of them"
     assert not batch.places and not batch.layers

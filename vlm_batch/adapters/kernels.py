@@ -272,7 +272,7 @@ def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scal
     )  # a group's heads one after another: (B, H_kv, G L, D)
     scores = (grouped @ keys.swapaxes(-1, -2)).reshape(batch, heads, length, columns)
     if isinstance(mask, str):
-        mask = mx.arange(columns)[None] <= mx.arange(columns - length, columns)[:, None]
+        mask = _not_later(length, columns)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min) if mask.dtype == mx.bool_ else scores + mask
     weights = mx.softmax(scores, axis=-1, precise=True).reshape(batch, kv_heads, -1, columns)
@@ -399,6 +399,13 @@ def _planes(states: QuantizedStates) -> list[mx.array]:
     packed, bits = states.packed.view(mx.uint8), states.layout.bits
     parts = [packed] if bits == 8 else [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return [part.astype(mx.float32) for part in parts]
+
+
+@lru_cache(maxsize=16)
+def _not_later(queries: int, keys: int) -> mx.array:
+    """The causal mask of the last ``queries`` of ``keys`` positions: (l, K) bool. Made once for the layers of a forward, in no
+    operation of the device."""
+    return mx.array(np.arange(keys)[None] <= np.arange(keys - queries, keys)[:, None])
 
 
 @lru_cache(maxsize=64)

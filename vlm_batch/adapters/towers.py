@@ -62,12 +62,14 @@ def _widen(first: list[Any], last: Any) -> None:
 def embed_by_product(parent: type[nn.Module]) -> type[nn.Module]:
     """An embedding of patches (N, values), which come one by one, as a product: (N, D).
 
-    mlx-vlm's is a convolution of N pictures of one place each. On CUDA, MLX makes a cuDNN graph for every N
-    (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
+    mlx-vlm's is a convolution of N pictures of one place each, as it is here where that costs nothing. On CUDA, MLX makes a
+    cuDNN graph for every N (mlx/backend/cuda/conv.cpp, ``ConvCacheKey``).
     """
 
     class PatchProduct(parent):  # type: ignore[misc,valid-type]
         def __call__(self, hidden_states: mx.array) -> mx.array:
+            if not kernels.counts_launches():
+                return super().__call__(hidden_states)
             kernel = self.proj.weight  # (D, time, rows, columns, colours); a patch's values are colour by colour
             weight = kernel.transpose(0, 4, 1, 2, 3).reshape(len(kernel), -1)
             patches = hidden_states.reshape(-1, weight.shape[1])

@@ -187,7 +187,7 @@ class SlabCache(SlabArrays):
         return (self.keys.shape, self.keys.dtype)
 
     def step_inputs(self) -> tuple[mx.array, mx.array]:
-        """What a graph is handed beside the slab: lengths (S,), and the mask (S, 1, 1, C) as what is added to scores."""
+        """The inputs of a graph beside the slab: lengths (S,), and the mask (S, 1, 1, C) as numbers to be added to scores."""
         mask, dtype = self._mask(None), self._dtype
         return self.offset, mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
 

@@ -89,5 +89,5 @@ class CompiledDecode:
 
 
 def _kind(layer: SlabCache) -> tuple[type, int | None]:
-    """What layers have in common that are in step with each other."""
+    """The facts that layers have in common which are in step with each other."""
     return type(layer), layer.span

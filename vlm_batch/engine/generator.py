@@ -79,7 +79,9 @@ class BatchGenerator:
         if exact != self.reuse.exact:
             raise ValueError("what is reused is not what is computed here: reuse and generator need the same exact")
         if exact is not None and compile_decode:
-            raise ValueError("compile_decode: graphs are made of steps that come back, and round otherwise; not exact")
+            raise ValueError(
+                "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
+            )
         self.text = text or AnswerText()
         self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None else False)
         if policy is None:
