@@ -539,6 +539,51 @@ def test_the_access_log_has_a_json_line_for_each_request(server: Running, caplog
     assert "describe" not in json.dumps(line)
 
 
+def _cut_off(server: Running, then: bytes) -> None:
+    """A client that leaves in the middle of its body."""
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Request-Id: own\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode() + then)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_clients_own_fault_is_a_line_in_the_log(
+    server: Running, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its line in the access log says what was wrong; a trace is for defects of the server."""
+
+    from vlm_batch.server import app
+
+    def too_deep(*_: Any) -> Any:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    png = base64.b64decode(data_uri("red_circle.png").partition(",")[2])
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png[:60]).decode()}"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGVsbG8="}},
+        text("too long " * 3000),
+    ]
+    own = {"X-Request-Id": "own"}
+    with caplog.at_level(logging.INFO):
+        for part in parts:
+            reply = server.chat([part, text("x")], stream=stream, headers=own)
+            assert reply.status == 400, reply.body
+        for body in (b"{", b'{"messages": 3}', b"\xff"):
+            assert server.ask("POST", "/v1/chat/completions", body, headers=own).status == 400
+        with monkeypatch.context() as patched:
+            patched.setattr(app, "chat_ask", too_deep)
+            assert server.chat("x", stream=stream, headers=own).status == 400
+        _cut_off(server, b"")
+        _cut_off(server, b'{"messages": [')
+        asked = len(parts) + 3 + 1 + 2
+        wait_until(lambda: sum('"own"' in record.getMessage() for record in caplog.records) >= asked, "the lines")
+    records = [record for record in caplog.records if record.name != "uvicorn.access"]  # which commands do not show
+    lines = [record.getMessage() for record in records]
+    assert not any(record.exc_info for record in records) and not any("\n" in line for line in lines)
+    assert len(lines) == asked, lines
+
+
 def test_metrics_count_what_happened(server: Running) -> None:
     def value(name: str) -> float:
         lines = server.ask("GET", "/metrics").body.decode().splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,7 +47,6 @@ NOT_SERVED = {
     "/v1/moderations": "nothing is moderated here",
     "/v1/rerank": "no family here ranks",
 }
-logger = logging.getLogger("vlm_batch.server")
 
 PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
 #: Parts of a field's place in the body that a message shows.
@@ -251,7 +249,6 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
 
 async def _too_deep(request: Request, error: Exception) -> Response:
     """Python has no room for what the body holds within each other; most such bodies are refused as they are parsed."""
-    logger.info("request %s is nested too deeply", _entry(request).request_id, exc_info=error)
     return await _http_error(request, ApiError(400, "the body is nested too deeply"))
 
 

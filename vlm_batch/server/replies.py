@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from vlm_batch.errors import OutOfMemory
 from vlm_batch.handle import Handle
 from vlm_batch.server.answers import AnswerReader, Delta, Dialect, UnreadableCall
 from vlm_batch.server.edge import Entry
@@ -240,8 +241,11 @@ class Exchange(ABC):
 
     def _check(self, result: Result, visit: Visit) -> None:
         if result.finish_reason == "error":
-            logger.error("request %s failed: %s", self._entry.request_id, result.error, exc_info=result.exception)
-            raise failure(result)
+            answer = failure(result)
+            if answer.status_code >= 500:  # what is the client's fault is in its line of the access log
+                trace = None if isinstance(result.exception, OutOfMemory) else result.exception
+                logger.error("request %s failed: %s", self._entry.request_id, result.error, exc_info=trace)
+            raise answer
         if result.finish_reason == "cancelled":
             if visit.is_expired:
                 raise ApiError(504, f"the answer was not done within {self._service.config.request_seconds:.0f} s")
