@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_vlm.models.kimi_vl.vision import apply_rope
 from mlx_vlm.models.qwen2_5_vl.vision import apply_rotary_pos_emb_vision
 
-from tests.harness import TOLERANCE, inputs_of
+from tests.harness import TOLERANCE, inputs_of, shared_adapter
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters import kernels, windows
 from vlm_batch.adapters.products import products_of, shapes_of
@@ -23,6 +23,20 @@ from vlm_batch.models._qwen2_5_vl import MOST_KEPT, Sides, layout_of
 
 #: Layers of an MLP that are narrowed: outputs of the first ones, inputs of the last.
 NARROWED = {"qwen2_5_vl": (("gate_proj", "up_proj"), "down_proj"), "qwen3_vl": (("linear_fc1",), "linear_fc2")}
+#: Families whose patches are embedded by a product where launches count.
+EMBED_BY_PRODUCT = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_omni_moe",
+    "qwen4_exp",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "glm5_next",
+)
 ODD = 3  # how many columns are taken away
 
 
@@ -122,3 +136,18 @@ def test_a_layout_is_made_once_for_a_size_and_holds_in_every_thread() -> None:
     thread.start()
     thread.join()
     assert found == [float((first.turn[0] * 2).sum())]
+
+
+@pytest.mark.parametrize("name", EMBED_BY_PRODUCT)
+def test_a_product_embeds_patches_as_the_convolution_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (embed,) = [
+        module
+        for owner, attribute in shared_adapter(name).towers()
+        for _, module in owner[attribute].named_modules()
+        if type(module).__name__ == "PatchProduct"
+    ]
+    values = embed.proj.weight.size // len(embed.proj.weight)
+    patches = mx.array(np.random.default_rng(0).standard_normal((7, values), dtype=np.float32))
+    convolved = embed(patches)
+    monkeypatch.setattr(kernels, "counts_launches", lambda: True)
+    assert mx.abs(embed(patches).reshape(convolved.shape) - convolved).max().item() < 1e-5
