@@ -123,6 +123,21 @@ def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
     assert [chunk.end for chunk in capped.plan([row], 700)] == [512, 704]
 
 
+def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
+    """Where launches decide: a piece costs a forward now, and makes the rest of its prompt a new shape."""
+    rows = [PrefillRow("a", 300, 0, waited=9.0), PrefillRow("b", 2000, 0, waited=1.0), PrefillRow("c", 90, 0)]
+
+    def plan(budget: int, pad_to: int, *left: PrefillRow) -> list[tuple[str, int]]:
+        config = SchedulerConfig(max_rows=4, pad_to=pad_to, smallest_chunk=1024, slack=64, ageing_seconds=100.0)
+        return [(chunk.request_id, chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
+
+    assert plan(1100, 0) == [("a", 300), ("b", 800)]
+    assert plan(1100, 64) == [("a", 300), ("c", 90)]
+    assert plan(1400, 64)[:2] == [("a", 300), ("b", 1280)], "worth it"
+    assert plan(500, 64, rows[1]) == [("b", 512)], "the first is begun, whatever the budget"
+    assert plan(1990, 64, rows[1], rows[2]) == [("b", 2000)], "ended within the slack"
+
+
 def test_gpus_pad_and_cpus_do_not() -> None:
     assert POLICIES[Device.CPU].pad_to == 0
     assert POLICIES[Device.CUDA].pad_to == POLICIES[Device.METAL].pad_to == 64
