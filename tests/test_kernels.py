@@ -240,10 +240,10 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
 
 
 def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spelled out until the shapes have come often enough, and then in two calls, whose answers are the same."""
+    """Spelled out until the shapes have come often enough, and then in few calls, whose answers are the same."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "_uses", Counter())
-    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 2**19)
+    monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 2**17)
     attend, fused, shapes = mx.fast.scaled_dot_product_attention, [], set()
 
     def noted(queries: mx.array, *rest: Any, mask: Any = None, **options: Any) -> mx.array:
@@ -251,7 +251,7 @@ def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch:
         shapes.add((queries.shape, mask is not None))
         return attend(queries, *rest, mask=mask, **options)
 
-    sizes = [(high, wide) for high in range(8, 18) for wide in range(8, 24, 3)]
+    sizes = [(high, wide) for high in range(17, 27) for wide in range(17, 35, 3)]
     for high, wide in sizes:
         order, runs = windows.window_order(high, wide, 4)
         both, values = random((2, len(order), 2, 8), (len(order), 2, 8))
@@ -260,5 +260,32 @@ def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch:
         fused.clear()
         found = windows.attend_windows(both, values, windows.windows_of(runs, 16), SCALE)
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
-        assert largest(found, right) < 2e-6 and len(fused) <= 2
-    assert 0 < len(shapes) <= 4 and {is_masked for _, is_masked in shapes} == {False, True}
+        assert largest(found, right) < 2e-6 and len(fused) <= 3
+    assert 0 < len(shapes) <= 6 and {is_masked for _, is_masked in shapes} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("whole", "small"), [(0, 3), (5, 0), (15, 3), (16, 3), (17, 0), (17, 3), (31, 3), (32, 0), (300, 3)]
+)
+def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
+    whole: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every whole window is in a call without a mask, and all others are in the one with a mask."""
+    runs = tuple(run for run in ((whole, 4), (small, 2)) if run[0])
+    patches = sum(count * size for count, size in runs)
+    both, values = random((2, patches, 2, 8), (patches, 2, 8))
+    right = windows.attend_runs(both[0], both[1], values, runs, SCALE)
+    attend, masked = mx.fast.scaled_dot_product_attention, []
+
+    def noted(queries: mx.array, *rest: Any, mask: Any = None, **options: Any) -> mx.array:
+        masked.append((len(queries), mask is not None))
+        return attend(queries, *rest, mask=mask, **options)
+
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    made = windows.windows_of(runs, 4)
+    assert largest(windows.attend_windows(both, values, made, SCALE), right) < 2e-6
+    assert [count for count, is_masked in masked if is_masked] == ([16] if small else [])
+    assert all(count % 16 == 0 or count == whole < 16 for count, _ in masked)
+    assert [shape[0] for shape in made.calls(2, 8)] == [count for count, _ in masked]

@@ -59,15 +59,25 @@ def rotate(x: mx.array, turn: Turn, axis: int = -2) -> mx.array:
     return kernels.turn_pairs(first, second, *turn).reshape(x.shape)
 
 
-def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Sequence[Run], scale: float) -> mx.array:
-    """Attention of patches (N, H, D) within their window, one call for each run of windows of one size: (N, H * D)."""
+def attend_runs(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    runs: Sequence[Run],
+    scale: float,
+    attend: Callable[..., mx.array] | None = None,
+) -> mx.array:
+    """Attention of patches (N, H, D) within their window, one call for each run of windows of one size: (N, H * D).
+
+    ``attend`` is how each is computed, by default as pictures are."""
+    attend = attend or kernels.attend_all
     outputs, start = [], 0
     for count, length in runs:
         stop = start + count * length
         parts = [
             part[start:stop].reshape(count, length, *part.shape[1:]).swapaxes(1, 2) for part in (queries, keys, values)
         ]
-        attended = kernels.attend_all(parts[0], parts[1], parts[2], scale)  # (count, H, length, D)
+        attended = attend(parts[0], parts[1], parts[2], scale)  # (count, H, length, D)
         outputs.append(attended.swapaxes(1, 2).reshape(count * length, -1))
         start = stop
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -75,50 +85,61 @@ def attend_runs(queries: mx.array, keys: mx.array, values: mx.array, runs: Seque
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of patches that follow each other, the largest first, and two calls of few shapes which they fill: one of whole
-    windows, as many as such a call has, and one of all others, each filled up to the size of a whole one."""
+    """Windows of patches that follow each other, the largest first, and the calls of few shapes which they fill: whole ones in
+    a call of as many as such a call has, those that are left with some of these once more, and smaller ones filled up to the
+    size of whole ones, behind a mask. So the kernel that a window has goes by its size, and not by its place."""
 
     runs: tuple[Run, ...]
     size: int  # patches of a whole one
-    whole: int  # windows of the first call
-    lengths: tuple[int, ...]  # of the second call: the patches of each window that are there
-    there: mx.array  # (windows of the second call * size,) patches, and others in the place of those that are missing
-    back: mx.array  # (patches of the second call,) their places in it
+    whole: int
+    first: int  # whole windows of the first call
+    again: int  # the last whole windows, of which as many as the first call leaves are new
+    lengths: tuple[int, ...]  # of the call of smaller ones: the patches of each window that are there
+    there: (
+        mx.array
+    )  # (len(lengths) * size,) the patches of smaller ones, and others in the place of those that are missing
+    back: mx.array  # (patches of smaller ones,) their places among these
 
     def calls(self, heads: int, width: int) -> list[tuple[int, ...]]:
         """The shape (W, H, L, D) of each call."""
-        return [(count, heads, self.size, width) for count in (self.whole, len(self.lengths)) if count]
+        return [(count, heads, self.size, width) for count in (self.first, self.again, len(self.lengths)) if count]
 
 
 def windows_of(runs: Sequence[Run], size: int) -> Windows:
     """The calls of windows of which the first are the largest; ``size`` patches are a whole one."""
     every = np.repeat([length for _, length in runs], [count for count, _ in runs])
-    whole = kernels.few_to(int((every == size).sum()), kernels.WINDOWS_STEP)
-    rest = every[whole:]
-    filled = kernels.few_from(len(rest), kernels.WINDOWS_STEP)
-    inside, starts = np.arange(size), whole * size + np.cumsum(rest) - rest
+    whole = int((every == size).sum())
+    first = kernels.few_to(whole, kernels.WINDOWS_STEP) or whole
+    again = kernels.few_from(whole - first, kernels.WINDOWS_STEP)
+    small = every[whole:]
+    filled = kernels.few_from(len(small), kernels.WINDOWS_STEP)
+    inside, starts = np.arange(size), whole * size + np.cumsum(small) - small
     there = np.zeros(
         (filled, size), np.int64
     )  # as other orders of patches are: a type of indices is a kernel to be built
-    there[: len(rest)] = starts[:, None] + np.minimum(inside, rest[:, None] - 1)
-    back = np.flatnonzero(inside < rest[:, None])
-    lengths = (*rest.tolist(), *[size] * (filled - len(rest)))
-    return Windows(tuple(runs), size, whole, lengths, mx.array(there.reshape(-1)), mx.array(back))
+    there[: len(small)] = starts[:, None] + np.minimum(inside, small[:, None] - 1)
+    back = np.flatnonzero(inside < small[:, None])
+    lengths = (*small.tolist(), *[size] * (filled - len(small)))
+    return Windows(tuple(runs), size, whole, first, again, lengths, mx.array(there.reshape(-1)), mx.array(back))
 
 
 def attend_windows(both: mx.array, values: mx.array, windows: Windows, scale: float) -> mx.array:
     """Attention of patches within their windows: queries and keys (2, N, H, D), values (N, H, D) -> (N, H * D)."""
     heads, width = values.shape[1:]
-    if not kernels.takes_plans(both) or not kernels.has_plans(windows.calls(heads, width)):
+    if not kernels.takes_plans(both):
         return attend_runs(both[0], both[1], values, windows.runs, scale)
-    outputs, patches = [], windows.whole * windows.size
-    if windows.whole:
-        parts = (both[0, :patches], both[1, :patches], values[:patches])
-        outputs.append(_attend_filled(parts, windows.size, None, scale))
+    if not kernels.has_plans(windows.calls(heads, width)):  # and none of the runs' own, whose shapes are many
+        return attend_runs(both[0], both[1], values, windows.runs, scale, kernels.attend_by_queries)
+    outputs, size = [], windows.size
+    for start, new, stop in ((0, 0, windows.first), (windows.whole - windows.again, windows.first, windows.whole)):
+        if start < stop:
+            patches = slice(start * size, stop * size)
+            attended = _attend_filled((both[0, patches], both[1, patches], values[patches]), size, None, scale)
+            outputs.append(attended[(new - start) * size :])
     if windows.lengths:
         queries, keys = mx.take(both, windows.there, axis=1)
-        mask = kernels.mask_of(windows.lengths, windows.size, values.dtype)
-        attended = _attend_filled((queries, keys, values[windows.there]), windows.size, mask, scale)
+        mask = kernels.mask_of(windows.lengths, size, values.dtype)
+        attended = _attend_filled((queries, keys, values[windows.there]), size, mask, scale)
         outputs.append(attended[windows.back])
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
