@@ -437,7 +437,7 @@ class History:
         keeps: bool = True,
         most_rows: int | None = None,
     ) -> None:
-        """``most_rows``: as many fit into memory at a time; of slabs, which have all of their places at once, as many slabs."""
+        """``most_rows``: as many fit into memory at a time; of slabs, as many as have all of their places."""
         self.family, self.is_quantised = family, is_quantised
         self.adapter = adapter_of(family)
         self.budget = ByteBudget(CACHE_BYTES if keeps else 0)
