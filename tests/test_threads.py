@@ -6,6 +6,7 @@ import os
 import queue
 import subprocess
 import sys
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable
@@ -44,6 +45,12 @@ def test_a_thread_that_has_been_in_mlx_does_nothing_that_the_exit_does_not_await
     assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
 #: Work that wakes all the time, also while the interpreter ends, which the last object here makes long.
 WAKING = """
 import time
@@ -70,8 +77,7 @@ slow = Slow()
 
 def test_a_process_ends_while_its_readers_wake() -> None:
     """A thread with a compiled graph of MLX's aborts the process if it goes then."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", WAKING], env=environment, capture_output=True, text=True, timeout=120)
+    done = python(WAKING)
     assert done.returncode == 0, done.stderr
 
 
@@ -97,6 +103,41 @@ def test_nothing_is_held_afterwards() -> None:
     del engine
     on_thread(lambda: None)  # the thread is waiting again once this has run
     assert gone() is None
+
+
+@pytest.mark.parametrize("holder", ["work", "after"])
+def test_the_exit_waits_until_nothing_of_the_work_is_held(holder: str) -> None:
+    """Its last reference may free what a compiled function holds: Python within C++, where the interpreter's end aborts."""
+    script = f"""
+        import time
+        import mlx.core as mx
+        from vlm_batch.runtime import threads
+
+        class Held:
+            def __del__(self):
+                end = time.monotonic() + 0.5
+                while time.monotonic() < end:
+                    pass
+                print("let go of", flush=True)
+
+        class Engine:
+            def __init__(self):
+                held = Held()
+                self.compiled = mx.compile(lambda x: (held, x)[1])
+            def run(self):
+                pass
+
+        if {holder!r} == "work":
+            running = threads.start(Engine().run, "engine", is_awaited=True)
+        else:
+            begun = threads.threading.Event()
+            running = threads.start(begun.wait, "engine", is_awaited=True)
+            running.watch(stop=lambda: None, after=Engine().run)
+            begun.set()
+        del running
+    """
+    done = python(script)
+    assert (done.returncode, done.stdout) == (0, "let go of\n"), done.stderr
 
 
 def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

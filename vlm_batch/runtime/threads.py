@@ -6,9 +6,10 @@ without an active exception", about one exit in ten; mlx 0.32, thread-local comp
 engine instead is simply there when the process goes. It also keeps its MLX stream, of which a new thread would make another.
 
 A thread that is in MLX, or in another library's C++ or Rust, when the interpreter goes aborts the process in the same way:
-Python ends it where it comes back. So work that may be there is stopped, and waited for, before that; whether or not anybody
-still holds it. Nothing can end a call within such a library: however long it takes, it is waited for, and Ctrl-C, or a
-limit that only a hung device meets, leaves the process without its interpreter's end, by a status that says so.
+Python ends it where it comes back. Letting go of arrays and compiled functions is such a call, too. So work that may be there
+is stopped, and waited for, before that; whether or not anybody still holds it. Nothing can end a call within such a library:
+however long it takes, it is waited for, and Ctrl-C, or a limit that only a hung device meets, leaves the process without its
+interpreter's end, by a status that says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 Work = Callable[[], None]
-_Tasks: TypeAlias = "queue.SimpleQueue[tuple[Work, Running]]"
+_Tasks: TypeAlias = "queue.SimpleQueue[Running]"
 
 Found = TypeVar("Found")
 
@@ -75,9 +76,10 @@ class Running:
     Where it ``is_awaited``, the interpreter does not end before it.
     """
 
-    def __init__(self, *, is_awaited: bool = False) -> None:
+    def __init__(self, work: Work, *, is_awaited: bool = False) -> None:
         self.is_awaited = is_awaited
-        self._may_interrupt, self._is_interrupted = True, False
+        self._work: list[Work] = [work]  # until it is done
+        self._may_interrupt, self._is_interrupted, self._is_over = True, False, False
         self._ended = threading.Event()
         self._thread: int | None = None
         self._lock = threading.Lock()
@@ -97,8 +99,8 @@ class Running:
         it has, and in a forked child process, which has no such thread."""
         with self._lock:
             self._stop, self._after = stop, after
-            has_ended = self._ended.is_set()
-        if has_ended:
+            is_over = self._is_over
+        if is_over:
             after()
 
     def stop(self) -> None:
@@ -113,12 +115,15 @@ class Running:
                 self._may_interrupt, self._is_interrupted = False, True
                 _raise_in(self._thread, Interrupted)
 
-    def run(self, work: Work) -> None:
-        """Do the work. What it raises is reported as threads do, but for SystemExit and what ``interrupt`` raised."""
+    def run(self) -> None:
+        """Do the work. What it raises is reported as threads do, but for SystemExit and what ``interrupt`` raised.
+
+        What the work held is let go of here: that may take long, and be in MLX.
+        """
         self._thread = threading.get_ident()
         try:
             try:
-                work()
+                self._work.pop()()
             finally:
                 with self._lock:
                     self._may_interrupt = False
@@ -129,36 +134,40 @@ class Running:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def end(self) -> None:
-        """Mark the work as ended: no thread does it any more."""
-        self._thread = None
+        """Mark the work as ended: no thread does it or holds anything of it, and whoever waited may leave the process."""
+        self._work.clear()
         with self._lock:
-            after, self._stop, self._after = self._after, None, None
+            after, self._stop, self._after, self._is_over = self._after, None, None, True
+        try:
+            if after is not None:
+                after()
+        finally:
+            del after
+            self._thread = None
             self._ended.set()
-        _running.discard(self)
-        if after is not None:
-            after()
+            _running.discard(self)
 
 
 def start(work: Work, name: str, *, is_awaited: bool = False) -> Running:
     """Run ``work`` on an idle thread, or on a new one of that name. What may be in MLX must be ``is_awaited``."""
-    running = Running(is_awaited=is_awaited)
+    running = Running(work, is_awaited=is_awaited)
     try:
         tasks = _idle[is_awaited].pop()
     except IndexError:
         tasks = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
     _running.add(running)
-    tasks.put((work, running))
+    tasks.put(running)
     return running
 
 
 def _serve(tasks: _Tasks) -> None:
     while True:
-        _run(tasks, *tasks.get())  # a frame of its own: nothing of an engine is held while waiting for the next
+        _run(tasks, tasks.get())  # a frame of its own: nothing of an engine is held while waiting for the next
 
 
-def _run(tasks: _Tasks, work: Work, running: Running) -> None:
-    running.run(work)
+def _run(tasks: _Tasks, running: Running) -> None:
+    running.run()
     _idle[running.is_awaited].append(tasks)
     running.end()
 
@@ -231,7 +240,7 @@ def _lose_all() -> None:
         idle.clear()
     _running.clear()
     for running in lost:
-        running._lock, running._ended = threading.Lock(), threading.Event()
+        running._lock, running._ended, running._thread = threading.Lock(), threading.Event(), threading.get_ident()
         running.end()
 
 
