@@ -47,16 +47,17 @@ from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
+from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.proof import best_class, classes_of, moving_product
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import Joint, exact_for
+from vlm_batch.exactness import Joint, exact_for, prove
 from vlm_batch.loading import load_model
 from vlm_batch.policy import POLICIES
-from vlm_batch.records import PromptKey
+from vlm_batch.records import DecodeStep, PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
@@ -540,6 +541,26 @@ def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.attend(queries, keys, keys, 1.0, None)
     kernels.attend(queries[:, :, :1], keys, keys, 1.0, None)  # a lone query without a mask, too
     assert spelled == [(1, 2, 5, 16), (1, 2, 1, 16)]
+
+
+def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Graphs that round otherwise are seen by the proof, and not made."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    adapter = adapter_of("qwen2_vl", "bfloat16")
+    monkeypatch.setattr(type(adapter), "graphs_pay", True)
+    proof = prove(adapter, None, Placement.SLAB)
+    assert proof.graphs and prove(adapter, None, Placement.SLAB) == proof  # from its file
+    compiled, calls = CompiledDecode.__call__, list[int]()
+
+    def other(self: CompiledDecode, step: DecodeStep) -> mx.array:
+        calls.append(len(step.tokens))
+        return compiled(self, step) * (1 + 2**-7)
+
+    monkeypatch.setenv(FOLDER, str(tmp_path / "other"))
+    monkeypatch.setattr(CompiledDecode, "__call__", other)
+    assert not prove(adapter, None, Placement.SLAB).graphs and set(calls) == set(proof.best(Placement.SLAB))
+    decoders = [BatchGenerator(adapter, exact=Exact(graphs=graphs))._decoder for graphs in (False, True)]
+    assert [decoder._compiled is not None for decoder in decoders] == [False, True]
 
 
 def test_graphs_and_exactness_exclude_each_other() -> None:

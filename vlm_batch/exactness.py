@@ -45,7 +45,7 @@ from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 5
+PROOF = 6
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
 #: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
 MAX_STEP_BYTES = 32 * 2**20
@@ -54,10 +54,14 @@ MAX_WEIGHTS = 2**21
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome for a model on a device: ``classes`` of numbers of rows that agree, and ``how`` that was found out."""
+    """The outcome for a model on a device: ``classes`` of numbers of rows that agree, and ``how`` that was found out.
+
+    ``graphs``: compiled steps of the best class have the same bits.
+    """
 
     classes: Classes
     how: str
+    graphs: bool = False
 
     def best(self, layout: Placement) -> tuple[int, ...]:
         """The numbers of rows that a batch is held to."""
@@ -76,9 +80,10 @@ def exact_for(
     layout = Placement(policy.placement)
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
+    graphs = False
     if adapter.max_rows != 1:
         proof = prove(adapter, kv, layout, max_rows=max_rows, unpacks=policy.unpacks)
-        counts = proof.best(layout)
+        counts, graphs = proof.best(layout), proof.graphs
         if counts == (1,):
             warnings.warn(
                 f"reproducible: {adapter.spec.family} decodes a row at a time on this device: {proof.how}, and no two "
@@ -95,6 +100,7 @@ def exact_for(
         policy.call_tokens,
         policy.call_patches,
         Joint(adapter, kv) if is_joint else None,
+        graphs,
     )
 
 
@@ -208,9 +214,9 @@ def prove(
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "unpacks": unpacks}
     if (kept := read_proof(key)) is not None:
-        return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"])
+        return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"], kept["graphs"])
     proof = _measured(adapter, kv, layout, counts, unpacks)
-    write_proof(key, {"classes": proof.classes, "how": proof.how})
+    write_proof(key, asdict(proof))
     return proof
 
 
@@ -234,7 +240,12 @@ def _measured(
         if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
             return Proof(classes_of(single), f"{said} were compared")
         steps = decode_bits(adapter, layout, kv, counts, unpacks=unpacks)
-        return Proof(classes_of(single, steps), f"{said} and its decode step were compared")
+        classes = classes_of(single, steps)
+        best, graphs = best_class(classes, layout), False
+        if adapter.graphs_pay and layout is Placement.SLAB and kv is None and best != (1,):
+            compiled = decode_bits(adapter, layout, kv, best, is_compiled=True)
+            graphs = all(compiled.get(count) == steps[count] for count in best)
+        return Proof(classes, f"{said} and its decode step were compared", graphs)
     except Exception as error:  # what it raises for a request, the request is told
         if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
             raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error

@@ -132,7 +132,7 @@ _CUDA = Policy(
     together_tokens=4096,
     pad_to=64,
     grid=1024,
-    call_tokens=1280,
+    call_tokens=640,
     call_patches=2048,
 )
 #: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first, and no idle prompts or

@@ -29,8 +29,9 @@ class CompiledDecode:
     MAX_GRAPHS = 64
     USES_BEFORE_GRAPH = 16
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, uses_before_graph: int = USES_BEFORE_GRAPH) -> None:
         self._decode = decode
+        self._uses_before_graph = uses_before_graph
         self._graphs: OrderedDict[tuple[Any, ...], _Graph] = OrderedDict()
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self._layers: Sequence[SlabCache] = ()  # during a call; a graph that is kept holds no slab
@@ -52,7 +53,7 @@ class CompiledDecode:
         kinds = {_kind(layer): layer for layer in layers}
         key = tuple(layer.prepare() for layer in kinds.values())
         self._uses[key] += 1
-        if self._uses[key] <= self.USES_BEFORE_GRAPH:
+        if self._uses[key] <= self._uses_before_graph:
             return self._decode(step)
         self._layers = layers
         for layer in layers:

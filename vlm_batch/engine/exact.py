@@ -57,7 +57,7 @@ class Exact:
     room whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
     quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
     A call holds short prompts of one length, or small pictures of one shape, up to ``call_tokens`` or ``call_patches``, where
-    ``joint`` says so; without it each is alone.
+    ``joint`` says so; without it each is alone. ``graphs``: compiled decode steps were shown to have the same bits.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -68,6 +68,7 @@ class Exact:
     call_tokens: int = 0
     call_patches: int = 0
     joint: JointProof | None = field(default=None, compare=False)
+    graphs: bool = field(default=False, compare=False)
 
     def places(self, rows: int) -> int:
         """The number of places for so many rows of one group, at most ``counts[-1]``; 0 for none."""

@@ -83,7 +83,7 @@ class BatchGenerator:
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
             )
         self.text = text or AnswerText()
-        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None else False)
+        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None or exact.graphs else False)
         if policy is None:
             policy = policy_for((placement or Placement.for_device()).value, device())
         placement = placement or Placement(policy.placement)

@@ -18,6 +18,7 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement, always_mask, make_layer_cache, unpack
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
+from vlm_batch.engine.compiled import CompiledDecode, Decode
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.digest import array_bytes
@@ -74,12 +75,14 @@ def decode_bits(
     counts: Sequence[int],
     *,
     unpacks: bool = False,
+    is_compiled: bool = False,
 ) -> Found:
-    """The bits that decode steps of a model give, by the number of rows.
+    """The bits that decode steps of a model give, by the number of rows; as graphs if they are to be compiled.
 
     Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
     anything is left out. Raises what the model raises.
     """
+    decode = CompiledDecode(adapter.decode, uses_before_graph=0) if is_compiled else adapter.decode
     lengths = [n for n in LENGTHS[layout] if adapter.max_context is None or n + STEPS < adapter.max_context]
     prompts = [_prefilled(adapter, kv, number, length) for number, length in enumerate(lengths)]
     found: dict[int, tuple[bytes, ...]] = {}
@@ -88,7 +91,7 @@ def decode_bits(
         for shift in range(len(prompts) if count < len(prompts) else 2):
             places = [(place + shift) % len(prompts) for place in range(count)]
             live = places[: count - (shift > 0 and count > len(prompts))]  # the last place is idle
-            decoded = _decoded(adapter, layout, [prompts[n] for n in live], count, unpacks=unpacks)
+            decoded = _decoded(decode, layout, [prompts[n] for n in live], count, unpacks=unpacks)
             for number, bits in zip(live, decoded, strict=True):
                 seen[number].add(bits)
         if all(len(bits) == 1 for bits in seen):
@@ -215,7 +218,7 @@ def _prefilled(adapter: ModelAdapter, kv: KVQuantisation | None, number: int, le
 
 
 def _decoded(
-    adapter: ModelAdapter, layout: Placement, prompts: Sequence[_Prompt], count: int, *, unpacks: bool
+    decode: Decode, layout: Placement, prompts: Sequence[_Prompt], count: int, *, unpacks: bool
 ) -> list[bytes]:
     """The bits of all logits that each prompt gets over ``STEPS`` decode steps of ``count`` places."""
     first = [state.restore(0) for state in prompts[0].caches]
@@ -235,7 +238,7 @@ def _decoded(
         tokens = [*(prompt.tokens[step] for prompt in prompts), *[0] * idle]
         at = [prompt.encoded.length + prompt.encoded.position.delta + step for prompt in prompts]
         positions = mx.array([*at, *[0] * idle], dtype=mx.int32)
-        logits = adapter.decode(DecodeStep(mx.array(tokens, dtype=mx.int32)[:, None], positions, layers, extras))
+        logits = decode(DecodeStep(mx.array(tokens, dtype=mx.int32)[:, None], positions, layers, extras))
         kept.append(logits)
         mx.eval(logits)
     return [b"".join(array_bytes(logits[place]).tobytes() for logits in kept) for place in range(len(prompts))]
