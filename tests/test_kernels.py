@@ -258,7 +258,7 @@ def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch:
         right = windows.attend_runs(both[0], both[1], values, runs, SCALE)
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
         fused.clear()
-        found = windows.attend_windows(both, values, windows.windows_of(runs, 16), SCALE)
+        found = windows.attend_windows(both, values, runs, 16, SCALE)
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
         assert largest(found, right) < 2e-6 and len(fused) <= 3
     assert 0 < len(shapes) <= 6 and {is_masked for _, is_masked in shapes} == {False, True}
@@ -285,7 +285,7 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
     monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     made = windows.windows_of(runs, 4)
-    assert largest(windows.attend_windows(both, values, made, SCALE), right) < 2e-6
+    assert largest(windows.attend_windows(both, values, runs, 4, SCALE), right) < 2e-6
     assert [count for count, is_masked in masked if is_masked] == ([16] if small else [])
     assert all(count % 16 == 0 or count == whole < 16 for count, _ in masked)
     assert [shape[0] for shape in made.calls(2, 8)] == [count for count, _ in masked]

@@ -89,7 +89,6 @@ class Windows:
     a call of as many as such a call has, those that are left with some of these once more, and smaller ones filled up to the
     size of whole ones, behind a mask. So the kernel that a window has goes by its size, and not by its place."""
 
-    runs: tuple[Run, ...]
     size: int  # patches of a whole one
     whole: int
     first: int  # whole windows of the first call
@@ -105,8 +104,10 @@ class Windows:
         return [(count, heads, self.size, width) for count in (self.first, self.again, len(self.lengths)) if count]
 
 
-def windows_of(runs: Sequence[Run], size: int) -> Windows:
-    """The calls of windows of which the first are the largest; ``size`` patches are a whole one."""
+@lru_cache(maxsize=64)
+def windows_of(runs: tuple[Run, ...], size: int) -> Windows:
+    """The calls of windows of which the first are the largest; ``size`` patches are a whole one. Its arrays are made without
+    an operation, so that any thread may use them."""
     every = np.repeat([length for _, length in runs], [count for count, _ in runs])
     whole = int((every == size).sum())
     first = kernels.few_to(whole, kernels.WINDOWS_STEP) or whole
@@ -120,17 +121,19 @@ def windows_of(runs: Sequence[Run], size: int) -> Windows:
     there[: len(small)] = starts[:, None] + np.minimum(inside, small[:, None] - 1)
     back = np.flatnonzero(inside < small[:, None])
     lengths = (*small.tolist(), *[size] * (filled - len(small)))
-    return Windows(tuple(runs), size, whole, first, again, lengths, mx.array(there.reshape(-1)), mx.array(back))
+    return Windows(size, whole, first, again, lengths, mx.array(there.reshape(-1)), mx.array(back))
 
 
-def attend_windows(both: mx.array, values: mx.array, windows: Windows, scale: float) -> mx.array:
-    """Attention of patches within their windows: queries and keys (2, N, H, D), values (N, H, D) -> (N, H * D)."""
-    heads, width = values.shape[1:]
+def attend_windows(both: mx.array, values: mx.array, runs: tuple[Run, ...], size: int, scale: float) -> mx.array:
+    """Attention of patches within their windows, of which ``size`` patches are a whole one: queries and keys (2, N, H, D),
+    values (N, H, D) -> (N, H * D)."""
     if not kernels.takes_plans(both):
-        return attend_runs(both[0], both[1], values, windows.runs, scale)
+        return attend_runs(both[0], both[1], values, runs, scale)
+    heads, width = values.shape[1:]
+    windows = windows_of(runs, size)
     if not kernels.has_plans(windows.calls(heads, width)):  # and none of the runs' own, whose shapes are many
-        return attend_runs(both[0], both[1], values, windows.runs, scale, kernels.attend_by_queries)
-    outputs, size = [], windows.size
+        return attend_runs(both[0], both[1], values, runs, scale, kernels.attend_by_queries)
+    outputs = []
     for start, new, stop in ((0, 0, windows.first), (windows.whole - windows.again, windows.first, windows.whole)):
         if start < stop:
             patches = slice(start * size, stop * size)

@@ -22,14 +22,12 @@ from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import (
     Run,
     Turn,
-    Windows,
     attend_runs,
     attend_windows,
     merge_runs,
     patch_positions,
     rotate,
     window_order,
-    windows_of,
 )
 
 
@@ -40,7 +38,8 @@ class Layout:
     order: mx.array  # (N / unit,) merged positions
     back: mx.array  # (N / unit,)
     turn: Turn
-    windows: Windows
+    windows: tuple[Run, ...]
+    size: int  # patches of a whole window
     pictures: tuple[Run, ...]
     by_picture: tuple[mx.array, mx.array] | None  # (N,) patches, and back again; None for one picture
 
@@ -93,7 +92,8 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], sides: Sides) -> Layout
         mx.array(order),
         mx.array(np.argsort(order)),
         _rotation(np.concatenate(places)[by_size].reshape(-1, 2), sides),
-        windows_of(in_windows, sides.window**2 * unit),
+        in_windows,
+        sides.window**2 * unit,
         merge_runs(wholes),
         by_picture,
     )
@@ -141,7 +141,7 @@ class WindowRuns(VisionModel):
         split = module.qkv(x).reshape(x.shape[0], 3, module.num_heads, -1)
         both, values = rotate(split[:, :2].swapaxes(0, 1), layout.turn), split[:, 2]
         if not is_whole:
-            return module.proj(attend_windows(both, values, layout.windows, module.scale))
+            return module.proj(attend_windows(both, values, layout.windows, layout.size, module.scale))
         if layout.by_picture is None:
             return module.proj(attend_runs(both[0], both[1], values, layout.pictures, module.scale))
         there, back = layout.by_picture
