@@ -145,3 +145,15 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(grids: list[list[
         tower.__class__ = changed
         found.append(tower(pixels, mx.array(grids)))
     assert largest(found[0], found[1]) < 1e-5
+
+
+def test_what_is_made_of_a_mask_goes_with_it() -> None:
+    mask = mx.array([[True, False]])
+    made = kernels.added(mask, mx.float32)
+    assert kernels.added(mask, mx.float32) is made
+    other = mx.array([[False, True]])
+    kept = kernels.added(other, mx.float16)
+    del mask  # another has come since
+    assert kernels.added(other, mx.float16) is kept
+    del other
+    assert kernels._last_added is None
