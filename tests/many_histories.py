@@ -24,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class Record:
 
 def record_of(played: Played, first: int, how: How, seconds: float) -> Record:
     last = first + played.histories + len(played.faults) - 1
-    versions = f"mlx {mx.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    versions = f"mlx {version('mlx')}, Python {platform.python_version()}, {platform.machine()}"
     faults = {str(seed): fault for seed, fault in sorted(played.faults.items())}
     counts = dict(sorted(played.counts.items()))
     return Record(first, last, how.length, played.histories, round(seconds, 1), versions, counts, faults)

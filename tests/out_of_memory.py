@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
@@ -345,7 +346,7 @@ def _under_want(own: Engine, rows: list[str], ask: Callable[[], None], **when: A
 
 def run(is_pretended: bool) -> int:
     """The exit status: 0 where everything was as it is to be."""
-    say(mx.device_info().get("device_name"), f"MLX {mx.__version__}")
+    say(mx.device_info().get("device_name"), f"MLX {version('mlx')}")
     load = TINY if is_pretended else REAL
     ballast: Any = None if is_pretended else BallastProcess()
     own = engine(load)
