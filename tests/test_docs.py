@@ -167,3 +167,15 @@ def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
         "own caches": lambda one: one.make_cache is not Adapter.make_cache,
     }.items():
         assert is_of_it(adapters[kinds[kind]]), kind
+
+
+def test_each_promise_of_reliability_names_tests_that_are_there() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = [line for line in page.partition("## Histories")[0].splitlines() if line.startswith("| ")][1:]
+    assert rows
+    for row in rows:
+        held_by = re.findall(r"`(tests/\w+\.py)`: ((?:`\w+`(?:, )?)+)", row)
+        assert held_by, row
+        for file, names in held_by:
+            source = (ROOT / file).read_text(encoding="utf-8")
+            assert not [name for name in re.findall(r"\w+", names) if f"\ndef {name}(" not in source], row

@@ -289,3 +289,15 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
     assert [count for count, is_masked in masked if is_masked] == ([16] if small else [])
     assert all(count % 16 == 0 or count == whole < 16 for count, _ in masked)
     assert [shape[0] for shape in made.calls(2, 8)] == [count for count, _ in masked]
+
+
+def test_what_is_made_of_a_mask_goes_with_it() -> None:
+    mask = mx.array([[True, False]])
+    made = kernels.added(mask, mx.float32)
+    assert kernels.added(mask, mx.float32) is made
+    other = mx.array([[False, True]])
+    kept = kernels.added(other, mx.float16)
+    del mask  # another has come since
+    assert kernels.added(other, mx.float16) is kept
+    del other
+    assert kernels._last_added is None

@@ -329,8 +329,15 @@ def added(mask: mx.array, dtype: mx.Dtype) -> mx.array:
     if last is not None and last[0]() is mask and last[1].dtype == dtype:
         return last[1]
     made = mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
-    _last_added = (weakref.ref(mask), made)
+    _last_added = (weakref.ref(mask, _forget_added), made)
     return made
+
+
+def _forget_added(gone: weakref.ref[mx.array]) -> None:
+    """Let go of what was made of a mask that is gone, if no other has come since."""
+    global _last_added
+    if _last_added is not None and _last_added[0] is gone:
+        _last_added = None
 
 
 def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, is_causal: bool) -> mx.array:
