@@ -42,7 +42,7 @@ from vlm_batch import (
     assets,
 )
 from vlm_batch.arrays import arrays_of, as_mlx
-from vlm_batch.caches import Placement
+from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import recovery
 from vlm_batch.engine.admission import Admission
@@ -789,6 +789,37 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
     assert set(ended[:fits]) == set(
         ["c", "a", "bad", "b"][:fits]
     )  # "c" is urgent, and the others are as old as they come
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3n", "qwen3_5"])
+def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers share their mask, so that one which had been widened already would no longer fit it."""
+    generator = BatchGenerator(shared_adapter(family), placement=Placement.SLAB)
+    short, long = "text:5:300", "text:7:600"
+    generator.insert("short", as_mlx(inputs_of(family, short)), SamplingParams(max_tokens=NUM_TOKENS))
+    results = {event.request_id: event.result for event in generator.step() if event.result is not None}
+    put, joined = SlabCache.put, list[int]()
+
+    def failing(self: SlabCache, place: int, cache: Any) -> None:
+        joined.append(cache.offset)
+        if len(joined) == 2:
+            raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+        put(self, place, cache)
+
+    monkeypatch.setattr(SlabCache, "put", failing)
+    generator.insert("long", as_mlx(inputs_of(family, long)), SamplingParams(max_tokens=2))
+    steps = itertools.count()
+    while generator.has_work:
+        assert next(steps) < 200
+        results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
+        slabs = [layer for layer in generator.batch.layers if type(layer) is SlabCache and layer.arrays()]
+        assert len({layer.capacity for layer in slabs}) <= 1
+    assert len(joined) > 2
+    for name, key in (("short", short), ("long", long)):
+        count = len(results[name].token_ids)
+        assert count and list(results[name].token_ids) == oracle(family, key).tokens[:count], results[name].error
 
 
 @pytest.mark.parametrize("work", ["decode", "prefill"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,20 @@ def always_mask(layer: LayerCache) -> None:
             part.always_masked = True
         elif isinstance(part, StackedRowsCache):
             part.may_stack = False
+
+
+def level(layers: Sequence[LayerCache]) -> None:
+    """Cut slabs of one kind to the columns that all of them have: a row that could not be put into each has widened some, and
+    layers share their mask."""
+    kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
+    for layer in layers:
+        for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
+            if isinstance(part, SlabCache) and part.arrays():
+                kinds.setdefault((type(part), part.span), []).append(part)
+    for parts in kinds.values():
+        least = min(part.capacity for part in parts)
+        for part in parts:
+            part.cut(least)
 
 
 def unpack(layer: LayerCache) -> None:

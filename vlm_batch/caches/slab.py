@@ -138,6 +138,11 @@ class SlabCache(SlabArrays):
         if longest and 2 * (needed := self._capacity(longest + 1)) <= self.capacity:
             self._cut(needed)
 
+    def cut(self, capacity: int) -> None:
+        """Keep the first columns only, if there are more; no row has any of the others."""
+        if self.capacity > capacity:
+            self._cut(capacity)
+
     def resize(self, num_places: int) -> None:
         super().resize(num_places)
         self._lengths = (self._lengths + [0] * num_places)[:num_places]

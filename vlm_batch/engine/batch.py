@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, make_layer_cache, unpack
+from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, level, make_layer_cache, unpack
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row, Status
 
@@ -59,6 +59,7 @@ class DecodeBatch:
                 layer.put(place, single)
         except BaseException:
             self._free(place)
+            level(self.layers)
             raise
         self.places[place] = row
         row.status = Status.DECODE
