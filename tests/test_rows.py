@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Ask, check, inputs_of, run_family, shared_adapter
+from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
 from tests.zoo import family
 from vlm_batch import VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
+from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
@@ -186,3 +187,15 @@ def test_a_batcher_says_how_many_may_live() -> None:
         assert batcher.stats().most_rows == POLICIES[Device.CPU].first_rows
     with VLMBatcher(default_checkpoint(), max_rows=3) as batcher:
         assert batcher.stats().most_rows == 3
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+def test_no_place_is_left_for_rows_that_did_not_come(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others were to join in the same step and failed."""
+    join = DecodeBatch.join
+    monkeypatch.setattr(DecodeBatch, "join", lambda self, row, caches, others=0: join(self, row, caches, others + 2))
+    generator = BatchGenerator(shared_adapter(NAME), placement=placement)
+    generator.insert("a", as_mlx(inputs_of(NAME, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
+    results = [event.result for _ in range(200) if generator.has_work for event in generator.step() if event.result]
+    assert [list(result.token_ids) for result in results] == [oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]]
+    assert not generator.batch.places and not generator.batch.layers

@@ -52,7 +52,8 @@ class DecodeBatch:
             for layer in self.layers if self._unpacks else ():
                 unpack(layer)
         if None not in self.places:
-            self._resize(min(len(self.places) + 1 + others, self.max_rows))
+            more = 0 if self.placement is Placement.ROWS else others  # each is copied once there, whoever else comes
+            self._resize(min(len(self.places) + 1 + more, self.max_rows))
         place = self.places.index(None)
         try:
             for layer, single in zip(self.layers, caches, strict=True):
