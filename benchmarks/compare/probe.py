@@ -146,12 +146,12 @@ def _watch_ours(joins: list[int], leaves: list[int], rows: list[int]) -> Iterato
 
     join, leave = DecodeBatch.join, DecodeBatch.leave
 
-    def watched_join(batch: DecodeBatch, row: Any, caches: Any) -> None:
+    def watched_join(batch: DecodeBatch, row: Any, caches: Any, more: int = 0) -> None:
         own = _arrays([cache.state for cache in caches])
         size, others = sum(array.nbytes for array in own), len(batch)
         adopted = {_address(array) for array in own}
         before = [_places(layer) for layer in batch.layers]
-        join(batch, row, caches)
+        join(batch, row, caches, more)
         after = [_places(layer) for layer in batch.layers]
         if others:
             rows.append(size)
