@@ -518,7 +518,9 @@ def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of("qwen2_vl", "bfloat16")
-    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: {"classes": [[1]], "how": "it was compared"})
+    monkeypatch.setattr(
+        "vlm_batch.exactness.read_proof", lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False}
+    )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
         assert exact_for(adapter).counts == (1,)
 
