@@ -29,9 +29,9 @@ class CompiledDecode:
     MAX_GRAPHS = 64
     USES_BEFORE_GRAPH = 16
 
-    def __init__(self, decode: Decode, uses_before_graph: int = USES_BEFORE_GRAPH) -> None:
+    def __init__(self, decode: Decode, uses_before_graph: int | None = None) -> None:
         self._decode = decode
-        self._uses_before_graph = uses_before_graph
+        self._uses_before_graph = self.USES_BEFORE_GRAPH if uses_before_graph is None else uses_before_graph
         self._graphs: OrderedDict[tuple[Any, ...], _Graph] = OrderedDict()
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self._layers: Sequence[SlabCache] = ()  # during a call; a graph that is kept holds no slab
