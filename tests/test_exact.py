@@ -571,6 +571,9 @@ def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.
     monkeypatch.setenv(FOLDER, str(tmp_path / "other"))
     monkeypatch.setattr(CompiledDecode, "__call__", other)
     assert not prove(adapter, None, Placement.SLAB).graphs and set(calls) == set(proof.best(Placement.SLAB))
+    monkeypatch.setenv(FOLDER, str(tmp_path / "third"))
+    monkeypatch.setattr(CompiledDecode, "__call__", lambda self, step: 1 / 0)
+    assert prove(adapter, None, Placement.SLAB).classes == proof.classes  # rows decode together all the same
     decoders = [BatchGenerator(adapter, exact=Exact(graphs=graphs))._decoder for graphs in (False, True)]
     assert [decoder._compiled is not None for decoder in decoders] == [False, True]
 

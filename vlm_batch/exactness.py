@@ -27,6 +27,7 @@ from vlm_batch.engine.faults import is_out_of_memory
 from vlm_batch.engine.prefill import pads, shares
 from vlm_batch.engine.proof import (
     Classes,
+    Found,
     best_class,
     by_turns,
     classes_of,
@@ -134,16 +135,15 @@ class Joint:
         self._key = _model_key(adapter, kv)
         fresh = adapter.make_cache()
         fresh = fresh if kv is None else kv.caches(fresh)
-        self._shares = shares(adapter, fresh) and pads(
-            adapter, fresh
-        )  # where prompts are padded, they come in few lengths
+        # Where prompts are padded, they come in few lengths.
+        self._shares = shares(adapter, fresh) and pads(adapter, fresh)
         self._found: dict[tuple[Any, ...], Together] = {}
 
     def prompts(self, most: int, length: int) -> int:
         """``most`` whole prompts of ``length`` tokens to a call, or one. Raises for want of memory."""
-        return (
-            self._known(("prompts", most, length), lambda: self._of_prompts(most, length)).count if self._shares else 1
-        )
+        if not self._shares:
+            return 1
+        return self._known(("prompts", most, length), lambda: self._of_prompts(most, length)).count
 
     def attends_apart(self, rows: int, length: int) -> bool:
         """Whether such prompts attend in calls of their own."""
@@ -246,15 +246,25 @@ def _measured(
             return Proof(classes_of(single), f"{said} were compared")
         steps = decode_bits(adapter, layout, kv, counts, unpacks=unpacks)
         classes = classes_of(single, steps)
-        best, graphs = best_class(classes, layout), False
-        if adapter.graphs_pay and layout is Placement.SLAB and kv is None and best != (1,):
-            compiled = decode_bits(adapter, layout, kv, best, is_compiled=True)
-            graphs = all(compiled.get(count) == steps[count] for count in best)
+        graphs = layout is Placement.SLAB and kv is None and _graphs_agree(adapter, steps, best_class(classes, layout))
         return Proof(classes, f"{said} and its decode step were compared", graphs)
     except Exception as error:  # what it raises for a request, the request is told
         if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
             raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
+
+
+def _graphs_agree(adapter: Adapter, steps: Found, counts: tuple[int, ...]) -> bool:
+    """Whether compiled steps of all numbers of rows have the bits of ``steps``; not where they are not made, or cannot be."""
+    if not adapter.graphs_pay or counts == (1,):
+        return False
+    try:
+        compiled = decode_bits(adapter, Placement.SLAB, None, counts, is_compiled=True)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return all(compiled.get(count) == steps[count] for count in counts)
 
 
 def versions() -> dict[str, str]:

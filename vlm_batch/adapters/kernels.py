@@ -162,8 +162,9 @@ def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: i
     fill = [(0, 0), (0, length - own), (0, 0), (0, 0)]  # patch by patch, as they lie in memory
     parts, mask = [mx.pad(part.swapaxes(1, 2), fill) for part in (queries, keys, values)], None
     if width + FAST_WIDTH <= WIDEST:
-        for at, columns in enumerate(columns_of(own, length, heads, queries.dtype)):
-            parts[at] = mx.concatenate([parts[at], mx.broadcast_to(columns, (batch, *columns.shape[1:]))], axis=-1)
+        for at, columns in enumerate(columns_of(own, length, queries.dtype)):
+            wide = mx.broadcast_to(columns, (batch, length, heads, FAST_WIDTH))
+            parts[at] = mx.concatenate([parts[at], wide], axis=-1)
     else:
         mask = mask_of((own,) * batch, length, queries.dtype)
     queries, keys, values = (part.swapaxes(1, 2) for part in parts)
@@ -171,10 +172,10 @@ def attend_filled(queries: mx.array, keys: mx.array, values: mx.array, length: i
 
 
 @lru_cache(maxsize=32)
-def columns_of(own: int, filled: int, heads: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Further columns (1, L, H, 8) of queries and of keys, whose product is 0 for the first ``own`` keys and very low for those
+def columns_of(own: int, filled: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Further columns (1, L, 1, 8) of queries and of keys, whose product is 0 for the first ``own`` keys and very low for those
     that only fill up: a mask at no cost. They are made without an operation, so that any thread may use them."""
-    queries, keys = np.zeros((2, 1, filled, heads, FAST_WIDTH), np.float32)
+    queries, keys = np.zeros((2, 1, filled, 1, FAST_WIDTH), np.float32)
     queries[..., 0], keys[:, own:, :, 0] = 2.0**10, -(2.0**15)  # which float16 has, too
     return mx.array(queries, dtype), mx.array(keys, dtype)
 

@@ -94,9 +94,8 @@ class Windows:
     first: int  # whole windows of the first call
     again: int  # the last whole windows, of which as many as the first call leaves are new
     lengths: tuple[int, ...]  # of the call of smaller ones: the patches of each window that are there
-    there: (
-        mx.array
-    )  # (len(lengths) * size,) the patches of smaller ones, and others in the place of those that are missing
+    #: (len(lengths) * size,) the patches of smaller ones, and others in the place of those that are missing.
+    there: mx.array
     back: mx.array  # (patches of smaller ones,) their places among these
 
     def calls(self, heads: int, width: int) -> list[tuple[int, ...]]:
@@ -115,9 +114,8 @@ def windows_of(runs: tuple[Run, ...], size: int) -> Windows:
     small = every[whole:]
     filled = kernels.few_from(len(small), kernels.WINDOWS_STEP)
     inside, starts = np.arange(size), whole * size + np.cumsum(small) - small
-    there = np.zeros(
-        (filled, size), np.int64
-    )  # as other orders of patches are: a type of indices is a kernel to be built
+    # Of 64 bits, as other orders of patches are: a type of indices is a kernel to be built.
+    there = np.zeros((filled, size), np.int64)
     there[: len(small)] = starts[:, None] + np.minimum(inside, small[:, None] - 1)
     back = np.flatnonzero(inside < small[:, None])
     lengths = (*small.tolist(), *[size] * (filled - len(small)))
