@@ -81,7 +81,7 @@ def test_what_is_found_here_and_what_is_said_go_over_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("said", "rows"),
-    [({"most_rows": 4}, (4, 4)), ({"first_rows": 48}, (48, 48)), ({"most_rows": 16}, (8, 16))],
+    [({"most_rows": 4}, (4, 4)), ({"first_rows": 48}, (48, 48)), ({"most_rows": 24}, (16, 24))],
 )
 def test_one_bound_of_the_rows_moves_the_other(said: Mapping[str, int], rows: tuple[int, int]) -> None:
     policy = Chosen(Device.CPU, {}, said).policy

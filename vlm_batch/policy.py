@@ -96,7 +96,7 @@ class Setting:
 _CPU = Policy(
     placement="rows",
     few_bits=PACKED,
-    first_rows=8,
+    first_rows=16,
     most_rows=32,
     max_chunk=256,
     smallest_chunk=256,
