@@ -75,7 +75,8 @@ class Recovery:
                 raise
             error = raised_in(error)
             is_apart = len(rows) == 1 and (self._batch.is_apart(rows[0]) or rows[0].is_suspect)
-            lost = list(dict.fromkeys([*rows, *self._batch.drop(rows)]))
+            lost = dict.fromkeys([*rows, *self._batch.drop(rows)])
+            lost = [row for row in lost if row.status is not Status.FINISHED]  # those ended by an error of their own
             if is_out_of_memory(error):
                 self._wait_for_memory(lost, error)
                 return None
