@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
+from tests.allocations import WANT, announced, check_alike
 from tests.zoo import PLAIN, Inputs
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
-from vlm_batch.caches import Placement
+from vlm_batch.caches import Placement, slab
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.caches.rows import RowsCache
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
@@ -297,7 +298,11 @@ class ManualLoaders:
 #: Where a request of its own accord fails, for good.
 PLACES = ("load", "encode", "prefill", "decode", "sample", "nan", "processor", "listener")
 #: What befalls the engine once, and is nobody's fault.
-ACCIDENTS = ("decode", "launch", "read", "memory", "memory of one", "disk", "store", "together")
+ACCIDENTS = ("decode", "launch", "read", "memory", "memory of one", "allocation", "disk", "store", "together")
+#: Allocations of caches within which one fails, if one is to: about as many as a row's joining and a few steps take.
+ALLOCATIONS = 60
+#: Columns by which slabs grow, so that short rows make them do it.
+COLUMNS = (8, 16, 256)
 
 
 @dataclass
@@ -408,7 +413,7 @@ class FaultyAdapter:
     def _fail_alone(self) -> None:
         self._history.fail_by(self._history.current, "prefill")
         if len(self._history.generator.batch) and self._history.befalls("memory of one"):
-            raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+            raise RuntimeError(WANT)
 
     def decode(self, step: Any) -> mx.array:
         history = self._history
@@ -420,7 +425,7 @@ class FaultyAdapter:
             if history.befalls("decode"):
                 raise Injected("an accident")
             if history.befalls("memory"):
-                raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+                raise RuntimeError(WANT)
         bad = [row is not None and history.fails(row, "nan") for row in group.places]
         return mx.where(mx.array(bad)[:, None], mx.nan, logits) if any(bad) else logits
 
@@ -436,8 +441,10 @@ class History:
         is_quantised: bool = False,
         keeps: bool = True,
         most_rows: int | None = None,
+        columns: int = COLUMNS[0],
     ) -> None:
-        """``most_rows``: as many fit into memory at a time; of slabs, as many as have all of their places."""
+        """``most_rows``: as many fit into memory at a time; of slabs, as many as have all of their places. ``columns``: slabs
+        grow by so many."""
         self.family, self.is_quantised = family, is_quantised
         self.adapter = adapter_of(family)
         self.budget = ByteBudget(CACHE_BYTES if keeps else 0)
@@ -473,6 +480,7 @@ class History:
         self.current: Row | None = None
         self.counts: Counter[str] = Counter()
         self._number = 0
+        self._columns = columns
         self._watch_rows()
 
     def _watch_rows(self) -> None:
@@ -582,9 +590,9 @@ class History:
             assert told.handle.cancel()
             self._follow()
 
-    def accident(self, kind: str) -> None:
-        """Something will befall the engine, at the next occasion."""
-        self.armed[kind] = 1
+    def accident(self, kind: str, after: int = 1) -> None:
+        """Something will befall the engine, at the next occasion, or so many occasions from now."""
+        self.armed[kind] = after
 
     def break_engine(self) -> None:
         """A defect of the engine itself: all that is alive may end with it."""
@@ -666,10 +674,7 @@ class History:
         )
         assert all(row.prompt is None for row in placed), "a prompt is kept after its prefill"
         for group in generator.batch.groups:
-            for layer in group.layers:
-                if isinstance(layer, RowsCache):
-                    held = [cache is not None for cache in layer.places]
-                    assert held == [row is not None for row in group.places], "a place without a row holds something"
+            check_alike(group)
             assert group.layers or not group.places
 
     def _check_bytes(self) -> None:
@@ -746,7 +751,9 @@ class History:
         """Whether an accident happens now; it does so once."""
         if not self.armed[kind]:
             return False
-        self.armed[kind] = 0
+        self.armed[kind] -= 1
+        if self.armed[kind]:
+            return False
         self.counts[f"accident {kind}"] += 1
         return True
 
@@ -793,13 +800,22 @@ class History:
     def _follow(self) -> None:
         """Have the engine read its inbox, and take the turn that comes with it."""
         while not self.loop._inbox.empty():
-            self.loop._serve()
+            self._turn()
         self.check()
 
     def _serve(self) -> None:
         if self.loop._is_busy or not self.loop._inbox.empty():
-            self.loop._serve()
+            self._turn()
         self.check()
+
+    def _turn(self) -> None:
+        with announced(self._allocates), mock.patch.object(slab, "CAPACITY_STEP", self._columns):
+            self.loop._serve()
+
+    def _allocates(self) -> None:
+        """An allocation; who fails alone twice is said never to fit, so that it is one of several rows'."""
+        if len(self.generator.batch) > 1 and self.befalls("allocation"):
+            raise RuntimeError(WANT)
 
 
 @cache
@@ -839,7 +855,7 @@ def act(history: History, draw: random.Random) -> None:
     elif chance < 0.48:
         history.cancel(draw.randrange(16))
     elif chance < 0.52:
-        history.accident(draw.choice(ACCIDENTS))
+        history.accident(kind := draw.choice(ACCIDENTS), draw.randrange(1, ALLOCATIONS) if kind == "allocation" else 1)
     elif chance < 0.521:
         history.break_engine()
     else:
@@ -888,7 +904,8 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     placement = list(Placement)[seed // len(KINDS) % 2]
     is_quantised = family in QUANTISED and draw.random() < 0.2
     keeps, most_rows = draw.random() < 0.8, draw.choice((None, None, 2, 4))
-    history = History(family, placement, is_quantised=is_quantised, keeps=keeps, most_rows=most_rows)
+    columns = draw.choice(COLUMNS)
+    history = History(family, placement, is_quantised=is_quantised, keeps=keeps, most_rows=most_rows, columns=columns)
     for _ in range(length):
         act(history, draw)
         history.counts["operations"] += 1

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import platform
 import queue
+import re
 import sys
 import time
 import traceback
@@ -52,6 +53,10 @@ class How:
     processes: int = 1
     seconds: float | None = None  # no history begins after so long
     on_cpu: bool = False  # where there is a GPU, too
+
+    def again(self, seed: int) -> str:
+        """The command that plays a history again."""
+        return f"python -m tests.histories --steps 1 --seed {seed} --length {self.length} --cpu"
 
 
 def play_some(process: int, how: How, seeds: Any, ends: Any, news: Any, answers: Any = None) -> None:
@@ -100,11 +105,12 @@ class Played:
     counts: Counter[str] = field(default_factory=Counter)
     histories: int = 0
     begun: dict[int, int] = field(default_factory=dict)  # by process, the seed that it is at
+    since: dict[int, float] = field(default_factory=dict)  # by process, when it began that
     faults: dict[int, str] = field(default_factory=dict)  # by seed
 
     def take(self, news: News) -> None:
         if news.counts is None and not news.fault:
-            self.begun[news.process] = news.seed
+            self.begun[news.process], self.since[news.process] = news.seed, time.monotonic()
             return
         del self.begun[news.process]
         if news.fault:
@@ -129,9 +135,13 @@ def play_many(steps: int, first: int, how: How) -> Played:
         begin, told, played = time.monotonic(), time.monotonic(), Played()
         while any(worker.is_alive() for worker in workers) or not news.empty():
             with contextlib.suppress(queue.Empty):
-                played.take(news.get(timeout=1.0))
+                played.take(told_of := news.get(timeout=1.0))
+                if told_of.fault:
+                    tell_fault(told_of.seed, told_of.fault, how)
             for number in [number for number in played.begun if workers[number].exitcode and news.empty()]:
-                played.faults[played.begun.pop(number)] = f"its process ended by {workers[number].exitcode}"
+                seed = played.begun.pop(number)
+                played.faults[seed] = f"its process ended by {workers[number].exitcode}"
+                tell_fault(seed, played.faults[seed], how)
             passed = time.monotonic() - begin
             is_over = how.seconds is not None and passed >= how.seconds
             if played.faults or played.counts["operations"] >= steps or is_over:
@@ -141,10 +151,20 @@ def play_many(steps: int, first: int, how: How) -> Played:
                 print(
                     f"{played.counts['operations']:,} operations, {passed:,.0f} s, seeds to {seeds.value}", flush=True
                 )
+                for number, seed in played.begun.items():
+                    if (long := told - played.since[number]) > 120:
+                        print(f"the history of seed {seed} has been played for {long:,.0f} s", flush=True)
     for number, worker in enumerate(workers):
         if worker.exitcode and number not in played.begun and not played.faults:
             raise RuntimeError(f"process {number} ended by {worker.exitcode} before its first history")
     return played
+
+
+def tell_fault(seed: int, fault: str, how: How) -> None:
+    """Say at once which history broke which promise: the others are played to their ends before the run is over."""
+    lines = fault.strip().splitlines()
+    promise = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Injected)\b", line)), lines[-1])
+    print(f"BROKEN, seed {seed} ({KINDS[seed % len(KINDS)]}): {promise}\nagain: {how.again(seed)}", flush=True)
 
 
 # Records ------------------------------------------------------------------------------------------------------------------
@@ -200,13 +220,16 @@ def show(records: Sequence[Record]) -> int:
         counts.update(record.counts)
     ranges = ", ".join(f"{record.first} to {record.last}" for record in records)
     seconds, played = sum(record.seconds for record in records), sum(record.histories for record in records)
-    print(f"{played:,} histories, seeds {ranges}, in {seconds:,.0f} s ({'; '.join({r.versions for r in records})}):")
+    versions = "; ".join({record.versions for record in records})
+    print(
+        f"{counts['operations']:,} operations in {played:,} histories, seeds {ranges}, in {seconds:,.0f} s ({versions}):"
+    )
     for name, count in sorted(counts.items()):
         print(f"  {name}: {count:,}")
     faults = {int(seed): fault for record in records for seed, fault in record.faults.items()}
     for seed, fault in sorted(faults.items()):
         print(f"\nthe history of seed {seed} ({KINDS[seed % len(KINDS)]}) broke a promise:\n{fault}")
-        print(f"again: python -m tests.histories --steps 1 --seed {seed} --length {records[0].length} --cpu")
+        print(f"again: {How(records[0].length).again(seed)}")
     print(f"{len(faults)} have broken a promise" if faults else "none has broken a promise")
     return 1 if faults else 0
 

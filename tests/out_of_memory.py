@@ -257,20 +257,33 @@ class Engine:
         return found
 
 
+@dataclass
+class Raised:
+    """What raised in the engine, counted: want of memory, and what was not taken for it."""
+
+    wants: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is said of errors that should not be: rows began again for another reason."""
+        return [f"not taken for want of memory: {count} x {what}" for what, count in self.others.items()]
+
+
 @contextmanager
-def judged() -> Iterator[Counter[str]]:
-    """What raised in the engine, counted where it is decided if that was want of memory."""
-    seen: Counter[str] = Counter()
+def judged() -> Iterator[Raised]:
+    """What raises in the engine, where it is decided if that is want of memory."""
+    seen = Raised()
     judge = recovery.is_out_of_memory
 
     def watched(error: BaseException) -> bool:
         is_want = judge(error)
-        seen[f"{'' if is_want else 'NOT TAKEN FOR WANT OF MEMORY: '}{type(error).__name__}: {str(error)[:110]}"] += 1
+        (seen.wants if is_want else seen.others)[f"{type(error).__name__}: {str(error)[:110]}"] += 1
         return is_want
 
     with mock.patch.object(recovery, "is_out_of_memory", watched):
         yield seen
-    for what, count in seen.items():
+    for what, count in seen.wants.items():
         say(f"  {count} x {what}")
 
 
@@ -309,7 +322,7 @@ def try_all(own: Engine, ballast: Ballast, one: int, together: int) -> list[str]
     wrong += _under_want(own, rows, own.ask_rows)
 
     say("one comes that never fits, and two beside it")
-    with judged():
+    with judged() as seen:
         own.ask("never", 2 * room // own.load.position_bytes, 99, answer=8)
         own.ask_rows(2)
         results = own.finish()
@@ -317,7 +330,7 @@ def try_all(own: Engine, ballast: Ballast, one: int, together: int) -> list[str]
     say(f"  never: {never.finish_reason}, {never.error}")
     if not isinstance(never.exception, OutOfMemory) or "even alone: a prompt of" not in str(never.error):
         wrong.append(f"what never fits ended with {never.error}")
-    wrong += own.wrong(results, iter(["r0", "r1"]))
+    wrong += [*own.wrong(results, iter(["r0", "r1"])), *seen.wrong]
     ballast.release()
 
     say("the memory is taken when three rows decode")
@@ -341,7 +354,8 @@ def _under_want(own: Engine, rows: list[str], ask: Callable[[], None], **when: A
     begun = own.generator.recovery.num_recomputed - begun
     wrong = own.wrong(results, iter(rows))
     say(f"  {len(rows) - len(wrong)} of {len(rows)} have the tokens that they have without want; {begun} began again")
-    return wrong if seen else [*wrong, "there was no want of memory: nothing was shown"]
+    wrong += seen.wrong
+    return wrong if seen.wants else [*wrong, "there was no want of memory: nothing was shown"]
 
 
 def run(is_pretended: bool) -> int:

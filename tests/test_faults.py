@@ -46,6 +46,7 @@ from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import recovery
 from vlm_batch.engine.admission import Admission
+from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
@@ -789,6 +790,57 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
     assert set(ended[:fits]) == set(
         ["c", "a", "bad", "b"][:fits]
     )  # "c" is urgent, and the others are as old as they come
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "cancelled"])
+@pytest.mark.parametrize("is_wanted", [True, False])
+@pytest.mark.parametrize("where", ["take", "end"])
+def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_ends(
+    where: str, is_wanted: bool, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins again where its user waits for them, and has no further token to say; else they are not kept."""
+    adapter, prefix = shared_adapter(FAMILY), PrefixCache(ByteBudget(2**28))
+    generator = BatchGenerator(adapter, reuse=Reuse(adapter, prefix), placement=Placement.SLAB)
+    owner: Any = DecodeBatch if where == "take" else Reuse
+    name = "take" if where == "take" else "_saved"
+    right, failed = getattr(owner, name), 0
+
+    def full(self: Any, *given: Any) -> Any:
+        nonlocal failed
+        is_end = given[0].request_id == "a" and (where == "take" or given[3])
+        if is_end and failed < (2 if end == "cancelled" else 1):
+            failed += 1
+            raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+        return right(self, *given)
+
+    monkeypatch.setattr(owner, name, full)
+    tokens = {name: oracle(FAMILY, key).tokens for name, key in FOUR.items()}
+    stops = (tokens["a"][3],) if end == "stop" else ()
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=stops)
+    generator.insert("a", as_mlx(inputs_of(FAMILY, FOUR["a"])), params, return_cache=is_wanted)
+    generator.insert(
+        "b", as_mlx(inputs_of(FAMILY, FOUR["b"])), SamplingParams(max_tokens=NUM_TOKENS + 9, ignore_eos=True)
+    )
+    told: dict[str, list[int]] = {"a": [], "b": []}
+    results: dict[str, Result] = {}
+    steps = itertools.count()
+    while generator.has_work:
+        assert next(steps) < 200
+        for event in generator.step():
+            told[event.request_id] += [] if event.token is None else [event.token]
+            results |= {} if event.result is None else {event.request_id: event.result}
+        if end == "cancelled" and failed and "a" not in results:
+            generator.cancel("a")
+    count = tokens["a"].index(stops[0]) + 1 if stops else NUM_TOKENS
+    said = results["a"].token_ids
+    assert failed and said == tuple(told["a"]) == tuple(tokens["a"][: len(said)])
+    assert len(said) == count or end == "cancelled"
+    if end == "cancelled":
+        assert results["a"].finish_reason in ("cancelled", "length")
+    else:
+        assert results["a"].finish_reason == end and (results["a"].cache is not None) is is_wanted
+    assert (generator.recovery.num_recomputed > 0) is is_wanted
+    assert results["b"].error is None and not generator.batch.rows
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3n", "qwen3_5"])

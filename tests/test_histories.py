@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from tests import many_histories
 from tests.histories import (
     ACCIDENTS,
+    ALLOCATIONS,
     KINDS,
     NO_GOING_ON,
     PICTURES,
@@ -30,7 +31,7 @@ from tests.histories import (
     History,
     play,
 )
-from tests.many_histories import How, News, Played, play_some, read_record, record_of, show
+from tests.many_histories import How, News, Played, play_some, read_record, record_of, show, tell_fault
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 
@@ -94,9 +95,9 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, which: int) -> None:
         self.history.cancel(which)
 
-    @rule(kind=st.sampled_from(ACCIDENTS))
-    def accident(self, kind: str) -> None:
-        self.history.accident(kind)
+    @rule(kind=st.sampled_from(ACCIDENTS), after=st.integers(1, ALLOCATIONS))
+    def accident(self, kind: str, after: int) -> None:
+        self.history.accident(kind, after if kind == "allocation" else 1)
 
     @rule()
     def finish(self) -> None:
@@ -150,7 +151,9 @@ def test_a_history_is_a_function_of_its_seed() -> None:
     assert play(3, 40) == play(3, 40)
 
 
-def test_the_history_that_fails_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_that_fails_is_told_with_its_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def plays(seed: int, length: int) -> Counter[str]:
         assert seed != 12, "a promise"
         return Counter(operations=length)
@@ -162,6 +165,9 @@ def test_the_history_that_fails_is_told_with_its_seed(monkeypatch: pytest.Monkey
         played.take(news.get())
     assert (played.histories, played.counts, list(played.faults)) == (2, Counter(operations=10), [12])
     assert "a promise" in played.faults[12] and not played.begun
+    tell_fault(12, played.faults[12], How(length=5))
+    said = capsys.readouterr().out
+    assert "BROKEN, seed 12 (qwen2_vl): AssertionError: a promise\n" in said and "--seed 12 --length 5" in said
     record = record_of(played, 10, How(length=5), 1.0)
     assert (record.first, record.last, record.counts["operations"], list(record.faults)) == (10, 12, 10, ["12"])
 
@@ -175,7 +181,7 @@ def test_the_outputs_of_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert show([read_record(files[0])]) == 0 and "none has broken" in capsys.readouterr().out
     assert show([read_record(files[1]), read_record(files[0])]) == 1
     said = capsys.readouterr().out
-    assert "3 histories, seeds 10 to 11, 20 to 21, in 4 s" in said and "operations: 15" in said and "stop: 1" in said
+    assert "15 operations in 3 histories, seeds 10 to 11, 20 to 21, in 4 s" in said and "stop: 1" in said
     assert "--seed 21 --length 5" in said and "1 have broken a promise" in said
     with pytest.raises(ValueError, match="11 was played twice"):
         show([read_record(files[0]), read_record(files[2])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,19 @@ class ListedCache(CacheList):
         return [array for part in self.caches for array in part.arrays()]
 
 
+def _parts(layer: Any) -> Iterator[Any]:
+    """The caches that a batch's layer is made of: itself, or those that it lists."""
+    if isinstance(layer, ListedCache):
+        for part in layer.caches:
+            yield from _parts(part)
+    else:
+        yield layer
+
+
 def always_mask(layer: LayerCache) -> None:
     """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
     itself, so that no row depends on another."""
-    for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
+    for part in _parts(layer):
         if isinstance(part, SlabCache):
             part.always_masked = True
         elif isinstance(part, StackedRowsCache):
@@ -74,7 +83,7 @@ def level(layers: Sequence[LayerCache]) -> None:
     layers share their mask."""
     kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
     for layer in layers:
-        for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
+        for part in _parts(layer):
             if isinstance(part, SlabCache) and part.arrays():
                 kinds.setdefault((type(part), part.span), []).append(part)
     for parts in kinds.values():
@@ -85,7 +94,7 @@ def level(layers: Sequence[LayerCache]) -> None:
 
 def unpack(layer: LayerCache) -> None:
     """Make a batch's layer hand out keys and values that it holds in few bits as arrays, for the kernels of exact ones."""
-    for part in layer.caches if isinstance(layer, ListedCache) else (layer,):
+    for part in _parts(layer):
         if isinstance(part, QuantizedSlabCache):
             part.unpacks = True
 

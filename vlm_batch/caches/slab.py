@@ -139,8 +139,9 @@ class SlabCache(SlabArrays):
             self._cut(needed)
 
     def cut(self, capacity: int) -> None:
-        """Keep the first columns only, if there are more; no row has any of the others."""
-        if self.capacity > capacity:
+        """Keep the first columns only, of arrays that have more: one may have grown without the other. No row has any of the
+        others."""
+        if any(array.shape[2] > capacity for array in self.arrays()):
             self._cut(capacity)
 
     def resize(self, num_places: int) -> None:

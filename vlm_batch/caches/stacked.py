@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, cache_nbytes
@@ -47,11 +48,11 @@ class StackedRowsCache(RowsCache):
     def __init__(self) -> None:
         super().__init__()
         self.may_stack = True
-        self._new: list[Any] = []  # the caches that came since the last token
+        self._new: WeakSet[Any] = WeakSet()  # the caches that came since the last token, while they are here
 
     def put(self, place: int, cache: Any) -> None:
         super().put(place, cache)
-        self._new.append(cache)
+        self._new.add(cache)
 
     def take(self, place: int) -> Any:
         taken = self.places[place]
@@ -118,10 +119,10 @@ class StackedRowsCache(RowsCache):
 
     def _stack_new(self) -> None:
         """Make one array of each run of neighbours that came since the last token and have one length and shape."""
-        new, self._new = self._new, []
+        new, self._new = self._new, WeakSet()
         if not self.may_stack or len(new) < 2:
             return
-        kinds = [_kind(held) if any(held is one for one in new) else None for held in self.places]
+        kinds = [_kind(held) if held is not None and held in new else None for held in self.places]
         cuts = [0, *(at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]), len(kinds)]
         for first, end in pairwise(cuts):
             if end - first > 1 and kinds[first] is not None:

@@ -51,16 +51,18 @@ class DecodeBatch:
                 always_mask(layer)
             for layer in self.layers if self._unpacks else ():
                 unpack(layer)
-        if None not in self.places:
-            more = 0 if self.placement is Placement.ROWS else others  # each is copied once there, whoever else comes
-            self._resize(min(len(self.places) + 1 + more, self.max_rows))
-        place = self.places.index(None)
+        before = len(self.places)
         try:
+            if None not in self.places:
+                more = (
+                    0 if self.placement is Placement.ROWS else others
+                )  # each is copied once there, whoever else comes
+                self._resize(min(before + 1 + more, self.max_rows))
+            place = self.places.index(None)
             for layer, single in zip(self.layers, caches, strict=True):
                 layer.put(place, single)
         except BaseException:
-            self._free(place)
-            level(self.layers)
+            self._restore(before)
             raise
         self.places[place] = row
         row.status = Status.DECODE
@@ -108,16 +110,23 @@ class DecodeBatch:
         return num_rows
 
     def _resize(self, wanted: int) -> None:
-        """Have at least ``wanted`` places. If that raises, all is as it was."""
-        before, wanted = len(self.places), self.places_for(wanted)
-        try:
-            for layer in self.layers:
-                layer.resize(wanted)
-        except BaseException:
-            for layer in self.layers:
-                layer.resize(before)
-            raise
+        """Have at least ``wanted`` places."""
+        wanted = self.places_for(wanted)
+        for layer in self.layers:
+            layer.resize(wanted)
         self.places = (self.places + [None] * wanted)[:wanted]
+
+    def _restore(self, num_places: int) -> None:
+        """Have every layer hold the rows of the first places and nothing else, all layers alike, after something raised when
+        only some of them, or one array of one, had been changed. Nothing is allocated for it."""
+        del self.places[num_places:]
+        if not self.rows:
+            self.drop()
+        for layer in self.layers:
+            layer.resize(num_places)
+            for place in [place for place, row in enumerate(self.places) if row is None]:
+                layer.clear(place)
+        level(self.layers)
 
     @property
     def nbytes(self) -> int:

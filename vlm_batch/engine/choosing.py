@@ -75,13 +75,15 @@ class Chooser:
 
     def choose(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[Flight]:
         """Sample a forward's logits (R, V), but for rows whose last token has to be read first."""
+        return self._recovery.together(rows, self._choose, logits, rows) or ()
+
+    def _choose(self, logits: mx.array, rows: Sequence[Row]) -> Sequence[Flight]:
         free = [
             index for index, row in enumerate(rows) if row.answer.guide is None or row.answer.known_token is not None
         ]
         if len(free) == len(rows):
             return self._sample(logits, rows)
-        if self._recovery.together(rows, _launch, logits) is None:
-            return ()
+        _launch(logits)
         self.held += tuple((row, logits[index : index + 1]) for index, row in enumerate(rows) if index not in free)
         return self._sample(logits[mx.array(free)], [rows[index] for index in free]) if free else ()
 
@@ -91,8 +93,12 @@ class Chooser:
         shared = [pair for pair in joined if not pair[0].is_suspect]
         flights: list[Flight] = []
         for pairs in ([shared] if shared else []) + apart:
-            flights += self._sample(stack_logits([logits for _, logits in pairs]), [row for row, _ in pairs])
+            rows = [row for row, _ in pairs]
+            flights += self._recovery.together(rows, self._sample_first, [logits for _, logits in pairs], rows) or ()
         return flights
+
+    def _sample_first(self, logits: Sequence[mx.array], rows: Sequence[Row]) -> Sequence[Flight]:
+        return self._sample(stack_logits(logits), rows)
 
     def choose_held(self) -> Sequence[Flight]:
         """Choose the tokens of rows that had to be read first; their forward is on its way, and the others' choice too."""

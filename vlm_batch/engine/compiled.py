@@ -55,7 +55,6 @@ class CompiledDecode:
         self._uses[key] += 1
         if self._uses[key] <= self._uses_before_graph:
             return self._decode(step)
-        self._layers = layers
         for layer in layers:
             layer.prepare()
         graph = self._graphs.get(key)
@@ -67,11 +66,14 @@ class CompiledDecode:
         made = [layer.step_inputs() for layer in kinds.values()]
         # nobody else may hold the slabs, or they would be copied to be written
         slabs = [layer.give() for layer in layers]
-        logits, written = graph(step.tokens, step.positions, made, slabs)
+        self._layers = layers
+        try:
+            logits, written = graph(step.tokens, step.positions, made, slabs)
+        finally:  # a step for which there is no memory leaves nothing that is held
+            self._layers = ()
         del slabs
-        for layer, (keys, values) in zip(self._layers, written, strict=True):
+        for layer, (keys, values) in zip(layers, written, strict=True):
             layer.receive(keys, values)
-        self._layers = ()
         return logits
 
     def _run(

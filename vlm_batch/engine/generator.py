@@ -35,7 +35,7 @@ from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.recovery import Recovery
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Prompt, Row, Status, fork, new_row
+from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.engine.warming import forwards
@@ -172,8 +172,8 @@ class BatchGenerator:
             self.recovery.guard(row, self.admission.take_in, row, loading)
 
     def fail(self, row: Row, error: BaseException) -> None:
-        """End a row with an error that came from outside. Its end comes with the next step."""
-        self._end(row, "error", raised_in(error))
+        """End a row with an error. Its end comes with the next step."""
+        self._end(row, "error", error)
 
     def cancel(self, request_id: str) -> bool:
         """End a row at whatever stage it is; False if there is none of that id. Its end comes with the next step."""
@@ -334,6 +334,8 @@ class BatchGenerator:
             self.reuse.settle(row)
             if not flight.is_known:
                 self._take(row, tokens[index], logprobs.get(index))
+            elif row.answer.ending is not None and row.answer.known_token is None:
+                self._finish(row, row.answer.ending)
 
     def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to its row, with the text that it completes, and end the row if that is its end."""
@@ -355,12 +357,18 @@ class BatchGenerator:
             return
         is_stop = is_stop or matched is not None or answer.is_whole
         stop_reason = matched if matched is not None else token if is_stop and not answer.is_whole else None
+        self._finish(row, Ending(token, text, logprobs, "stop" if is_stop else "length", stop_reason))
+
+    def _finish(self, row: Row, ending: Ending) -> None:
+        """End a row whose answer is complete. Where its user wants its caches and there was no memory for them, it begins
+        again, and ends once it has said again what it had said."""
+        row.answer.ending = ending
         saved = self.recovery.guard(row, self._save, row)
-        if saved is None:  # its caches, which its user wants, could not be kept
+        if saved is None:
             return
-        result = row.result("stop" if is_stop else "length", stop_reason, cache=saved[0])
+        result = row.result(ending.reason, ending.stop_reason, cache=saved[0])
         self.scheduler.end()
-        self._events.append(Event(row.request_id, token, text, logprobs, result))
+        self._events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs, result))
         self._forget(row)
 
     # Rows that begin again
@@ -377,10 +385,6 @@ class BatchGenerator:
         row.begin_again()
         self.admission.add(row)
 
-    def end_with(self, row: Row, error: BaseException) -> None:
-        """End a row with an error."""
-        self._end(row, "error", error)
-
     # Ends
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -390,6 +394,8 @@ class BatchGenerator:
                 (cache,) = self._save(row)
         if error is not None:
             let_go(error)
+        if (ending := row.answer.ending) is not None:
+            self._events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs))
         self._events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
         for sibling in row.siblings:  # their prompt is this one's
             self._events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
@@ -401,7 +407,8 @@ class BatchGenerator:
     def _leave(self, row: Row) -> None:
         """Free a row's place; what is wanted of its caches goes with it."""
         if row.reuse is not None and row in self.batch and self.reuse.wants(row):
-            row.reuse.left = self.batch.take(row)
+            with contextlib.suppress(*row.reuse.may_fail):
+                row.reuse.left = self.batch.take(row)
         self.batch.leave(row)
 
     def _save(self, row: Row) -> tuple[PromptCache | None]:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
+from vlm_batch.engine.faults import raised_in
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import Loaders, Loading, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
@@ -349,7 +350,7 @@ class EngineLoop:
         try:
             row.prompt.loading = loading = self._loaders.start(question, partial(self._inbox.put, _Read(row)))
         except BaseException as error:
-            self.generator.fail(row, error)
+            self.generator.fail(row, raised_in(error))
             return
         if loading.is_read:
             self.generator.admission.note_read(row)

@@ -152,13 +152,16 @@ class Prefill:
 
     def _taken(self, rows: Sequence[Row], logits: mx.array, cache: list[Any], width: int) -> list[mx.array | None]:
         """Give each row its own part of what an array of whole prompts left; their logits (1, V)."""
-        found = []
-        for index, row in enumerate(rows):
-            prompt, length = _prompt(row), row.facts.length
-            prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._keeps_rows), length
-            trim(prompt.cache, width - length)
-            found.append(self._guard(row, self._settle, row, logits[index : index + 1]))
-        return found
+        return [
+            self._guard(row, self._take, row, index, logits[index : index + 1], cache, width)
+            for index, row in enumerate(rows)
+        ]
+
+    def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> mx.array | None:
+        prompt, length = _prompt(row), row.facts.length
+        prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._keeps_rows), length
+        trim(prompt.cache, width - length)
+        return self._settle(row, logits)
 
     def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
         """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.

@@ -28,7 +28,7 @@ class Owner(Protocol):
     def live(self) -> list[Row]:
         """The rows that have places, the first in line first."""
 
-    def end_with(self, row: Row, error: BaseException) -> None:
+    def fail(self, row: Row, error: BaseException) -> None:
         """End a row with an error."""
 
     def put_back(self, row: Row) -> None:
@@ -61,7 +61,7 @@ class Recovery:
             if is_out_of_memory(error) and not isinstance(error, OutOfMemory):
                 self._wait_for_memory([row], error)
             else:
-                self._owner.end_with(row, error)
+                self._owner.fail(row, error)
             return None
 
     def together(self, rows: Sequence[Row], work: Callable[..., T], *arguments: Any) -> T | None:
@@ -75,13 +75,14 @@ class Recovery:
                 raise
             error = raised_in(error)
             is_apart = len(rows) == 1 and (self._batch.is_apart(rows[0]) or rows[0].is_suspect)
-            lost = list(dict.fromkeys([*rows, *self._batch.drop(rows)]))
+            found = dict.fromkeys([*rows, *self._batch.drop(rows)])
+            lost = [row for row in found if row.status is not Status.FINISHED]  # others ended by an error of their own
             if is_out_of_memory(error):
                 self._wait_for_memory(lost, error)
                 return None
             for row in lost:
                 if is_apart and row is rows[0]:
-                    self._owner.end_with(row, error)
+                    self._owner.fail(row, error)
                 else:
                     row.suspect()
                     self._begin_again(row, error)
@@ -126,14 +127,14 @@ class Recovery:
         let_go(error)  # the calls that it came through hold what they had made
         give_back()
         for row in never:
-            self._owner.end_with(row, too_large(row, error))
+            self._owner.fail(row, too_large(row, error))
 
     def _begin_again(self, row: Row, error: BaseException) -> None:
         """Put a row back in line, in its place by priority and age; it ends with the error if nothing is left of its prompt."""
         if row.status is Status.FINISHED:
             return
         if row.given is None:
-            self._owner.end_with(row, error)
+            self._owner.fail(row, error)
             return
         self._owner.put_back(row)
         self.num_recomputed += 1

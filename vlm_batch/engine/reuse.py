@@ -238,15 +238,17 @@ class Reuse:
         book = row.reuse
         if not self.wants(row) or book is None or book.left is None:
             return None
-        saved = self._saved(row, book, book.left, row.answer.num_fed)
-        book.left = None
-        if book.is_returned:  # another thread may read it
-            mx.eval(saved.arrays())
-        else:
-            mx.async_eval(saved.arrays())
-        if self.prefix is not None and saved.length >= MIN_TOKENS:
-            self._ended.append(saved)
-        return PromptCache(saved, self.identity) if book.is_returned else None
+        left, book.left = book.left, None
+        with contextlib.suppress(*book.may_fail):
+            saved = self._saved(row, book, left, row.answer.num_fed)
+            if book.is_returned:  # another thread may read it
+                mx.eval(saved.arrays())
+            else:
+                mx.async_eval(saved.arrays())
+            if self.prefix is not None and saved.length >= MIN_TOKENS:
+                self._ended.append(saved)
+            return PromptCache(saved, self.identity) if book.is_returned else None
+        return None
 
     def settle_ended(self) -> None:
         """Make states known that rows left a step ago: the device has copied them by now, so nothing waits."""

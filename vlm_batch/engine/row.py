@@ -86,6 +86,17 @@ class Facts:
         )
 
 
+@dataclass(frozen=True)
+class Ending:
+    """The last token of a complete answer, and why it is the last."""
+
+    token: int
+    text: str
+    logprobs: TokenLogprobs | None
+    reason: FinishReason
+    stop_reason: str | int | None
+
+
 @dataclass(eq=False)
 class Answer:
     """A row's answer so far. ``drawn`` (R,) has the token that was sampled last, at ``drawn_at``, perhaps not computed yet."""
@@ -107,6 +118,7 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
+    ending: Ending | None = None  # it is complete, and its row has still to end
 
     @property
     def known_token(self) -> int | None:
@@ -189,6 +201,11 @@ class RowReuse:
     constant: dict[int, LayerState] = field(default_factory=dict)
     pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
     left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
+
+    @property
+    def may_fail(self) -> tuple[type[Exception], ...]:
+        """Exceptions that cost nobody anything where the row's caches are kept: all, unless its user waits for them."""
+        return () if self.is_returned else (Exception,)
 
 
 @dataclass(eq=False)
