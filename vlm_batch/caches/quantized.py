@@ -15,6 +15,7 @@ from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
 from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.runtime.device import Device, device
 
 #: Columns by which a row's cache grows.
@@ -56,6 +57,44 @@ class QuantizedStates(NamedTuple):
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
         group_size, bits, depth = self.layout
         return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)[..., :depth]
+
+
+class SlabStates(NamedTuple):
+    """Keys or values of all places, quantised, as some heads of slabs that are as they lie: what a model gets where a kernel
+    reads slabs. The hook in attention reads it."""
+
+    packed: mx.array  # (S, heads of the slab, C, D * bits / 32) uint32
+    scales: mx.array
+    biases: mx.array
+    layout: Layout
+    first: int  # head
+    heads: int
+
+    @property
+    def columns(self) -> int:
+        return int(self.packed.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(S, H, C, D), for models that ask how many keys there are."""
+        return (self.packed.shape[0], self.heads, self.columns, self.layout.depth)
+
+    @property
+    def parts(self) -> tuple[mx.array, mx.array, mx.array]:
+        return (self.packed, self.scales, self.biases)
+
+    def cut(self) -> QuantizedStates:
+        """The own heads alone."""
+        return of_parts([part[:, self.first : self.first + self.heads] for part in self.parts], self.layout)
+
+
+def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
+    """All places as arrays (S, H, C, D), in one operation where both are heads of the same slabs."""
+    if keys.packed is not values.packed:
+        return keys.cut().dequantized(), values.cut().dequantized()
+    both = of_parts(keys.parts, keys.layout).dequantized()
+    found_k, found_v = (both[:, one.first : one.first + one.heads] for one in (keys, values))
+    return found_k, found_v
 
 
 def of_parts(parts: Sequence[mx.array], layout: Layout) -> QuantizedStates:
@@ -226,17 +265,18 @@ class QuantizedSlabCache(SlabCache):
     """A layer of full attention as quantised slabs: packed numbers, scales and biases, each (S, H, C, ...).
 
     Keys and values of one depth are heads of the same slabs, so that a token of all rows is quantised, written and unpacked
-    in one operation each: on a GPU the number of operations decides. ``unpacks`` says what models are handed: arrays, for the
-    kernels of exact keys and values, or QuantizedStates, for products of the packed numbers. Arrays live for the layer's
-    attention: a step needs room for the exact keys and values of as many layers as are launched at once.
+    in one operation each: on a GPU the number of operations decides. ``few_bits``, of the policy, says what models are handed:
+    QuantizedStates, for products of the packed numbers, arrays, for the kernels of exact keys and values, or SlabStates, for
+    a kernel that reads slabs. Arrays live for the layer's attention: a step needs room for the exact keys and values of as many
+    layers as are launched at once.
     """
 
     keys: Any  # the parts of QuantizedStates of keys, and of values behind them where they are stacked; or None
     values: Any  # those of values, () where they are stacked; or None
 
-    def __init__(self, num_places: int, group_size: int, bits: int, *, unpacks: bool = False) -> None:
+    def __init__(self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED) -> None:
         super().__init__(num_places)
-        self.unpacks = unpacks
+        self.few_bits = few_bits
         self._group_size = (
             group_size  # not ``bits``: mlx-vlm takes a cache that has those for one that hands out packed numbers
         )
@@ -309,19 +349,15 @@ class QuantizedSlabCache(SlabCache):
         return [(self.keys, slice(self._heads[0])), (self.keys, slice(self._heads[0], None))]
 
     def _fetched(self) -> Any:
-        if not self.unpacks:
-            return tuple(
-                of_parts([slab[:, heads] for slab in slabs], layout)
-                for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True)
-            )
-        if not self._is_stacked:
-            return self._unpacked(self.keys, self._layouts[0]), self._unpacked(self.values, self._layouts[1])
-        both = self._unpacked(self.keys, self._layouts[0])
-        return both[:, : self._heads[0]], both[:, self._heads[0] :]
-
-    def _unpacked(self, slabs: Sequence[mx.array], layout: Layout) -> mx.array:
-        """All places as arrays: (S, H, C, D)."""
-        return of_parts(slabs, layout).dequantized()
+        slabs = (self.keys, self.keys if self._is_stacked else self.values)
+        firsts = (0, self._heads[0] if self._is_stacked else 0)
+        keys, values = (
+            SlabStates(*parts, layout, first, heads)
+            for parts, layout, first, heads in zip(slabs, self._layouts, firsts, self._heads, strict=True)
+        )
+        if self.few_bits == KERNEL:
+            return keys, values
+        return unpacked(keys, values) if self.few_bits == UNPACKED else (keys.cut(), values.cut())
 
     def _fit(self, num_places: int) -> None:
         if self.keys is not None:
