@@ -320,6 +320,11 @@ class QuantizedSlabCache(SlabCache):
         self.advance()
         return self._fetched()
 
+    @property
+    def has_graphs_kernels(self) -> bool:
+        """Not where packed numbers are multiplied: scores are then scaled and masked by operations of their own."""
+        return self.few_bits == KERNEL
+
     def prepare(self) -> tuple[Any, ...]:
         """Make room for one more token; what a step's graph depends on."""
         self._reserve_parts(self._held_widths(), self._idx + 1)
