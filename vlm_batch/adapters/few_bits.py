@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import round_up
-from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, quantize
+from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
 from vlm_batch.errors import describe
 from vlm_batch.runtime.device import Device, device
 
@@ -145,7 +145,7 @@ def calls_of(kind: Kind, rows: int, columns: int) -> tuple[Call, Call]:
 
 @lru_cache(maxsize=16)
 def _built(kernel: Kernel) -> Callable[..., list[mx.array]]:
-    made: Callable[..., list[mx.array]] = mx.fast.cuda_kernel(
+    made: Any = mx.fast.cuda_kernel(
         name=kernel.name,
         input_names=kernel.inputs,
         output_names=kernel.outputs,
@@ -153,7 +153,7 @@ def _built(kernel: Kernel) -> Callable[..., list[mx.array]]:
         header=kernel.header,
         ensure_row_contiguous=False,
     )
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 #: A device: a call's results for its arrays.
@@ -196,10 +196,10 @@ def _attend(kind: Kind, queries: mx.array, keys: SlabStates, values: SlabStates,
 
 def kind_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Kind:
     """What such attention has of its own."""
-    masked = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
+    masked, is_by_row = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
     _, heads, _, depth = queries.shape
-    sizes = ((one.layout, one.first, one.heads) for one in (keys, values))
-    return Kind(float(scale), heads, depth, *sizes, queries.dtype, keys.scales.dtype, *masked)
+    one, other = ((states.layout, states.first, states.heads) for states in (keys, values))
+    return Kind(float(scale), heads, depth, one, other, queries.dtype, keys.scales.dtype, masked, is_by_row)
 
 
 def fits_mask(mask: Any, rows: int, columns: int) -> bool:
@@ -247,7 +247,7 @@ def farthest(kind: Kind, run: Run, lengths: Sequence[int] = (300, 131), columns:
         length = columns if kind.mask is None else lengths[row if kind.is_by_row else 0]
         scores = queries[row].astype(mx.float32) * kind.scale @ whole_k[row, :, :length].swapaxes(-1, -2)
         right = mx.softmax(scores, axis=-1) @ whole_v[row, :, :length]
-        far = mx.abs(found[row] - right).max().item()
+        far = float(mx.abs(found[row] - right).max())
         worst = far if far != far else max(worst, far)  # NaN stays
         if worst != worst:
             break
@@ -271,7 +271,7 @@ def example(
 
     whole = [slab(which, which[1] + which[2]) for which in (kind.keys, kind.values)]
     slabs = [whole[1]] * 2 if kind.values[1] else whole  # values behind the keys in one slab
-    keys, values = (SlabStates(*parts, *which) for parts, which in zip(slabs, (kind.keys, kind.values), strict=True))
+    keys, values = (of_slab(parts, *which) for parts, which in zip(slabs, (kind.keys, kind.values), strict=True))
     queries = mx.array(random.standard_normal((rows, kind.heads, 1, kind.depth)).astype(np.float32) * 2)
     mask = None
     if kind.mask is not None:

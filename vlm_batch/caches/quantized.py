@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
-from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.arrays import own_array, round_up
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
@@ -86,6 +86,12 @@ class SlabStates(NamedTuple):
     def cut(self) -> QuantizedStates:
         """The own heads alone."""
         return of_parts([part[:, self.first : self.first + self.heads] for part in self.parts], self.layout)
+
+
+def of_slab(parts: Sequence[mx.array], layout: Layout, first: int, heads: int) -> SlabStates:
+    """Some heads of slabs of packed numbers, scales and biases."""
+    packed, scales, biases = parts
+    return SlabStates(packed, scales, biases, layout, first, heads)
 
 
 def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
@@ -248,17 +254,23 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
 
 
 def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> QuantizedStates:
-    """``new`` written behind the first ``at`` columns, which grow if there is no room."""
+    """``new`` written behind the first ``at`` columns, or joined to them with further room behind if there is none."""
     end = at + new.shape[2]
     if held is None or end > held.packed.shape[2]:
-        width = round_up(end, STEP)
-        old = (None,) * 3 if held is None else held.parts
-        shapes = [(*part.shape[:2], width, part.shape[3]) for part in new.parts]
-        room = zip(old, shapes, new.parts, strict=True)
-        held = of_parts([grown(part, shape, like.dtype, kept=at) for part, shape, like in room], new.layout)
+        pairs = zip((None,) * 3 if held is None else held.parts, new.parts, strict=True)
+        return of_parts([_joined(old, piece, at) for old, piece in pairs], new.layout)
     for part, piece in zip(held.parts, new.parts, strict=True):
         part[:, :, at:end] = piece
     return held
+
+
+def _joined(old: mx.array | None, new: mx.array, at: int) -> mx.array:
+    """The first ``at`` columns of ``old``, then ``new``, then zeros up to a multiple of ``STEP`` columns: in one operation, and
+    in none for a first chunk of so many."""
+    parts = [new] if old is None or not at else [old[:, :, :at], new]
+    if missing := -(at + new.shape[2]) % STEP:
+        parts.append(mx.zeros((*new.shape[:2], missing, new.shape[3]), new.dtype))
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else new
 
 
 class QuantizedSlabCache(SlabCache):
@@ -357,7 +369,7 @@ class QuantizedSlabCache(SlabCache):
         slabs = (self.keys, self.keys if self._is_stacked else self.values)
         firsts = (0, self._heads[0] if self._is_stacked else 0)
         keys, values = (
-            SlabStates(*parts, layout, first, heads)
+            of_slab(parts, layout, first, heads)
             for parts, layout, first, heads in zip(slabs, self._layouts, firsts, self._heads, strict=True)
         )
         if self.few_bits == KERNEL:
