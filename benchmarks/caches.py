@@ -33,7 +33,7 @@ from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.reuse import Reuse  # noqa: E402
 from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
-from vlm_batch.policy import PACKED, UNPACKED, policy_for  # noqa: E402
+from vlm_batch.policy import KERNEL, PACKED, UNPACKED, policy_for  # noqa: E402
 from vlm_batch.records import DecodeStep  # noqa: E402
 from vlm_batch.runtime.device import device  # noqa: E402
 from vlm_batch.store.budget import ByteBudget  # noqa: E402
@@ -149,7 +149,7 @@ def decode_of(
 ) -> tuple[int, float]:
     """(bytes of all rows' keys and values, median seconds of a decode step) for rows of random keys and values."""
     few_bits = args.few_bits or policy_for(args.placement, device()).few_bits
-    batch = DecodeBatch(Placement(args.placement), rows, unpacks=few_bits == UNPACKED)
+    batch = DecodeBatch(Placement(args.placement), rows, few_bits=few_bits)
     dtype = adapter.model.language_model.model.embed_tokens.weight.dtype
     for index in range(rows):
         fresh = adapter.make_cache()
@@ -311,7 +311,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="layers of the quantised model (default: 2)")
     parser.add_argument("--placement", choices=[p.value for p in Placement], default=Placement.for_device().value)
     parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="heads of keys and values (default: 4)")
-    parser.add_argument("--few-bits", choices=[PACKED, UNPACKED], help="how slabs are read (default: the device's way)")
+    parser.add_argument(
+        "--few-bits", choices=[PACKED, UNPACKED, KERNEL], help="how slabs are read (default: the device's way)"
+    )
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--steps", type=int, default=7, help="timed decode steps, of which the median counts")
     parser.add_argument("--repeats", type=int, default=3, help="timed prompts of each kind, of which the median counts")

@@ -26,14 +26,21 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.layers import save_layer
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
-from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache, QuantizedStates, attend_quantized, quantize
+from vlm_batch.caches.quantized import (
+    QuantizedCache,
+    QuantizedSlabCache,
+    QuantizedStates,
+    SlabStates,
+    attend_quantized,
+    quantize,
+)
 from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.policy import policy_for
+from vlm_batch.policy import KERNEL, PACKED, UNPACKED, policy_for
 from vlm_batch.records import DecodeStep
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -464,7 +471,8 @@ def test_slabs_and_rows_hold_the_same() -> None:
 @pytest.mark.parametrize(("key_depth", "value_depth"), [(48, 48), (64, 32)], ids=["stacked", "of two depths"])
 def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None:
     """Packed or unpacked, with keys and values in one slab or in two, and with many columns behind the widest row."""
-    singles, slabs = [], [QuantizedSlabCache(3, 32, 8, unpacks=unpacks) for unpacks in (False, True)]
+    ways = (PACKED, UNPACKED, KERNEL)
+    singles, slabs = [], [QuantizedSlabCache(3, 32, 8, few_bits=way) for way in ways]
     for place, count in ((0, 700), (2, 9)):
         mx.random.seed(place)
         single = QuantizedCache(32, 8)
@@ -484,20 +492,22 @@ def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None
         keys, values = mx.random.normal((3, 2, 1, key_depth)), mx.random.normal((3, 2, 1, value_depth))
         for _, single in singles:
             single.update_and_fetch(keys[_ : _ + 1], values[_ : _ + 1])
-        packed, unpacked = (slab.update_and_fetch(keys, values) for slab in slabs)
+        packed, unpacked, whole_slabs = (slab.update_and_fetch(keys, values) for slab in slabs)
         for place in kept:
             single = dict(singles)[place]
-            for found, whole, states in zip(packed, unpacked, single.state, strict=True):
+            for found, whole, slab, states in zip(packed, unpacked, whole_slabs, single.state, strict=True):
                 right, columns = states.dequantized(), single.offset
                 assert isinstance(whole, mx.array)
+                assert slab.shape == found.shape
+                assert mx.array_equal(slab.cut().dequantized()[place : place + 1, :, :columns], right).item()
                 assert mx.array_equal(whole[place : place + 1, :, :columns], right).item()
                 assert mx.array_equal(found.dequantized()[place : place + 1, :, :columns], right).item()
     assert packed[0].shape[2] == unpacked[0].shape[2] == 256
 
 
-@pytest.mark.parametrize("few_bits", ["packed", "unpacked"])
+@pytest.mark.parametrize("few_bits", ["packed", "unpacked", "kernel"])
 def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By products of packed numbers, or by the kernels of exact keys; both are the row alone."""
+    """By products of packed numbers, by the kernels of exact keys, or by one of their own; all are the row alone."""
     seen: list[type] = []
     right = QuantizedSlabCache._fetched
 
@@ -515,7 +525,7 @@ def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypat
         run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine),
         UNIFORM,
     )
-    assert set(seen) == {mx.array if few_bits == "unpacked" else QuantizedStates}
+    assert set(seen) == {{"packed": QuantizedStates, "unpacked": mx.array, "kernel": SlabStates}[few_bits]}
 
 
 def test_a_late_cache_is_exact_until_its_start() -> None:

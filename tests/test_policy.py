@@ -103,7 +103,7 @@ def test_another_layout_comes_with_the_settings_that_fit_it() -> None:
         ({"max_chunk": 0}, "max_chunk is 0; it must be an integer of at least 1"),
         ({"max_chunk": True}, "max_chunk is True"),
         ({"placement": "heap"}, "placement is 'heap'; it must be one of rows, slab"),
-        ({"few_bits": "some"}, "few_bits is 'some'; it must be one of packed, unpacked"),
+        ({"few_bits": "some"}, "few_bits is 'some'; it must be one of packed, unpacked, kernel"),
         ({"encode_seconds": -1}, "encode_seconds is -1"),
         ({"grid": 100}, "grid is 100; it must be a multiple of 256"),
         ({"first_rows": 9, "most_rows": 8}, "first_rows is 9, above most_rows, which is 8"),

@@ -39,7 +39,7 @@ from vlm_batch.engine.proof import (
     product_bits,
 )
 from vlm_batch.errors import OutOfMemory, describe
-from vlm_batch.policy import POLICIES, Policy, policy_for
+from vlm_batch.policy import PACKED, POLICIES, Policy, policy_for
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.digest import digest
@@ -86,7 +86,7 @@ def exact_for(
     counts: tuple[int, ...] = (1,)
     graphs = False
     if adapter.max_rows != 1:
-        proof = prove(adapter, kv, layout, max_rows=max_rows, unpacks=policy.unpacks)
+        proof = prove(adapter, kv, layout, max_rows=max_rows, few_bits=policy.few_bits)
         counts, graphs = proof.best(layout), proof.graphs
         if counts == (1,):
             warnings.warn(
@@ -209,16 +209,16 @@ def prove(
     layout: Placement,
     *,
     max_rows: int = 1,
-    unpacks: bool | None = None,
+    few_bits: str | None = None,
 ) -> Proof:
     """The proof for a model on this device: from its file, or measured."""
     adapter.go_by_shapes()
-    unpacks = kv is not None and (policy_for(layout.value, device()).unpacks if unpacks is None else unpacks)
+    few_bits = PACKED if kv is None else few_bits or policy_for(layout.value, device()).few_bits
     counts = counts_for(layout, max_rows)
-    key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "unpacks": unpacks}
+    key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
     if (kept := read_proof(key)) is not None:
         return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"], kept["graphs"])
-    proof = _measured(adapter, kv, layout, counts, unpacks)
+    proof = _measured(adapter, kv, layout, counts, few_bits)
     write_proof(key, asdict(proof))
     return proof
 
@@ -234,7 +234,7 @@ def _model_key(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
 
 
 def _measured(
-    adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...], unpacks: bool
+    adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...], few_bits: str
 ) -> Proof:
     products = products_of(adapter.language, MAX_WEIGHTS if layout is Placement.ROWS else None)
     if device() is Device.CUDA and DOUBTED_ON_CUDA & {(adapter.spec.family, product.dtype) for product in products}:
@@ -244,7 +244,7 @@ def _measured(
         single = product_bits(products, counts)
         if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
             return Proof(classes_of(single), f"{said} were compared")
-        steps = decode_bits(adapter, layout, kv, counts, unpacks=unpacks)
+        steps = decode_bits(adapter, layout, kv, counts, few_bits=few_bits)
         classes = classes_of(single, steps)
         graphs = layout is Placement.SLAB and kv is None and _graphs_agree(adapter, steps, best_class(classes, layout))
         return Proof(classes, f"{said} and its decode step were compared", graphs)

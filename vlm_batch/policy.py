@@ -18,12 +18,12 @@ from vlm_batch.runtime.device import Device
 
 PLACEMENTS = ("rows", "slab")
 #: How a decode step reads keys and values in few bits.
-PACKED, UNPACKED = "packed", "unpacked"
+PACKED, UNPACKED, KERNEL = "packed", "unpacked", "kernel"
 #: Settings on which the last bits of reproducible answers depend.
 MOVES_BITS = frozenset({"placement", "few_bits", "grid", "pad_to", "call_tokens", "call_patches"})
 #: What a caller may say in the place of settings: the table and what was found here, or the table alone.
 TUNED, DEVICE = "tuned", "device"
-_WORDS = {"placement": PLACEMENTS, "few_bits": (PACKED, UNPACKED)}
+_WORDS = {"placement": PLACEMENTS, "few_bits": (PACKED, UNPACKED, KERNEL)}
 _MAY_BE_ZERO = ("encode_ahead", "slack", "pad_to", "call_tokens", "call_patches")
 
 
@@ -69,11 +69,6 @@ class Policy:
             raise ValueError(f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}")
         if self.grid % 256:
             raise ValueError(f"grid is {self.grid}; it must be a multiple of 256, in which single-row caches grow")
-
-    @property
-    def unpacks(self) -> bool:
-        """Whether a decode step over slabs in few bits reads them as arrays."""
-        return self.few_bits == UNPACKED
 
     def with_settings(self, settings: Mapping[str, Any]) -> Policy:
         """A policy with some settings in the place of its own. Raises ValueError for a name that is none."""
@@ -153,7 +148,8 @@ SETTINGS: Mapping[str, Setting] = {
         "layout of the live rows' keys and values: a cache a row, or one array (slab)", _STATE, _STATE
     ),
     "few_bits": Setting(
-        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, or unpacked, by the kernels of exact keys",
+        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, unpacked, by the kernels of exact "
+        "keys, or by a kernel of their own, for CUDA; what that cannot take is unpacked",
         "measured: docs/benchmarks.md, caches",
         "measured: docs/benchmarks.md, caches",
         "assumed, as on a CPU",

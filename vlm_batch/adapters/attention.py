@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models import base as upstream
 
-from vlm_batch.adapters import kernels
+from vlm_batch.adapters import few_bits, kernels
 from vlm_batch.adapters.hooks import hook
-from vlm_batch.caches.quantized import QuantizedStates, attend_quantized
+from vlm_batch.caches.quantized import QuantizedStates, SlabStates, attend_quantized, unpacked
 from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
 from vlm_batch.caches.turbo import TurboStates
 
@@ -48,6 +48,11 @@ def attention(
         if sinks is None and kernels.takes_codes(queries, keys, mask):
             return kernels.attend_codes(queries, keys, values, scale)
         return attend_quantized(queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, SlabStates):
+        found = few_bits.attended(queries, keys, values, scale, mask) if sinks is None else None
+        if found is not None:
+            return found
+        keys, values = unpacked(keys, values)
     if isinstance(keys, TurboStates):
         cache = keys.cache
     elif sinks is None and is_plain(keys, cache):

@@ -7,7 +7,7 @@ from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
-from vlm_batch.caches.listed import ListedCache, always_mask, level, unpack
+from vlm_batch.caches.listed import ListedCache, always_mask, level, read_few_bits
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
@@ -35,9 +35,9 @@ __all__ = [
     "can_trim",
     "level",
     "make_layer_cache",
+    "read_few_bits",
     "take_row",
     "trim",
-    "unpack",
 ]
 
 for _module in pkgutil.iter_modules(__path__):  # every kind registers itself, also those that nothing here names

@@ -92,11 +92,11 @@ def level(layers: Sequence[LayerCache]) -> None:
             part.cut(least)
 
 
-def unpack(layer: LayerCache) -> None:
-    """Make a batch's layer hand out keys and values that it holds in few bits as arrays, for the kernels of exact ones."""
+def read_few_bits(layer: LayerCache, how: str) -> None:
+    """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy."""
     for part in _parts(layer):
         if isinstance(part, QuantizedSlabCache):
-            part.unpacks = True
+            part.few_bits = how
 
 
 @filed

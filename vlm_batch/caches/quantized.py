@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
-from vlm_batch.arrays import grown, own_array, round_up
+from vlm_batch.arrays import own_array, round_up
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
 from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.runtime.device import Device, device
 
 #: Columns by which a row's cache grows.
@@ -56,6 +57,50 @@ class QuantizedStates(NamedTuple):
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
         group_size, bits, depth = self.layout
         return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)[..., :depth]
+
+
+class SlabStates(NamedTuple):
+    """Keys or values of all places, quantised, as some heads of slabs that are as they lie: what a model gets where a kernel
+    reads slabs. The hook in attention reads it."""
+
+    packed: mx.array  # (S, heads of the slab, C, D * bits / 32) uint32
+    scales: mx.array
+    biases: mx.array
+    layout: Layout
+    first: int  # head
+    heads: int
+
+    @property
+    def columns(self) -> int:
+        return int(self.packed.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(S, H, C, D), for models that ask how many keys there are."""
+        return (self.packed.shape[0], self.heads, self.columns, self.layout.depth)
+
+    @property
+    def parts(self) -> tuple[mx.array, mx.array, mx.array]:
+        return (self.packed, self.scales, self.biases)
+
+    def cut(self) -> QuantizedStates:
+        """The own heads alone."""
+        return of_parts([part[:, self.first : self.first + self.heads] for part in self.parts], self.layout)
+
+
+def of_slab(parts: Sequence[mx.array], layout: Layout, first: int, heads: int) -> SlabStates:
+    """Some heads of slabs of packed numbers, scales and biases."""
+    packed, scales, biases = parts
+    return SlabStates(packed, scales, biases, layout, first, heads)
+
+
+def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
+    """All places as arrays (S, H, C, D), in one operation where both are heads of the same slabs."""
+    if keys.packed is not values.packed:
+        return keys.cut().dequantized(), values.cut().dequantized()
+    both = of_parts(keys.parts, keys.layout).dequantized()
+    found_k, found_v = (both[:, one.first : one.first + one.heads] for one in (keys, values))
+    return found_k, found_v
 
 
 def of_parts(parts: Sequence[mx.array], layout: Layout) -> QuantizedStates:
@@ -209,34 +254,41 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
 
 
 def _append(held: QuantizedStates | None, new: QuantizedStates, at: int) -> QuantizedStates:
-    """``new`` written behind the first ``at`` columns, which grow if there is no room."""
+    """``new`` written behind the first ``at`` columns, or joined to them with further room behind if there is none."""
     end = at + new.shape[2]
     if held is None or end > held.packed.shape[2]:
-        width = round_up(end, STEP)
-        old = (None,) * 3 if held is None else held.parts
-        shapes = [(*part.shape[:2], width, part.shape[3]) for part in new.parts]
-        room = zip(old, shapes, new.parts, strict=True)
-        held = of_parts([grown(part, shape, like.dtype, kept=at) for part, shape, like in room], new.layout)
+        pairs = zip((None,) * 3 if held is None else held.parts, new.parts, strict=True)
+        return of_parts([_joined(old, piece, at) for old, piece in pairs], new.layout)
     for part, piece in zip(held.parts, new.parts, strict=True):
         part[:, :, at:end] = piece
     return held
+
+
+def _joined(old: mx.array | None, new: mx.array, at: int) -> mx.array:
+    """The first ``at`` columns of ``old``, then ``new``, then zeros up to a multiple of ``STEP`` columns: in one operation, and
+    in none for a first chunk of so many."""
+    parts = [new] if old is None or not at else [old[:, :, :at], new]
+    if missing := -(at + new.shape[2]) % STEP:
+        parts.append(mx.zeros((*new.shape[:2], missing, new.shape[3]), new.dtype))
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else new
 
 
 class QuantizedSlabCache(SlabCache):
     """A layer of full attention as quantised slabs: packed numbers, scales and biases, each (S, H, C, ...).
 
     Keys and values of one depth are heads of the same slabs, so that a token of all rows is quantised, written and unpacked
-    in one operation each: on a GPU the number of operations decides. ``unpacks`` says what models are handed: arrays, for the
-    kernels of exact keys and values, or QuantizedStates, for products of the packed numbers. Arrays live for the layer's
-    attention: a step needs room for the exact keys and values of as many layers as are launched at once.
+    in one operation each: on a GPU the number of operations decides. ``few_bits``, of the policy, says what models are handed:
+    QuantizedStates, for products of the packed numbers, arrays, for the kernels of exact keys and values, or SlabStates, for
+    a kernel that reads slabs. Arrays live for the layer's attention: a step needs room for the exact keys and values of as many
+    layers as are launched at once.
     """
 
     keys: Any  # the parts of QuantizedStates of keys, and of values behind them where they are stacked; or None
     values: Any  # those of values, () where they are stacked; or None
 
-    def __init__(self, num_places: int, group_size: int, bits: int, *, unpacks: bool = False) -> None:
+    def __init__(self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED) -> None:
         super().__init__(num_places)
-        self.unpacks = unpacks
+        self.few_bits = few_bits
         self._group_size = (
             group_size  # not ``bits``: mlx-vlm takes a cache that has those for one that hands out packed numbers
         )
@@ -280,6 +332,11 @@ class QuantizedSlabCache(SlabCache):
         self.advance()
         return self._fetched()
 
+    @property
+    def has_graphs_kernels(self) -> bool:
+        """Not where packed numbers are multiplied: scores are then scaled and masked by operations of their own."""
+        return self.few_bits == KERNEL
+
     def prepare(self) -> tuple[Any, ...]:
         """Make room for one more token; what a step's graph depends on."""
         self._reserve_parts(self._held_widths(), self._idx + 1)
@@ -309,19 +366,15 @@ class QuantizedSlabCache(SlabCache):
         return [(self.keys, slice(self._heads[0])), (self.keys, slice(self._heads[0], None))]
 
     def _fetched(self) -> Any:
-        if not self.unpacks:
-            return tuple(
-                of_parts([slab[:, heads] for slab in slabs], layout)
-                for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True)
-            )
-        if not self._is_stacked:
-            return self._unpacked(self.keys, self._layouts[0]), self._unpacked(self.values, self._layouts[1])
-        both = self._unpacked(self.keys, self._layouts[0])
-        return both[:, : self._heads[0]], both[:, self._heads[0] :]
-
-    def _unpacked(self, slabs: Sequence[mx.array], layout: Layout) -> mx.array:
-        """All places as arrays: (S, H, C, D)."""
-        return of_parts(slabs, layout).dequantized()
+        slabs = (self.keys, self.keys if self._is_stacked else self.values)
+        firsts = (0, self._heads[0] if self._is_stacked else 0)
+        keys, values = (
+            of_slab(parts, layout, first, heads)
+            for parts, layout, first, heads in zip(slabs, self._layouts, firsts, self._heads, strict=True)
+        )
+        if self.few_bits == KERNEL:
+            return keys, values
+        return unpacked(keys, values) if self.few_bits == UNPACKED else (keys.cut(), values.cut())
 
     def _fit(self, num_places: int) -> None:
         if self.keys is not None:

@@ -154,6 +154,11 @@ class SlabCache(SlabArrays):
         return None
 
     @property
+    def has_graphs_kernels(self) -> bool:
+        """Whether a step over it has all kernels that its graph has: none of its operations can be fused."""
+        return True
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
@@ -284,6 +289,10 @@ class RingSlabCache(SlabCache):
     @property
     def span(self) -> int | None:
         return self.window
+
+    @property
+    def has_graphs_kernels(self) -> bool:
+        return False
 
     def take(self, place: int) -> RotatingKVCache:
         """The row's last tokens in their order."""

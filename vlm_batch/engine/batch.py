@@ -7,9 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, level, make_layer_cache, unpack
+from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, level, make_layer_cache, read_few_bits
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row, Status
+from vlm_batch.policy import PACKED
 
 #: Places of slabs are given up once all rows are among the first of so many times fewer: where there are slabs, launches decide
 #: what a step takes, and each change of their shape copies what is in them.
@@ -21,16 +22,16 @@ class DecodeBatch:
 
     With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it, and there
     are as many places as a power of two. With ``exact`` there are as many as it has a count for. Places without a row run and
-    are thrown away. ``unpacks``: slabs in few bits are read as arrays, not as packed numbers.
+    are thrown away. ``few_bits`` says how slabs in few bits are read.
     """
 
     def __init__(
-        self, placement: Placement, max_rows: int, exact: Exact | None = None, *, unpacks: bool = False
+        self, placement: Placement, max_rows: int, exact: Exact | None = None, *, few_bits: str = PACKED
     ) -> None:
         self.placement = placement
         self.max_rows = max_rows
         self._exact = exact
-        self._unpacks = unpacks
+        self._few_bits = few_bits
         self.places: list[Row | None] = []
         self.layers: list[LayerCache] = []
 
@@ -49,14 +50,13 @@ class DecodeBatch:
             self.layers = [make_layer_cache(single, layout, len(self.places)) for single in caches]
             for layer in self.layers if self._exact is not None else ():
                 always_mask(layer)
-            for layer in self.layers if self._unpacks else ():
-                unpack(layer)
+            for layer in self.layers:
+                read_few_bits(layer, self._few_bits)
         before = len(self.places)
         try:
             if None not in self.places:
-                more = (
-                    0 if self.placement is Placement.ROWS else others
-                )  # each is copied once there, whoever else comes
+                # on a CPU each is copied once, whoever else comes
+                more = 0 if self.placement is Placement.ROWS else others
                 self._resize(min(before + 1 + more, self.max_rows))
             place = self.places.index(None)
             for layer, single in zip(self.layers, caches, strict=True):

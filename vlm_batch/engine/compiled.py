@@ -40,12 +40,11 @@ class CompiledDecode:
     def can_compile(
         layers: Sequence[LayerCache], extras: Sequence[Mapping[str, Any]], *, is_plain: bool = False
     ) -> bool:
-        """Whether a step is a function of tokens, positions and slabs alone; ``is_plain``: and slabs hold keys and values as
-        they are."""
-        kinds = {type(layer) for layer in layers}
-        return (kinds == {SlabCache} if is_plain else all(issubclass(kind, SlabCache) for kind in kinds)) and not any(
-            extras
-        )
+        """Whether a step is a function of tokens, positions and slabs alone; ``is_plain``: and its graph has no kernels that
+        the step has not."""
+        slabs = [layer for layer in layers if isinstance(layer, SlabCache)]
+        is_fit = all(slab.has_graphs_kernels for slab in slabs) if is_plain else True
+        return len(slabs) == len(layers) and is_fit and not any(extras)
 
     def __call__(self, step: DecodeStep) -> mx.array:
         """Logits (B, V) of a step; the slabs hold its tokens afterwards."""

@@ -95,7 +95,7 @@ class BatchGenerator:
             adapter.go_by_shapes(False)  # also if an engine before this one did
         self.scheduler = Scheduler(config)
         self._placement = placement
-        self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, unpacks=policy.unpacks)
+        self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, few_bits=policy.few_bits)
         self.batch = self._empty_batch()
         self._pace = Pace(config)
         self.encoder = Encoder(adapter, self.reuse, config, kv)

@@ -13,6 +13,7 @@ from vlm_batch.caches import LayerCache, Placement
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row
+from vlm_batch.policy import PACKED
 
 
 class DecodeGroups:
@@ -27,11 +28,11 @@ class DecodeGroups:
         max_rows: int,
         exact: Exact | None = None,
         *,
-        unpacks: bool = False,
+        few_bits: str = PACKED,
     ) -> None:
         self._placement = exact.layout if exact is not None and exact.layout is Placement.SLAB else placement
         self._exact = exact
-        self._unpacks = unpacks
+        self._few_bits = few_bits
         self._most = max_rows if exact is None else exact.places(min(max_rows, exact.counts[-1]))
         self._shared: tuple[DecodeBatch, ...] = (self._empty(),)
         self._apart: tuple[DecodeBatch, ...] = ()
@@ -120,4 +121,4 @@ class DecodeGroups:
         self._apart = tuple(group for group in self._apart if len(group))
 
     def _empty(self, places: int | None = None) -> DecodeBatch:
-        return DecodeBatch(self._placement, places or self._most, self._exact, unpacks=self._unpacks)
+        return DecodeBatch(self._placement, places or self._most, self._exact, few_bits=self._few_bits)

@@ -15,11 +15,12 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import Placement, always_mask, make_layer_cache, unpack
+from vlm_batch.caches import Placement, always_mask, make_layer_cache, read_few_bits
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.compiled import CompiledDecode, Decode
 from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.policy import PACKED
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.digest import array_bytes
 
@@ -74,7 +75,7 @@ def decode_bits(
     kv: KVQuantisation | None,
     counts: Sequence[int],
     *,
-    unpacks: bool = False,
+    few_bits: str = PACKED,
     is_compiled: bool = False,
 ) -> Found:
     """The bits that decode steps of a model give, by the number of rows; as graphs if they are to be compiled.
@@ -91,7 +92,7 @@ def decode_bits(
         for shift in range(len(prompts) if count < len(prompts) else 2):
             places = [(place + shift) % len(prompts) for place in range(count)]
             live = places[: count - (shift > 0 and count > len(prompts))]  # the last place is idle
-            decoded = _decoded(decode, layout, [prompts[n] for n in live], count, unpacks=unpacks)
+            decoded = _decoded(decode, layout, [prompts[n] for n in live], count, few_bits=few_bits)
             for number, bits in zip(live, decoded, strict=True):
                 seen[number].add(bits)
         if all(len(bits) == 1 for bits in seen):
@@ -218,15 +219,14 @@ def _prefilled(adapter: ModelAdapter, kv: KVQuantisation | None, number: int, le
 
 
 def _decoded(
-    decode: Decode, layout: Placement, prompts: Sequence[_Prompt], count: int, *, unpacks: bool
+    decode: Decode, layout: Placement, prompts: Sequence[_Prompt], count: int, *, few_bits: str
 ) -> list[bytes]:
     """The bits of all logits that each prompt gets over ``STEPS`` decode steps of ``count`` places."""
     first = [state.restore(0) for state in prompts[0].caches]
     layers = [make_layer_cache(single, layout, count) for single in first]
     for layer in layers:
         always_mask(layer)
-        if unpacks:
-            unpack(layer)
+        read_few_bits(layer, few_bits)
         layer.resize(count)
     for place, prompt in enumerate(prompts):
         for layer, state in zip(layers, prompt.caches, strict=True):

@@ -1,0 +1,290 @@
+"""Decode attention over keys and values in few bits by kernels of our own, for CUDA: ``few_bits.cu``.
+
+MLX 0.32 has no attention over packed numbers: its products of them take longer than to unpack each layer, which in turn writes
+and reads all keys and values once more, and needs room for them. Here numbers are unpacked in registers, and a row's columns
+are shared among as many blocks as there are spans of them. A row's answer is a function of that row alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.arrays import round_up
+from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
+from vlm_batch.errors import describe
+from vlm_batch.runtime.device import Device, device
+
+logger = logging.getLogger(__name__)
+
+#: As in ``few_bits.cu``.
+THREADS = SPAN = 128
+LANES = 32
+#: Heads of queries that a block has sums for at a time, and sides by which spans are added up.
+MOST_HEADS = 8
+SIDES = 4
+#: The widest heads, filled to whole groups, for which a block has room.
+WIDEST = 256
+TYPES = (mx.float32, mx.bfloat16, mx.float16)
+#: The most by which the kernels may differ from other attention of a few columns, in the values' unit, to be used.
+TOLERANCE = 0.02
+
+
+class Kernel(NamedTuple):
+    """A kernel's source as ``mx.fast.cuda_kernel`` takes it: a header, and the body of a function of its arrays."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    header: str
+    body: str
+
+
+#: The arrays of quantised keys, and of values, among a kernel's.
+_PARTS = ("packed", "scales", "biases")
+_SPAN_INPUTS = ("queries", *(f"{what}_{part}" for what in ("keys", "values") for part in _PARTS), "mask")
+
+
+def _views(what: str, first: str) -> str:
+    """A statement that makes ``what`` of its arrays, beginning with its first head."""
+    views = ", ".join(
+        f"{{{name} + {first} * {name}_strides[1], {name}_strides[0], {name}_strides[1], {name}_strides[2]}}"
+        for name in (f"{what}_{part}" for part in _PARTS)
+    )
+    return f"const few_bits::Quantized<S> {what} = {{{views}}};"
+
+
+@lru_cache(maxsize=8)
+def span_kernel(scale: float) -> Kernel:
+    """The kernel for spans of columns, with ``scale`` for the queries."""
+    body = f"""
+  {_views("keys", "FIRST_K")}
+  {_views("values", "FIRST_V")}
+  few_bits::attend_span<T, S, M, BITS, GROUP, DEPTH_K, DEPTH_V, SHARE, HEADS, IS_MASKED>(
+      queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
+      mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_packed_shape[2], {scale!r}f, sums, stats);
+"""
+    return _kernel("spans", _SPAN_INPUTS, ("sums", "stats"), body)
+
+
+@lru_cache(maxsize=1)
+def merge_kernel() -> Kernel:
+    """The kernel that adds spans up."""
+    body = """
+  few_bits::merge_spans<T, DEPTH_V, SIDES>(sums, stats, stats_shape[2], out);
+"""
+    return _kernel("merge", ("sums", "stats"), ("out",), body)
+
+
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Kernel:
+    """MLX keeps what it has built by its name alone, also in files, so the name goes by the source."""
+    header = Path(__file__).with_suffix(".cu").read_text()
+    source = hashlib.sha256((header + body).encode()).hexdigest()[:12]
+    return Kernel(f"few_bits_{name}_{source}", inputs, outputs, header, body)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel's arguments beside its arrays, as ``mx.fast.cuda_kernel`` takes them; the grid is in threads."""
+
+    kernel: Kernel
+    template: tuple[tuple[str, Any], ...]
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+
+class Kind(NamedTuple):
+    """What decides which kernels are built."""
+
+    scale: float
+    heads: int  # of queries
+    depth: int
+    keys: tuple[Layout, int, int]  # the layout, the first head in the slab, and how many heads there are
+    values: tuple[Layout, int, int]
+    dtype: mx.Dtype
+    scales: mx.Dtype
+    mask: mx.Dtype | None
+    is_by_row: bool  # whether rows have masks of their own
+
+
+@lru_cache(maxsize=256)
+def calls_of(kind: Kind, rows: int, columns: int) -> tuple[Call, Call]:
+    """The two calls, of spans and of their sums."""
+    (layout, first_k, kv_heads), (layout_v, first_v, _) = kind.keys, kind.values
+    share = kind.heads // kv_heads
+    tiles, spans, wide = -(-share // MOST_HEADS), -(-columns // SPAN), layout_v.depth
+    template = {
+        **{"T": kind.dtype, "S": kind.scales, "M": kind.dtype if kind.mask is None else kind.mask},
+        **{"BITS": layout.bits, "GROUP": layout.group_size, "DEPTH_K": kind.depth, "DEPTH_V": wide},
+        **{"SHARE": share, "HEADS": -(-share // tiles), "FIRST_K": first_k, "FIRST_V": first_v},
+        **{"IS_MASKED": kind.mask is not None, "BY_ROW": kind.is_by_row},
+    }
+    shapes = ((rows, kind.heads, spans, wide), (rows, kind.heads, spans, 2))
+    grid = (THREADS * spans, kv_heads * tiles, rows)
+    first = Call(
+        span_kernel(kind.scale), tuple(template.items()), grid, (THREADS, 1, 1), shapes, (mx.float32, mx.float32)
+    )
+    merged = {"T": kind.dtype, "DEPTH_V": wide, "SIDES": SIDES}
+    block = round_up(wide, LANES) * SIDES
+    out = ((rows, kind.heads, 1, wide),)
+    last = Call(
+        merge_kernel(), tuple(merged.items()), (rows * kind.heads * block, 1, 1), (block, 1, 1), out, (kind.dtype,)
+    )
+    return first, last
+
+
+@lru_cache(maxsize=16)
+def _built(kernel: Kernel) -> Callable[..., list[mx.array]]:
+    made: Any = mx.fast.cuda_kernel(
+        name=kernel.name,
+        input_names=kernel.inputs,
+        output_names=kernel.outputs,
+        source=kernel.body,
+        header=kernel.header,
+        ensure_row_contiguous=False,
+    )
+    return made  # type: ignore[no-any-return]
+
+
+#: A device: a call's results for its arrays.
+Run = Callable[[Call, Sequence[mx.array]], list[mx.array]]
+
+
+def _on_device(call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
+    return _built(call.kernel)(
+        inputs=list(arrays),
+        template=list(call.template),
+        grid=call.grid,
+        threadgroup=call.threads,
+        output_shapes=list(call.shapes),
+        output_dtypes=list(call.dtypes),
+    )
+
+
+def attended(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> mx.array | None:
+    """``attend`` where the kernels are written for such arrays, and have been seen to be right on this device; else None."""
+    if device() is not Device.CUDA or queries.shape[2] != 1 or not fits_mask(mask, queries.shape[0], keys.columns):
+        return None
+    kind = kind_of(queries, keys, values, scale, mask)
+    return _attend(kind, queries, keys, values, mask, _on_device) if is_served(kind) and _is_right(kind) else None
+
+
+def attend(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any, run: Run) -> mx.array:
+    """Attention of one query a row (B, H, 1, D) over quantised slabs: (B, H, 1, D_v).
+
+    ``mask`` (B or 1, 1, 1, C) is bool (True attends) or added to the scores; what it hides is not read. None and "causal" hide
+    nothing. ``run`` is the device.
+    """
+    return _attend(kind_of(queries, keys, values, scale, mask), queries, keys, values, mask, run)
+
+
+def _attend(kind: Kind, queries: mx.array, keys: SlabStates, values: SlabStates, mask: Any, run: Run) -> mx.array:
+    first, last = calls_of(kind, queries.shape[0], keys.columns)
+    sums, stats = run(first, [queries, *keys.parts, *values.parts, queries if kind.mask is None else mask])
+    return run(last, [sums, stats])[0]
+
+
+def kind_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Kind:
+    """What such attention has of its own."""
+    masked, is_by_row = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
+    _, heads, _, depth = queries.shape
+    one, other = ((states.layout, states.first, states.heads) for states in (keys, values))
+    return Kind(float(scale), heads, depth, one, other, queries.dtype, keys.scales.dtype, masked, is_by_row)
+
+
+def fits_mask(mask: Any, rows: int, columns: int) -> bool:
+    """Whether the kernels read such a mask: none, or one for all heads."""
+    if not isinstance(mask, mx.array):
+        return True
+    return mask.ndim == 4 and mask.shape[0] in (1, rows) and tuple(mask.shape[1:]) == (1, 1, columns)
+
+
+@lru_cache(maxsize=64)
+def is_served(kind: Kind) -> bool:
+    """Whether the kernels are written for such widths and types."""
+    (layout, _, kv_heads), (layout_v, _, kv_heads_v) = kind.keys, kind.values
+    widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
+    is_alike = layout[:2] == layout_v[:2] and kv_heads == kv_heads_v and kind.heads % kv_heads == 0
+    types = {kind.dtype, kind.scales} | ({kind.mask} - {None, mx.bool_})
+    return is_alike and kind.depth == layout.depth and widest <= WIDEST and types <= set(TYPES)
+
+
+@lru_cache(maxsize=64)
+def _is_right(kind: Kind) -> bool:
+    """Whether the kernels can be built, and answer as other attention does; said if not."""
+    try:
+        far = farthest(kind, _on_device)
+    except Exception as error:
+        logger.warning("keys in few bits are unpacked for attention: its kernel cannot be used (%s)", describe(error))
+        return False
+    if not far <= TOLERANCE:
+        logger.warning("keys in few bits are unpacked for attention: its kernel is off by %.3g on this device", far)
+        return False
+    return True
+
+
+def farthest(kind: Kind, run: Run, lengths: Sequence[int] = (300, 131), columns: int = 320, seed: int = 0) -> float:
+    """The most by which the kernels differ from exact attention over rows of such lengths, with NaN behind each.
+
+    Without a mask a row has all columns, and rows that share a mask have the first one's length.
+    """
+    queries, keys, values, mask = example(kind, lengths, columns, seed)
+    found = attend(queries, keys, values, kind.scale, mask, run).astype(mx.float32)
+    share = kind.heads // keys.heads
+    whole_k, whole_v = (mx.repeat(_in_full(one), share, axis=1) for one in (keys, values))
+    worst = 0.0
+    for row in range(len(lengths)):
+        length = columns if kind.mask is None else lengths[row if kind.is_by_row else 0]
+        scores = queries[row].astype(mx.float32) * kind.scale @ whole_k[row, :, :length].swapaxes(-1, -2)
+        right = mx.softmax(scores, axis=-1) @ whole_v[row, :, :length]
+        far = float(mx.abs(found[row] - right).max())
+        worst = far if far != far else max(worst, far)  # NaN stays
+        if worst != worst:
+            break
+    return worst
+
+
+def example(
+    kind: Kind, lengths: Sequence[int], columns: int, seed: int
+) -> tuple[mx.array, SlabStates, SlabStates, mx.array | None]:
+    """Queries, keys, values and mask of a kind: rows of such lengths, NaN behind them."""
+    random = np.random.RandomState(seed)
+    rows = len(lengths)
+    ends = np.array(lengths if kind.is_by_row else [lengths[0]] * rows)
+    behind = mx.array(np.arange(columns)[None] >= (columns if kind.mask is None else ends[:, None]))  # (B, C)
+
+    def slab(which: tuple[Layout, int, int], heads: int) -> tuple[mx.array, ...]:
+        layout = which[0]
+        array = mx.array(random.standard_normal((rows, heads, columns, layout.depth)).astype(np.float32))
+        packed, scales, biases = quantize(array.astype(kind.scales), layout.group_size, layout.bits).parts
+        return packed, mx.where(behind[:, None, :, None], mx.array(mx.nan, kind.scales), scales), biases
+
+    whole = [slab(which, which[1] + which[2]) for which in (kind.keys, kind.values)]
+    slabs = [whole[1]] * 2 if kind.values[1] else whole  # values behind the keys in one slab
+    keys, values = (of_slab(parts, *which) for parts, which in zip(slabs, (kind.keys, kind.values), strict=True))
+    queries = mx.array(random.standard_normal((rows, kind.heads, 1, kind.depth)).astype(np.float32) * 2)
+    mask = None
+    if kind.mask is not None:
+        hidden = behind[: rows if kind.is_by_row else 1, None, None]
+        mask = (
+            ~hidden
+            if kind.mask == mx.bool_
+            else mx.where(hidden, mx.array(mx.finfo(kind.mask).min, kind.mask), mx.array(0, kind.mask))
+        )
+    return queries.astype(kind.dtype), keys, values, mask
+
+
+def _in_full(states: SlabStates) -> mx.array:
+    """(B, H, C, D) as float32, without rounding to the type that the numbers were quantised in."""
+    packed, scales, biases = states.cut().parts
+    return of_parts([packed, scales.astype(mx.float32), biases.astype(mx.float32)], states.layout).dequantized()
