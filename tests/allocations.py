@@ -41,7 +41,8 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
         return call
 
     places: list[tuple[Any, str, Any]] = [
-        *((module, "grown", announce(module.grown)) for module in (slab, recurrent, quantized, indexed)),  # type: ignore[attr-defined]
+        *((module, "grown", announce(module.grown)) for module in (slab, recurrent, indexed)),  # type: ignore[attr-defined]
+        (quantized, "_joined", announce(quantized._joined)),
         (stacked, "_stacked", announce(stacked._stacked)),
         (full, "row_of", announce(full.row_of)),
         (prefill, "take_row", announce(prefill.take_row)),
