@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
-from vlm_batch.runtime.launches import SETTINGS
-
-ASKED = f"import os, vlm_batch; print([os.environ.get(name) for name in {list(SETTINGS)}])"
+from vlm_batch.runtime.launches import SETTINGS, UNCHECKED
 
 
-def asked(**settings: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS} | settings
+def asked(names: Sequence[str] = tuple(SETTINGS), **settings: str) -> str:
+    mine = {*SETTINGS, UNCHECKED}
+    environment = {name: value for name, value in os.environ.items() if name not in mine} | settings
+    code = f"import os, vlm_batch; print([os.environ.get(name) for name in {list(names)}])"
     done = subprocess.run(
-        [sys.executable, "-c", ASKED], env=environment, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=60
     )
     return done.stdout.strip()
 
@@ -34,3 +35,11 @@ def test_elsewhere_nothing_is_asked() -> None:
 def test_what_the_user_has_asked_for_stays() -> None:
     assert asked(MLX_USE_CUDA_GRAPHS="1") == "['1', None]"
     assert asked(MLX_USE_CUDA_GRAPHS="0", MLX_MAX_OPS_PER_BUFFER="7") == "['0', '7']"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="on macOS there is no CUDA, and nothing is set")
+@pytest.mark.parametrize(("graphs", "said", "found"), [("0", None, "0"), ("1", None, "0"), ("0", "1", "1")])
+def test_no_number_of_shapes_is_an_error(graphs: str, said: str | None, found: str) -> None:
+    """MLX would raise one from a thread's 513th shape of attention on, graphs or not."""
+    also = {} if said is None else {UNCHECKED: said}
+    assert asked([UNCHECKED], MLX_USE_CUDA_GRAPHS=graphs, **also) == str([found])

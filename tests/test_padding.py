@@ -241,6 +241,25 @@ def test_prompts_of_other_lengths_are_one_array(name: str, monkeypatch: pytest.M
     assert max(counts) >= 3
 
 
+@pytest.mark.parametrize(("smallest", "most"), [(48, 1), (80, 2)])
+def test_prompts_are_filled_up_by_half_of_what_a_forward_computes_as_fast(
+    smallest: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 9 tokens beside 40: in one array they take 2 x 48 positions, apart 16 and 48."""
+    counts: list[int] = []
+    computed = Prefill.computed
+
+    def watched(self: Prefill, rows: Sequence[Encoded]) -> Any:
+        counts.append(len(rows))
+        return computed(self, rows)
+
+    monkeypatch.setattr(Prefill, "computed", watched)
+    config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512, smallest_chunk=smallest)
+    asks = [Ask("text:4:9"), Ask("text:9:40")]
+    check("qwen2_vl", run_family("qwen2_vl", asks, placement=Placement.SLAB, config=config))
+    assert max(counts, default=1) == most
+
+
 @pytest.mark.parametrize("budget", [5, 20])
 def test_chunks_that_end_in_a_prompt_are_cut_back_before_the_next(budget: int, shapes: list[tuple[int, int]]) -> None:
     config = replace(PADDED, prefill_budget=budget, idle_budget=budget)

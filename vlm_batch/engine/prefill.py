@@ -53,7 +53,7 @@ class Prefill:
         self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
         # What a forward costs beside its positions, in positions; prompts of other lengths are no neighbours in exact answers.
-        self._fill = (config.smallest_chunk or 0) if self._pad_to and exact is None else 0
+        self._fill = (config.smallest_chunk or 0) // 2 if self._pad_to and exact is None else 0
         self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
