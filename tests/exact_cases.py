@@ -115,7 +115,7 @@ def exact_of(name: str, precision: str, layout: Placement = Placement.ROWS, kv: 
     adapter = adapter_of(name, precision)
     proof = prove(adapter, kv, layout)
     stops = (kv.start,) if kv is not None and kv.start else ()
-    exact = Exact(proof.best(layout), layout, GRID, stops)
+    exact = Exact(proof.best(layout), layout, GRID, stops, products=proof.products)
     return exact if device() is Device.CPU else joined(exact, name, precision, kv)
 
 

@@ -41,7 +41,7 @@ from tests.zoo import FAMILIES
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.hooks import attends_apart
-from vlm_batch.adapters.products import products_of
+from vlm_batch.adapters.products import hold_products, in_numbers, products_of
 from vlm_batch.arrays import as_mlx, map_arrays
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
@@ -50,7 +50,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of, moving_product
+from vlm_batch.engine.proof import best_class, classes_of, decode_bits, moving_product, numbers_apart
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
@@ -489,6 +489,73 @@ def test_a_class_is_chosen_by_what_it_costs() -> None:
     assert classes_of({1: "a", 2: "b", 4: "b"}) == ((1,), (2, 4))
 
 
+def test_few_products_that_disagree_have_numbers_of_their_own() -> None:
+    slab, all_agree = Placement.SLAB, dict.fromkeys((2, 4, 8, 16, 32, 64), (b"",))
+    odd = dict.fromkeys((2, 4, 8, 16), (b"a",)) | dict.fromkeys((32, 64), (b"b",))
+    assert numbers_apart({"one": all_agree, "two": odd}, slab) == {"two": (32, 64)}  # filled up, not in parts
+    del odd[64]
+    assert numbers_apart({"one": all_agree, "two": odd}, slab) == {"two": (32,)}  # whatever else is tried
+    assert numbers_apart({"one": dict.fromkeys((2, 4, 8, 32), (b"",))}, slab) == {"one": (2, 4, 8, 32)}
+    assert numbers_apart({"one": all_agree}, slab) == {}
+    assert numbers_apart({"one": {}, "two": odd}, slab) == {}  # there is no number for one of them
+    assert numbers_apart(dict.fromkeys(("one", "two", "three"), odd), slab) == {}
+    assert numbers_apart({"one": all_agree, "two": odd}, Placement.ROWS) == {}
+
+
+@pytest.mark.parametrize("numbers", [(32,), (2, 4), (3,), (2, 8, 16)], ids=str)
+def test_a_product_is_computed_in_its_numbers_alone(numbers: tuple[int, ...]) -> None:
+    seen: list[int] = []
+
+    def double(rows: mx.array) -> mx.array:
+        seen.append(len(rows))
+        return rows * 2
+
+    for count in (1, 2, 3, 5, 8, 33, 64):
+        rows = mx.arange(count * 4).reshape(count, 1, 4)
+        assert in_numbers(double, rows, numbers).tolist() == (rows * 2).tolist()
+    assert set(seen) <= set(numbers)
+    in_numbers(double, mx.zeros((5, 7, 4)), numbers)  # chunks of prompts, not rows of a step
+    assert seen[-1] == 5
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "4 bits"])
+def test_a_step_holds_odd_products_to_numbers_of_their_own(
+    precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on an H200: one product of the 3B shape has other bits from more than 16 rows on."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    adapter, slab = adapter_of("qwen2_vl", precision), Placement.SLAB
+    odd = next(layer.mlp.down_proj for layer in adapter.language.model.layers)
+    kind, shape = (type(odd), odd.weight.shape)
+    call: Any = kind.__call__
+
+    def other(self: Any, x: mx.array) -> mx.array:
+        out: mx.array = call(self, x)
+        return out * (1 + 2**-6) if self.weight.shape == shape and x.size > 16 * x.shape[-1] else out
+
+    monkeypatch.setattr(kind, "__call__", other)
+    proof = prove(adapter, None, slab)
+    assert proof.best(slab) == (2, 4, 8, 16, 32) and "numbers of rows of their own" in proof.how
+    ((name, numbers),) = proof.products
+    assert numbers == (32,) and prove(adapter, None, slab) == proof  # from its file
+    more = prove(adapter, None, slab, max_rows=64)  # a request's bits do not go by who else may be there
+    assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == ((name, (32, 64)),)
+    assert (
+        exact_of("qwen2_vl", precision, slab).settings
+        == replace(exact_of("qwen2_vl", precision, slab), counts=more.best(slab), products=more.products).settings
+    )
+    adapter.go_by_shapes(True, Exact(proof.best(slab), slab, products=proof.products))
+    held = decode_bits(adapter, slab, None, (2, 32, 64))
+    assert held[2] == held[32] == held[64]
+    adapter.go_by_shapes(False)
+    loose = decode_bits(adapter, slab, None, (2, 32))
+    assert loose[2] != loose[32]
+    hold_products(adapter.language, dict(proof.products))
+    assert products_of(adapter.language) and prove(adapter, None, slab, max_rows=64) == more
+    assert not differences("qwen2_vl", precision, "company", layout=slab)
+    adapter.go_by_shapes(False)
+
+
 @pytest.mark.parametrize("precision", ["float32", "4 bits"])
 def test_made_up_weights_lie_as_the_models_do(precision: str) -> None:
     """A product is tried by the kernels that the model's own meets: these go by how weights lie, and by the rows' shape."""
@@ -519,7 +586,8 @@ def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
-        "vlm_batch.exactness.read_proof", lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False}
+        "vlm_batch.exactness.read_proof",
+        lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": []},
     )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
         assert exact_for(adapter).counts == (1,)

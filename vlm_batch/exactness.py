@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -18,7 +18,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import attending_apart
 from vlm_batch.adapters.joint import TowerCall
 from vlm_batch.adapters.modules import RememberingGridTower
-from vlm_batch.adapters.products import products_of, shapes_of, size_of
+from vlm_batch.adapters.products import Product, hold_products, products_of, shapes_of, size_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
@@ -33,8 +33,10 @@ from vlm_batch.engine.proof import (
     classes_of,
     counts_for,
     decode_bits,
+    forwards,
     is_still,
     moving_product,
+    numbers_apart,
     prefill_is_still,
     product_bits,
 )
@@ -46,7 +48,7 @@ from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 7
+PROOF = 8
 #: Families and types of weights for which numbers of rows that agreed in a proof gave rows other bits later on CUDA
 #: (docs/exactness.md). They decode a row at a time there.
 DOUBTED_ON_CUDA = frozenset({("kimi_k3", mx.float32)})
@@ -60,12 +62,14 @@ MAX_WEIGHTS = 2**21
 class Proof:
     """The outcome for a model on a device: ``classes`` of numbers of rows that agree, and ``how`` that was found out.
 
-    ``graphs``: compiled steps of the best class have the same bits.
+    ``graphs``: compiled steps of the best class have the same bits. ``products``: kinds of products that are computed in
+    numbers of rows of their own for that, and those.
     """
 
     classes: Classes
     how: str
     graphs: bool = False
+    products: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def best(self, layout: Placement) -> tuple[int, ...]:
         """The numbers of rows that a batch is held to."""
@@ -84,10 +88,10 @@ def exact_for(
     layout = Placement(policy.placement)
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
-    graphs = False
+    graphs, products = False, ()
     if adapter.max_rows != 1:
         proof = prove(adapter, kv, layout, max_rows=max_rows, few_bits=policy.few_bits)
-        counts, graphs = proof.best(layout), proof.graphs
+        counts, graphs, products = proof.best(layout), proof.graphs, proof.products
         if counts == (1,):
             warnings.warn(
                 f"reproducible: {adapter.spec.family} decodes a row at a time on this device: {proof.how}, and no two "
@@ -105,6 +109,7 @@ def exact_for(
         policy.call_patches,
         Joint(adapter, kv) if is_joint else None,
         graphs,
+        products,
     )
 
 
@@ -217,7 +222,8 @@ def prove(
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
     if (kept := read_proof(key)) is not None:
-        return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"], kept["graphs"])
+        products = tuple((name, tuple(counts)) for name, counts in kept["products"])
+        return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"], kept["graphs"], products)
     proof = _measured(adapter, kv, layout, counts, few_bits)
     write_proof(key, asdict(proof))
     return proof
@@ -241,17 +247,50 @@ def _measured(
         return Proof((), "numbers of rows that seemed to agree have been seen to differ on CUDA")
     said = f"{len(products)} kinds of products"
     try:
-        single = product_bits(products, counts)
+        single = _bits_by_name(products, counts)
         if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
-            return Proof(classes_of(single), f"{said} were compared")
-        steps = decode_bits(adapter, layout, kv, counts, few_bits=few_bits)
-        classes = classes_of(single, steps)
+            return Proof(classes_of(*single.values()), f"{said} were compared")
+        found = None
+        if own := numbers_apart(single, layout):
+            found = _with_products_apart(adapter, layout, kv, counts, few_bits, single, own)
+        if found is None:
+            own, steps = {}, decode_bits(adapter, layout, kv, counts, few_bits=few_bits)
+            classes = classes_of(*single.values(), steps)
+        else:
+            classes, steps = found
+            said += f", of which {' and '.join(own)} have numbers of rows of their own,"
         graphs = layout is Placement.SLAB and kv is None and _graphs_agree(adapter, steps, best_class(classes, layout))
-        return Proof(classes, f"{said} and its decode step were compared", graphs)
+        return Proof(classes, f"{said} and its decode step were compared", graphs, tuple(own.items()))
     except Exception as error:  # what it raises for a request, the request is told
         if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
             raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
+
+
+def _bits_by_name(products: Sequence[Product], counts: tuple[int, ...]) -> dict[str, Found]:
+    names = {str(product): [other for other in products if str(other) == str(product)] for product in products}
+    return {name: product_bits(alike, counts) for name, alike in names.items()}
+
+
+def _with_products_apart(
+    adapter: Adapter,
+    layout: Placement,
+    kv: KVQuantisation | None,
+    counts: tuple[int, ...],
+    few_bits: str,
+    single: Mapping[str, Found],
+    own: Mapping[str, tuple[int, ...]],
+) -> tuple[Classes, Found] | None:
+    """The classes, and the bits of decode steps, of a model some of whose products have numbers of rows of their own: held to
+    them from now on. None where a step would need no fewer forwards; the products are as they were then."""
+    hold_products(adapter.language, own)
+    steps = decode_bits(adapter, layout, kv, counts, few_bits=few_bits)
+    classes = classes_of(*(found for name, found in single.items() if name not in own), steps)
+    without = best_class(classes_of(*single.values()), layout)
+    if forwards(best_class(classes, layout), layout) < forwards(without, layout):
+        return classes, steps
+    hold_products(adapter.language, {})
+    return None
 
 
 def _graphs_agree(adapter: Adapter, steps: Found, counts: tuple[int, ...]) -> bool:

@@ -20,6 +20,7 @@ from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import attending_apart, attends_apart, check_attention, files_of, put_hooks, runs_model
 from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
+from vlm_batch.adapters.products import hold_products
 from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
 from vlm_batch.adapters.towers import Inner, widen
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
@@ -128,8 +129,9 @@ class Adapter:
     def go_by_shapes(self, is_exact: bool = True, proven: Proven | None = None) -> None:
         """From now on, or no longer, choose kernels by the shapes of one call alone, not by what was called before, and encode
         each picture in a call of its own, or of as many of its shape as are ``proven``, idle ones among them: what else is
-        asked, or kept, cannot change it then."""
+        asked, or kept, cannot change it then. Products that have numbers of rows of their own are held to them."""
         self.goes_by_shapes, self._proven = is_exact, proven
+        hold_products(self.language, {} if proven is None else dict(proven.products))
         towers = self.towers()
         if proven is not None and not all(isinstance(owner[name], RememberingTower) for owner, name in towers):
             self.remember_features(None)

@@ -71,6 +71,10 @@ class TowerCall:
 class Proven(Protocol):
     """The shapes of calls in which neither a place nor who is beside it changes a bit (``vlm_batch.engine.exact``)."""
 
+    @property
+    def products(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The kinds of products that are computed in numbers of rows of their own, and those."""
+
     def pictures(self, call: TowerCall) -> int:
         """The pictures in every call with one of such a call's shape."""
 

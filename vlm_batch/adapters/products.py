@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -42,7 +42,8 @@ class Product:
     is_head: bool = False  # it answers for a prompt's last position alone
 
     def __str__(self) -> str:
-        return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}"
+        parts = [" with a bias"] * ("bias" in self.layer) + [" as a head"] * self.is_head
+        return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}{''.join(parts)}"
 
     @property
     def far(self) -> int:
@@ -60,7 +61,7 @@ class Product:
         columns[:, self.far : 2 * self.far] = columns[:, : self.far]
         weight = mx.array(columns.astype(np.float32)).astype(self.dtype)
         which = mx.arange(self.outputs) % DIFFERENT
-        twin: Any = clone_modules(self.layer)
+        twin: Any = clone_modules(self.layer, PLAIN)
         layout = self.layout
         parts = mx.quantize(weight, group_size=layout[0], bits=layout[1], mode=layout[2]) if layout else (weight,)
         for name, part in zip(("weight", "scales", "biases"), parts, strict=False):
@@ -83,21 +84,97 @@ def products_of(model: nn.Module, most: int | None = None) -> list[Product]:
     """
     found: dict[tuple[Any, ...], Product] = {}
     for path, module in model.named_modules():
-        if type(module) not in (nn.Linear, nn.QuantizedLinear, *TABLES):
-            continue
-        is_head = isinstance(module, TABLES) or path.endswith("lm_head")
-        is_quantised = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-        few: Any = module
-        layout = (few.group_size, few.bits, few.mode) if is_quantised else ()
-        dtype = few.scales.dtype if is_quantised else few.weight.dtype
-        outputs, width = few.weight.shape
-        width = width * 32 // few.bits if is_quantised else width
-        limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
-        if limit is not None and outputs * width > limit:
-            outputs = min(outputs, max(limit // width // EDGE, 1) * EDGE + outputs % EDGE)
-        key = (type(module), outputs, width, str(dtype), layout, "bias" in module, is_head)
-        found.setdefault(key, Product(width, dtype, outputs, module, layout, is_head))
+        if (product := _product_of(path, module, most)) is not None:
+            key = (_plain_class(module), str(product), str(product.dtype))
+            found.setdefault(key, product)
     return list(found.values())
+
+
+def _product_of(path: str, module: Any, most: int | None) -> Product | None:
+    if _plain_class(module) not in HELD:
+        return None
+    is_head = isinstance(module, TABLES) or path.endswith("lm_head")
+    is_quantised = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+    layout = (module.group_size, module.bits, module.mode) if is_quantised else ()
+    dtype = module.scales.dtype if is_quantised else module.weight.dtype
+    outputs, width = module.weight.shape
+    width = width * 32 // module.bits if is_quantised else width
+    limit = most if most is None or (dtype == mx.float32 and not layout) else most // 8
+    if limit is not None and outputs * width > limit:
+        outputs = min(outputs, max(limit // width // EDGE, 1) * EDGE + outputs % EDGE)
+    return Product(width, dtype, outputs, module, layout, is_head)
+
+
+class _HeldLinear(nn.Linear):
+    """A layer whose product has numbers of rows of its own, where each row is of another place (``hold_products``)."""
+
+    numbers: tuple[int, ...] = ()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return in_numbers(super().__call__, x, self.numbers)
+
+
+class _HeldQuantizedLinear(nn.QuantizedLinear):
+    numbers: tuple[int, ...] = ()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return in_numbers(super().__call__, x, self.numbers)
+
+
+class _HeldEmbedding(nn.Embedding):
+    numbers: tuple[int, ...] = ()
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return in_numbers(super().as_linear, x, self.numbers)
+
+
+class _HeldQuantizedEmbedding(nn.QuantizedEmbedding):
+    numbers: tuple[int, ...] = ()
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return in_numbers(super().as_linear, x, self.numbers)
+
+
+#: The classes of layers that have a product, and those that take their places in layers with numbers of their own.
+HELD: dict[type, type] = {
+    nn.Linear: _HeldLinear,
+    nn.QuantizedLinear: _HeldQuantizedLinear,
+    nn.Embedding: _HeldEmbedding,
+    nn.QuantizedEmbedding: _HeldQuantizedEmbedding,
+}
+PLAIN = {held: plain for plain, held in HELD.items()}
+
+
+def _plain_class(module: nn.Module) -> type:
+    return PLAIN.get(type(module), type(module))
+
+
+def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> None:
+    """From now on compute the products of these kinds, by their names, in these numbers of rows alone, and all others as they
+    come. ``model`` is an adapter's own copy."""
+    for path, module in model.named_modules():
+        if (product := _product_of(path, module, None)) is None:
+            continue
+        own = tuple(numbers.get(str(product), ()))
+        plain = _plain_class(module)
+        module.__class__ = HELD[plain] if own else plain
+        module.__dict__.pop("numbers", None)
+        if own:
+            module.__dict__["numbers"] = own
+
+
+def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]) -> mx.array:
+    """A product (R, ..., outputs) of rows (R, ..., width), computed in ``numbers`` of rows, ascending: repeats of the rows fill
+    one up, and more rows than the largest are several. What has more than one row a place is computed as it is."""
+    count = rows.shape[0]
+    if count in numbers or rows.size != count * rows.shape[-1]:
+        return call(rows)
+    if count > numbers[-1]:
+        parts = mx.split(rows, list(range(numbers[-1], count, numbers[-1])))
+        return mx.concatenate([in_numbers(call, part, numbers) for part in parts])
+    number = next(one for one in numbers if one > count)
+    repeats = -(-number // count)
+    return call(mx.broadcast_to(rows[None], (repeats, *rows.shape)).flatten(0, 1)[:number])[:count]
 
 
 @lru_cache(maxsize=8)

@@ -58,6 +58,7 @@ class Exact:
     quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
     A call holds short prompts of one length, or small pictures of one shape, up to ``call_tokens`` or ``call_patches``, where
     ``joint`` says so; without it each is alone. ``graphs``: compiled decode steps were shown to have the same bits.
+    ``products``: kinds of products that are computed in numbers of rows of their own, and those.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -69,6 +70,7 @@ class Exact:
     call_patches: int = 0
     joint: JointProof | None = field(default=None, compare=False)
     graphs: bool = field(default=False, compare=False)
+    products: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def places(self, rows: int) -> int:
         """The number of places for so many rows of one group, at most ``counts[-1]``; 0 for none."""
@@ -139,4 +141,8 @@ class Exact:
         joint = (
             f"; in calls of {self.call_tokens} tokens, {self.call_patches} patches" if self.joint is not None else ""
         )
-        return {"reproducible": f"as {self.counts[0]} rows; {self.layout.value}; grid {self.grid}{padded}{joint}"}
+        # by the smallest: whoever has more rows may have proven larger numbers, which have the same bits
+        apart = "".join(f"; {name} as {counts[0]} rows" for name, counts in self.products)
+        return {
+            "reproducible": f"as {self.counts[0]} rows{apart}; {self.layout.value}; grid {self.grid}{padded}{joint}"
+        }

@@ -38,6 +38,8 @@ TOKENS = 64
 #: The cost of a forward beside its rows, counted in rows, and the numbers of live rows by which a class is judged.
 FORWARD = {Placement.ROWS: 4, Placement.SLAB: 1000}
 JUDGED_BY = (1, 8, 32)
+#: The kinds of products that may have numbers of rows of their own; where more of them disagree, whole steps are kept apart.
+MOST_APART = 2
 
 #: Numbers of rows that agree, each class ascending.
 Classes = tuple[tuple[int, ...], ...]
@@ -115,7 +117,8 @@ def product_bits(products: Sequence[Rows], counts: Sequence[int]) -> Found:
     """
     found: dict[int, list[bytes]] = {count: [] for count in counts}
     for product in products:
-        call, rows = product.call, product.rows(max(counts))
+        # as many whatever the counts are: a number's bits are found to be the same whoever tries larger ones, too
+        call, rows = product.call, product.rows(max(TOKENS, *counts))
         for count in list(found):
             others = max(1, count - 1)
             out = call(mx.concatenate([rows[:others], rows[: count - others]]))  # the first row stands last, too
@@ -193,6 +196,41 @@ def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
     whole = {known: counts for counts in classes if (known := tuple(n for n in counts if n <= last))}
     best = min([*whole, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
     return whole.get(best, best)
+
+
+def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tuple[int, ...]]:
+    """Numbers of rows of their own for the few kinds of products without which all numbers of rows would agree, by their names.
+
+    Repeats fill up their rows to such a number, or they are computed in several parts: one launch more each, where another
+    class would be another step. So only where launches decide (slabs), for ``MOST_APART`` kinds at most, and the class with
+    the fewest further launches is taken, judged as ``best_class`` is.
+    """
+    wanted = COUNTS[layout]
+    apart = {}
+    for name, one in found.items():
+        classes = {tuple(n for n in counts if n in wanted): counts for counts in classes_of(one)}
+        known = [counts for counts in classes if counts]
+        if wanted not in known:
+            best = min(known, key=lambda counts: (_launches(counts, layout), -counts[-1]), default=())
+            apart[name] = classes.get(best, ())
+    return apart if layout is Placement.SLAB and len(apart) <= MOST_APART and all(apart.values()) else {}
+
+
+def _launches(counts: Sequence[int], layout: Placement) -> int:
+    """What a product in these numbers of rows launches more than one in any."""
+    total = 0
+    for rows in JUDGED_BY:
+        places = next(count for count in COUNTS[layout] if count >= rows)
+        full, rest = divmod(places, counts[-1])
+        parts = full + (rest > 0)
+        total += (rest > 0 and rest not in counts) + (2 * parts - 1 if parts > 1 else 0)
+    return total
+
+
+def forwards(counts: Sequence[int], layout: Placement) -> int:
+    """The forwards of a step of each number of live rows by which a class is judged, together."""
+    most = max(count for count in counts if count <= COUNTS[layout][-1])
+    return sum(-(-rows // most) for rows in JUDGED_BY)
 
 
 def _cost(counts: Sequence[int], forward: int) -> float:
