@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
+from tests.allocations import WANT
 from tests.harness import Ask, check, run_family, shared_adapter
 from tests.zoo import family
 from vlm_batch.adapters import kernels
@@ -20,6 +23,7 @@ from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import adapter_for
+from vlm_batch.records import DecodeStep
 
 HEADS, DEPTH, PLACES, WINDOW = 2, 64, 4, 4096
 KINDS = ("full", "sliding", "few bits")
@@ -154,3 +158,21 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
     BatchGenerator(packed, placement=Placement.SLAB)
     BatchGenerator(shared_adapter(name), placement=Placement.ROWS, compile_decode=False)
     assert len(made) == 2
+
+
+def test_a_compiled_step_that_fails_holds_no_slab() -> None:
+    """Its rows begin again for want of memory, and what the slabs take is to be free by then."""
+
+    def fails(step: DecodeStep) -> mx.array:
+        raise RuntimeError(WANT)
+
+    compiled, slab = CompiledDecode(fails, uses_before_graph=0), empty("full")
+    slab.put(0, row("full", 9))
+    tokens = mx.zeros((PLACES, 1), dtype=mx.int32)
+    with contextlib.suppress(RuntimeError):
+        compiled(DecodeStep(tokens, tokens[:, 0], [slab], [{}] * PLACES))
+        raise AssertionError("it was to fail")
+    held = weakref.ref(slab)
+    del slab
+    gc.collect()
+    assert held() is None
