@@ -111,7 +111,7 @@ _CPU = Policy(
 )
 _CUDA = Policy(
     placement="slab",
-    few_bits=UNPACKED,
+    few_bits=KERNEL,
     first_rows=64,
     most_rows=64,
     max_chunk=2048,

@@ -104,7 +104,7 @@ class Call:
 
 
 class Kind(NamedTuple):
-    """What decides which kernels are built."""
+    """Facts by which kernels differ: for each kind they are built anew."""
 
     scale: float
     heads: int  # of queries
@@ -195,7 +195,7 @@ def _attend(kind: Kind, queries: mx.array, keys: SlabStates, values: SlabStates,
 
 
 def kind_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Kind:
-    """What such attention has of its own."""
+    """The kind of such attention."""
     masked, is_by_row = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
     _, heads, _, depth = queries.shape
     one, other = ((states.layout, states.first, states.heads) for states in (keys, values))

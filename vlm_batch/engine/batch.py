@@ -50,7 +50,7 @@ class DecodeBatch:
             self.layers = [make_layer_cache(single, layout, len(self.places)) for single in caches]
             for layer in self.layers if self._exact is not None else ():
                 always_mask(layer)
-            for layer in self.layers:
+            for layer in self.layers if self._few_bits != PACKED else ():
                 read_few_bits(layer, self._few_bits)
         before = len(self.places)
         try:
