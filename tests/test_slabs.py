@@ -23,7 +23,9 @@ from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import adapter_for
+from vlm_batch.policy import policy_for
 from vlm_batch.records import DecodeStep
+from vlm_batch.runtime.device import Device
 
 HEADS, DEPTH, PLACES, WINDOW = 2, 64, 4, 4096
 KINDS = ("full", "sliding", "few bits")
@@ -134,7 +136,8 @@ def test_answers_are_the_same_over_slabs_that_grow_and_give_back(name: str, monk
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows join and leave, and the slab grows: each answer is the one alone. Few bits and packed weights have none."""
+    """Rows join and leave, and the slab grows: each answer is the one alone. Products of few bits, and packed weights, have
+    none."""
     monkeypatch.setattr(kernels, "counts_launches", lambda: True)
     monkeypatch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 1)
     made: list[CompiledDecode] = []
@@ -150,14 +153,22 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
     check(name, run_family(name, asks, generator=engine))
     (graphs,) = made
     assert len(graphs._graphs) > 2, "of one, two and four places, and of 256 and 512 columns"
-    few = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, kv=KVQuantisation(8, group_size=32))
-    run_family(name, asks[:1], generator=few)
-    assert len(made) == 2 and not made[1]._graphs
+    ids = []
+    for few_bits, has_graphs in (("packed", False), ("kernel", True)):
+        policy = policy_for("slab", Device.CPU).with_settings({"few_bits": few_bits})
+        kv = KVQuantisation(8, group_size=32)
+        few = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, policy=policy, kv=kv)
+        (answer,) = run_family(name, asks[:1], generator=few)
+        assert answer.result is not None
+        ids.append(answer.result.token_ids)
+        assert bool(made[-1]._graphs) == has_graphs
+    assert ids[0] == ids[1]
+    assert len(made) == 3
     packed = adapter_for(name)(family(name).build())
     nn.quantize(packed.language, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("q_proj"))
     BatchGenerator(packed, placement=Placement.SLAB)
     BatchGenerator(shared_adapter(name), placement=Placement.ROWS, compile_decode=False)
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 def test_a_compiled_step_that_fails_holds_no_slab() -> None:
