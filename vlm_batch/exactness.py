@@ -88,7 +88,8 @@ def exact_for(
     layout = Placement(policy.placement)
     stops = (kv.start,) if kv is not None and kv.start else ()
     counts: tuple[int, ...] = (1,)
-    graphs, products = False, ()
+    graphs = False
+    products: tuple[tuple[str, tuple[int, ...]], ...] = ()
     if adapter.max_rows != 1:
         proof = prove(adapter, kv, layout, max_rows=max_rows, unpacks=policy.unpacks)
         counts, graphs, products = proof.best(layout), proof.graphs, proof.products
