@@ -20,7 +20,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.exactness import exact_for
+from vlm_batch.exactness import Joint, exact_for
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -76,6 +76,21 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     assert not engine.has_work and not engine.batch.rows and not engine.prefill.rows and not engine.reuse.nbytes
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
     assert shapes.take() <= warmed
+
+
+def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request waits for the proof of its length, where there was time for a warm-up."""
+    adapter = adapter_of(FAMILY, "float32")
+    exact = exact_for(adapter, policy=replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64))
+    engine = BatchGenerator(
+        adapter, placement=Placement.SLAB, config=CONFIG, reuse=Reuse(adapter, exact=exact), exact=exact
+    )
+    for _ in engine.warm_up():
+        pass
+    measured: list[int] = []
+    monkeypatch.setattr(Joint, "_of_prompts", lambda self, count, length: measured.append(length))
+    assert [exact.rows(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]
+    assert not measured
 
 
 def test_steps_of_long_rows_are_computed_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tu
 
 
 def _launches(counts: Sequence[int], layout: Placement) -> int:
-    """What a product in these numbers of rows launches more than one in any."""
+    """Operations beyond one of a product that is computed in these numbers of rows alone, at all numbers that judge it."""
     total = 0
     for rows in JUDGED_BY:
         places = next(count for count in COUNTS[layout] if count >= rows)
