@@ -499,6 +499,9 @@ def test_few_products_that_disagree_have_numbers_of_their_own() -> None:
     assert numbers_apart({"one": dict.fromkeys((2, 4, 8, 32), (b"",))}, slab) == {"one": (2, 4, 8, 32)}
     assert numbers_apart({"one": all_agree}, slab) == {}
     assert numbers_apart({"one": {}, "two": odd}, slab) == {}  # there is no number for one of them
+    assert (
+        numbers_apart({"one": {64: (b"still",)}}, slab) == {}
+    )  # nor for less rows than are tried by those alone who have many
     assert numbers_apart(dict.fromkeys(("one", "two", "three"), odd), slab) == {}
     assert numbers_apart({"one": all_agree, "two": odd}, Placement.ROWS) == {}
 
@@ -517,6 +520,8 @@ def test_a_product_is_computed_in_its_numbers_alone(numbers: tuple[int, ...]) ->
     assert set(seen) <= set(numbers)
     in_numbers(double, mx.zeros((5, 7, 4)), numbers)  # chunks of prompts, not rows of a step
     assert seen[-1] == 5
+    in_numbers(double, mx.zeros((300, 4)), numbers)  # or a chunk's positions as rows
+    assert seen[-1] == 300
 
 
 class Layers(nn.Module):

@@ -184,6 +184,25 @@ def test_a_kernel_that_cannot_be_used_is_done_without(
     assert [said in record.message for record in caplog.records] == [True]
 
 
+def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails and its rows begin again; the kernel is tried once more then."""
+    asked = []
+
+    def wants(call: few_bits.Call, arrays: Any) -> list[mx.array]:
+        asked.append(call)
+        raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+
+    monkeypatch.setattr(few_bits, "_on_device", wants)
+    one = kind(2, 2, 64)
+    queries, keys, values, mask = few_bits.example(one, (30, 30), 30, 2)
+    for tries in (1, 2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            attention(queries, keys, values, None, one.scale, mask)
+        assert len(asked) == tries
+    others = values._replace(scales=values.scales.astype(mx.bfloat16))
+    assert few_bits.attended(queries, keys, others, one.scale, mask) is None  # its types are another kernel's
+
+
 def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several queries, masks of heads, sinks, wide heads, keys and values of different heads."""
     monkeypatch.setattr(few_bits, "_on_device", _broken)

@@ -19,6 +19,15 @@
 
 from __future__ import annotations
 
+import re
+
+#: What MLX's allocators say on CPUs, Metal and CUDA: they raise RuntimeErrors.
+_NO_MEMORY = re.compile(
+    r"\[(?:metal::)?malloc|unable to allocate|out of memory|insufficient memory|maximum allowed buffer|OutOfMemory|"
+    r"memory allocation (?:of .* )?failed|_ALLOC_FAILED",  # the last of cuBLAS and cuDNN
+    re.IGNORECASE,
+)
+
 
 class VLMBatchError(Exception):
     """The root of every error of this library."""
@@ -110,3 +119,8 @@ def shown(value: object) -> str:
 def printable(text: str) -> str:
     """Text that can be written to every file and terminal: surrogates are escaped, as in names of files that are no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, for which the row that met it need not be to blame."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))

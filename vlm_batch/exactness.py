@@ -23,7 +23,6 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.faults import is_out_of_memory
 from vlm_batch.engine.prefill import pads, shares
 from vlm_batch.engine.proof import (
     Classes,
@@ -40,7 +39,7 @@ from vlm_batch.engine.proof import (
     prefill_is_still,
     product_bits,
 )
-from vlm_batch.errors import OutOfMemory, describe
+from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_for
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device, device
@@ -263,6 +262,7 @@ def _measured(
         graphs = layout is Placement.SLAB and kv is None and _graphs_agree(adapter, steps, best_class(classes, layout))
         return Proof(classes, f"{said} and its decode step were compared", graphs, tuple(own.items()))
     except Exception as error:  # what it raises for a request, the request is told
+        hold_products(adapter.language, {})
         if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
             raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")

@@ -20,7 +20,7 @@ import numpy as np
 
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import Layout, SlabStates, of_parts, of_slab, quantize
-from vlm_batch.errors import describe
+from vlm_batch.errors import describe, is_out_of_memory
 from vlm_batch.runtime.device import Device, device
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def merge_kernel() -> Kernel:
 
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Kernel:
     """MLX keeps what it has built by its name alone, also in files, so the name goes by the source."""
-    header = Path(__file__).with_suffix(".cu").read_text()
+    header = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     source = hashlib.sha256((header + body).encode()).hexdigest()[:12]
     return Kernel(f"few_bits_{name}_{source}", inputs, outputs, header, body)
 
@@ -175,6 +175,8 @@ def attended(queries: mx.array, keys: SlabStates, values: SlabStates, scale: flo
     """``attend`` where the kernels are written for such arrays, and have been seen to be right on this device; else None."""
     if device() is not Device.CUDA or queries.shape[2] != 1 or not fits_mask(mask, queries.shape[0], keys.columns):
         return None
+    if keys.scales.dtype != values.scales.dtype:
+        return None
     kind = kind_of(queries, keys, values, scale, mask)
     return _attend(kind, queries, keys, values, mask, _on_device) if is_served(kind) and _is_right(kind) else None
 
@@ -225,6 +227,8 @@ def _is_right(kind: Kind) -> bool:
     try:
         far = farthest(kind, _on_device)
     except Exception as error:
+        if is_out_of_memory(error):  # it says nothing of the kernel: the rows begin again, and it is tried again
+            raise
         logger.warning("keys in few bits are unpacked for attention: its kernel cannot be used (%s)", describe(error))
         return False
     if not far <= TOLERANCE:

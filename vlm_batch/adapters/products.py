@@ -22,6 +22,8 @@ BLOCK = 32
 EDGE = 64
 #: Outputs whose weights differ, so that as many sums are compared: one alone is often rounded the same way in two orders.
 DIFFERENT = 16
+#: Rows that a decode step has at most on devices where products are held to numbers of rows: the largest that is tried.
+MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,10 @@ def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> Non
 
 def in_numbers(call: Callable[[mx.array], mx.array], rows: mx.array, numbers: Sequence[int]) -> mx.array:
     """A product (R, ..., outputs) of rows (R, ..., width), computed in ``numbers`` of rows, ascending: repeats of the rows fill
-    one up, and more rows than the largest are several. What has more than one row a place is computed as it is."""
+    one up, and more rows than the largest are several. What has more rows than a decode step (``MOST_ROWS``), or more than one
+    a place, is a prompt's and is computed as it is."""
     count = rows.shape[0]
-    if count in numbers or rows.size != count * rows.shape[-1]:
+    if count in numbers or count > MOST_ROWS or rows.size != count * rows.shape[-1]:
         return call(rows)
     if count > numbers[-1]:
         parts = mx.split(rows, list(range(numbers[-1], count, numbers[-1])))

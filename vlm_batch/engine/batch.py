@@ -118,7 +118,7 @@ class DecodeBatch:
 
     def _restore(self, num_places: int) -> None:
         """Have every layer hold the rows of the first places and nothing else, all layers alike, after something raised when
-        only some of them, or one array of one, had been changed. Nothing is allocated for it."""
+        only some of them, or one array of one, had been changed. Nothing is computed for it."""
         del self.places[num_places:]
         if not self.rows:
             self.drop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import traceback
 
@@ -11,18 +10,6 @@ import mlx.core as mx
 from vlm_batch.arrays import num_bytes
 from vlm_batch.engine.row import Row
 from vlm_batch.errors import OutOfMemory, describe
-
-#: What MLX's allocators say on CPUs, Metal and CUDA: they raise RuntimeErrors.
-_NO_MEMORY = re.compile(
-    r"\[(?:metal::)?malloc|unable to allocate|out of memory|insufficient memory|maximum allowed buffer|OutOfMemory|"
-    r"memory allocation (?:of .* )?failed|_ALLOC_FAILED",  # the last of cuBLAS and cuDNN
-    re.IGNORECASE,
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory, for which the row that met it need not be to blame."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
 def is_users_own(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.recovery import Recovery
-from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.reuse import Reuse, if_it_can_be
 from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
@@ -407,7 +407,7 @@ class BatchGenerator:
     def _leave(self, row: Row) -> None:
         """Free a row's place; what is wanted of its caches goes with it."""
         if row.reuse is not None and row in self.batch and self.reuse.wants(row):
-            with contextlib.suppress(*row.reuse.may_fail):
+            with if_it_can_be(row.reuse):
                 row.reuse.left = self.batch.take(row)
         self.batch.leave(row)
 

@@ -212,7 +212,7 @@ def numbers_apart(found: Mapping[str, Found], layout: Placement) -> dict[str, tu
         known = [counts for counts in classes if counts]
         if wanted not in known:
             best = min(known, key=lambda counts: (_launches(counts, layout), -counts[-1]), default=())
-            apart[name] = classes.get(best, ())
+            apart[name] = classes[best] if best else ()
     return apart if layout is Placement.SLAB and len(apart) <= MOST_APART and all(apart.values()) else {}
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from vlm_batch.engine.faults import is_out_of_memory, is_users_own, let_go, raised_in, too_large
+from vlm_batch.engine.faults import is_users_own, let_go, raised_in, too_large
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import GROWTH, RowMemory
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
-from vlm_batch.errors import OutOfMemory
+from vlm_batch.errors import OutOfMemory, is_out_of_memory
 from vlm_batch.runtime.memory import give_back
 
 T = TypeVar("T")

@@ -7,7 +7,8 @@ continues a prompt cache nor returns one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vlm_batch.caches.layers import is_whole_kind
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
-from vlm_batch.errors import InvalidCache
+from vlm_batch.errors import InvalidCache, describe
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
@@ -28,6 +29,8 @@ from vlm_batch.store.files import Identity
 from vlm_batch.store.prefix import Match, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_constant, save_row, save_snapshot
+
+logger = logging.getLogger(__name__)
 
 #: Beginnings of fewer tokens are not kept or looked for at all; those of this many always are.
 MIN_TOKENS, ALWAYS_WORTH = 8, 64
@@ -62,6 +65,17 @@ class CacheSettings:
         if self.directory is None:
             return PrefixCache(budget)
         return PrefixCache(budget, RowFiles(self.directory, self.directory_bytes, identity))
+
+
+@contextlib.contextmanager
+def if_it_can_be(book: RowReuse) -> Iterator[None]:
+    """Keep a row's caches in it: what is raised costs nobody anything, and is logged, unless the row's user waits for them."""
+    try:
+        yield
+    except Exception as error:
+        if book.is_returned:
+            raise
+        logger.warning("the caches of a row that ended are not kept: %s", describe(error))
 
 
 class Reuse:
@@ -239,7 +253,7 @@ class Reuse:
         if not self.wants(row) or book is None or book.left is None:
             return None
         left, book.left = book.left, None
-        with contextlib.suppress(*book.may_fail):
+        with if_it_can_be(book):
             saved = self._saved(row, book, left, row.answer.num_fed)
             if book.is_returned:  # another thread may read it
                 mx.eval(saved.arrays())

@@ -202,11 +202,6 @@ class RowReuse:
     pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
     left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
 
-    @property
-    def may_fail(self) -> tuple[type[Exception], ...]:
-        """Exceptions that cost nobody anything where the row's caches are kept: all, unless its user waits for them."""
-        return () if self.is_returned else (Exception,)
-
 
 @dataclass(eq=False)
 class Row:
