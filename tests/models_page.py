@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/models.md"
 RECORD = ROOT / "vlm_batch/data/parity.json"
 EXACT = ROOT / "vlm_batch/data/exact.json"
+#: What a GPU said before the present build; for what was not run since.
+FIRST_GPU = "gpu, H100, before calls of one shape"
 #: As they are called in EXACT, and on the page.
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "8 bits": "8", "4 bits": "4"}
 
@@ -54,8 +56,9 @@ evidence stands beside each oracle in `tests/zoo/`, and [each defect of mlx-vlm]
 The scenarios: {scenarios}.
 
 "Same bits" are the precisions in which a reproducible engine gave every request, to the last bit of all its logits, what it
-gives the request alone, on a CPU and on an H100: f32, bf16 and f16 are types, 8 and 4 are bits of bfloat16 models. What is
-missing cannot be run there, was not run, or differs: [exactness](exactness.md) says which.
+gives the request alone, on a CPU and on a GPU (an H200, or an H100 with an earlier build where that was not run): f32, bf16
+and f16 are types, 8 and 4 are bits of bfloat16 models. What is missing cannot be run there, was not run, or differs:
+[exactness](exactness.md) says which.
 """
 
 UPSTREAM = """## The same scenarios in mlx-vlm
@@ -130,10 +133,19 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
         kept = (_short(one.cell(name)) for name in (facts.PREFIX_REUSE, facts.QUANTISED_KV))
         video, prefill = "yes" if spec.video else "no", "chunks" if spec.chunked_prefill else "whole"
         off = "" if one.largest is None else _number(one.largest)
-        bits = [_same_bits(one, exact[device]["cells"]) for device in ("cpu", "gpu")]
+        bits = [_same_bits(one, _cells(exact, *devices)) for devices in (("cpu",), (FIRST_GPU, "gpu"))]
         said = (one.pictures, video, prefill, *kept, len(one.verified), off, *bits, one.upstream)
         rows.append((spec.family, ", ".join(types), *said))
     return _table(columns, rows)
+
+
+def _cells(record: Mapping[str, Any], *devices: str) -> dict[str, dict[str, Any]]:
+    """A model's cells by precision: those of the last device that has them."""
+    found: dict[str, dict[str, Any]] = {}
+    for device in devices:
+        for name, cells in record[device]["cells"].items():
+            found.setdefault(name, {}).update(cells)
+    return found
 
 
 def _same_bits(one: FamilyFacts, cells: Mapping[str, Any]) -> str:
