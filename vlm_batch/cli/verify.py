@@ -165,7 +165,7 @@ def draw(path: Path, found: Sequence[Verification]) -> bool:
         axis.invert_yaxis()
         axis.tick_params(labelsize=7)
         axis.set_title(f"{one.model}: {one.family}, {one.precision}", fontsize=8)
-    axes[0][0].legend(fontsize=7, loc="lower right")
+    axes[-1][0].legend(fontsize=7, loc="upper right", bbox_to_anchor=(1.0, -0.12), ncols=2)  # no bar or label is there
     axes[-1][0].set_xlabel("% of the requests", fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
