@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models import cache as upstream
 
-from vlm_batch.caches import ListedCache, SlabCache, full, indexed, quantized, recurrent, slab, stacked
+from vlm_batch.caches import SlabCache, full, indexed, quantized, recurrent, slab, stacked
+from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.engine import choosing, prefill
@@ -63,7 +64,7 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
 def check_alike(batch: DecodeBatch) -> None:
     """All layers of a batch have its places, and in each of these a row of the same length or none; slabs of one kind have the
     same columns, in each of their arrays. Layers share their mask."""
-    parts = [part for layer in batch.layers for part in _parts(layer)]
+    parts = [part for layer in batch.layers for part in parts_of(layer)]
     is_empty = [row is None for row in batch.places]
     lengths: set[tuple[int, ...]] = set()
     columns: dict[Any, set[int]] = {}
@@ -81,11 +82,3 @@ def check_alike(batch: DecodeBatch) -> None:
             assert all(states.shape[0] == len(is_empty) for states in part.arrays()), "a state has other places"
     assert len(lengths) <= 1, "rows are of other lengths in other layers"
     assert all(len(found) <= 1 for found in columns.values()), "layers that share a mask have other columns"
-
-
-def _parts(layer: Any) -> Iterator[Any]:
-    if isinstance(layer, ListedCache):
-        for part in layer.caches:
-            yield from _parts(part)
-    else:
-        yield layer

@@ -224,9 +224,8 @@ def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]])
     assert shapes == [(6, 16)]
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-def test_prompts_of_other_lengths_are_one_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9, 26 and 40 tokens, and one with a picture."""
+def rows_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The prompts of each forward of whole prompts from now on."""
     counts: list[int] = []
     computed = Prefill.computed
 
@@ -235,6 +234,13 @@ def test_prompts_of_other_lengths_are_one_array(name: str, monkeypatch: pytest.M
         return computed(self, rows)
 
     monkeypatch.setattr(Prefill, "computed", watched)
+    return counts
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_prompts_of_other_lengths_are_one_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9, 26 and 40 tokens, and one with a picture."""
+    counts = rows_computed(monkeypatch)
     asks = [Ask("text:4:9"), Ask("text:5:26"), Ask("text:9:40"), Ask("image:3:2")]
     config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512, smallest_chunk=256)
     check(name, run_family(name, asks, placement=Placement.SLAB, config=config))
@@ -246,14 +252,7 @@ def test_prompts_are_filled_up_by_half_of_what_a_forward_computes_as_fast(
     smallest: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 9 tokens beside 40: in one array they take 2 x 48 positions, apart 16 and 48."""
-    counts: list[int] = []
-    computed = Prefill.computed
-
-    def watched(self: Prefill, rows: Sequence[Encoded]) -> Any:
-        counts.append(len(rows))
-        return computed(self, rows)
-
-    monkeypatch.setattr(Prefill, "computed", watched)
+    counts = rows_computed(monkeypatch)
     config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512, smallest_chunk=smallest)
     asks = [Ask("text:4:9"), Ask("text:9:40")]
     check("qwen2_vl", run_family("qwen2_vl", asks, placement=Placement.SLAB, config=config))

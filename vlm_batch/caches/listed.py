@@ -59,11 +59,11 @@ class ListedCache(CacheList):
         return [array for part in self.caches for array in part.arrays()]
 
 
-def _parts(layer: Any) -> Iterator[Any]:
+def parts_of(layer: Any) -> Iterator[Any]:
     """The caches that a batch's layer is made of: itself, or those that it lists."""
     if isinstance(layer, ListedCache):
         for part in layer.caches:
-            yield from _parts(part)
+            yield from parts_of(part)
     else:
         yield layer
 
@@ -71,7 +71,7 @@ def _parts(layer: Any) -> Iterator[Any]:
 def always_mask(layer: LayerCache) -> None:
     """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
     itself, so that no row depends on another."""
-    for part in _parts(layer):
+    for part in parts_of(layer):
         if isinstance(part, SlabCache):
             part.always_masked = True
         elif isinstance(part, StackedRowsCache):
@@ -83,7 +83,7 @@ def level(layers: Sequence[LayerCache]) -> None:
     layers share their mask."""
     kinds: dict[tuple[type, int | None], list[SlabCache]] = {}
     for layer in layers:
-        for part in _parts(layer):
+        for part in parts_of(layer):
             if isinstance(part, SlabCache) and part.arrays():
                 kinds.setdefault((type(part), part.span), []).append(part)
     for parts in kinds.values():
@@ -94,7 +94,7 @@ def level(layers: Sequence[LayerCache]) -> None:
 
 def read_few_bits(layer: LayerCache, how: str) -> None:
     """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy."""
-    for part in _parts(layer):
+    for part in parts_of(layer):
         if isinstance(part, QuantizedSlabCache):
             part.few_bits = how
 
