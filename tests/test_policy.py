@@ -145,11 +145,11 @@ def test_rows_end_where_they_stop_paying_and_chunks_where_longer_ones_gain_nothi
         "most_rows": 12,
         "max_chunk": 512,
         "smallest_chunk": 256,
-        "idle_budget": 4 * 512,
+        "idle_budget": 8 * 512,
         "prefill_together": 4,
         "encode_together": 1,
     }
-    assert settings_of(measured, POLICIES[Device.CUDA])["idle_budget"] == 4 * 512
+    assert settings_of(measured, POLICIES[Device.CUDA])["idle_budget"] == 8 * 512
     noisy = replace(measured, decode={"rows": {1: 0.01, 2: 0.05, 4: 0.012, 8: 0.014, 16: 0.027}})
     assert settings_of(noisy, CPU)["most_rows"] == 8
     slow = replace(measured, decode={"rows": {1: 0.09, 2: 0.095, 4: 0.12}})

@@ -93,7 +93,7 @@ class Driven:
         from vlm_batch import SamplingParams
 
         params = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
-        self.generator.insert(ask.name, to_mlx(ask), params)
+        self.generator.insert(ask.name, ask.inputs, params)
 
     def step(self) -> Tokens:
         events = self.generator.step()

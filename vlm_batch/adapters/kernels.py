@@ -81,6 +81,8 @@ SWIGLU_OF_STEPS = mx.compile(lambda gate, x: nn.silu(gate) * x)
 _uses: Counter[tuple[Any, ...]] = Counter()
 #: Shapes (B, H, L, D) that pictures' attention has been filled up to.
 _filled: set[tuple[int, ...]] = set()
+#: Shapes of queries and keys that came first of their kind.
+_leading: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 _last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
 
 
@@ -112,7 +114,11 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     if takes_plans(queries):
         if is_groupable(queries, keys, mask):
             return attend_groups(queries, keys, values, scale, mask)
-        if spells_out(queries, keys, mask) if goes_by_shapes() else queries.shape[2] > 1 and is_rare(queries, keys):
+        if (
+            spells_out(queries, keys, mask)
+            if goes_by_shapes()
+            else queries.shape[2] > 1 and is_rare(queries, keys, mask)
+        ):
             return attend_spelled_out(queries, keys, values, scale, mask)
         if not goes_by_shapes() and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
             return attend_before(queries, keys, values, scale)
@@ -229,9 +235,11 @@ def spells_out(queries: mx.array, keys: mx.array, mask: Any) -> bool:
     return is_lone or is_small(queries, keys)
 
 
-def is_rare(queries: mx.array, keys: mx.array) -> bool:
+def is_rare(queries: mx.array, keys: mx.array, mask: Any) -> bool:
     """Count a shape. True if it has come too seldom for a plan, and is small enough to do without."""
-    return is_small(queries, keys) and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
+    if not is_small(queries, keys) or _leads(queries.shape, keys.shape, mask if isinstance(mask, str) else type(mask)):
+        return False
+    return _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
 
 
 def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -242,6 +250,8 @@ def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
 
 def is_early(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape of a prompt's attention. True if it has come too seldom for a plan: the larger, the sooner one pays."""
+    if _leads(queries.shape, keys.shape, "causal"):
+        return False
     uses = _count((queries.shape, keys.shape))
     batch, heads, length, _ = queries.shape
     return uses <= USES_BEFORE_PLAN and uses * batch * heads * length * keys.shape[2] <= NUMBERS_BEFORE_PLAN
@@ -250,10 +260,19 @@ def is_early(queries: mx.array, keys: mx.array) -> bool:
 def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
     """Count a shape (B, H, L, D) of a tower's attention. True if it has come too seldom for a plan, whatever its size: the
     larger, the sooner a plan pays. ``times`` is how many times later it pays than one that saves what spelling out costs."""
+    if _leads(shape, shape, is_filled):
+        return False
     batch, heads, length, width = shape
     numbers = batch * heads * length * (length + NUMBERS_OF_PATCH * width)
     uses = _count((shape, is_filled))
     return uses <= times * USES_BEFORE_PLAN and uses * numbers <= times * NUMBERS_BEFORE_PLAN
+
+
+def _leads(queries: tuple[int, ...], keys: tuple[int, ...], mask: Any) -> bool:
+    """True for the first shape of its kind, which has a plan from its first call on: shapes of a kind share kernels of cuDNN,
+    and a kind's first plan takes up to a second on a machine where CUDA has not kept them: better now than beside rows."""
+    length, width = queries[2:]
+    return _leading.setdefault((width, length.bit_length(), mask), (queries, keys)) == (queries, keys)
 
 
 def _count(shape: tuple[Any, ...]) -> int:

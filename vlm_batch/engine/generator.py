@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import num_bytes, stack_logits
+from vlm_batch.arrays import as_mlx, num_bytes, stack_logits
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
@@ -141,19 +141,21 @@ class BatchGenerator:
         cache: PromptCache | None = None,
         return_cache: bool = False,
     ) -> None:
-        """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...).
+        """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...), mlx arrays, which are
+        copied to the host to begin again from, or numpy's, which stay with the request and must not be changed.
 
         ``cache`` is the state of the prompt's beginning, to be continued; ``return_cache`` asks for the state at the
         end. Raises ValueError for an id in use.
         """
         row = new_row(
             request_id,
-            Prompt(inputs=inputs),
+            Prompt(inputs=as_mlx(inputs)),
             params or SamplingParams(),
             decode=self.text.decode,
             priority=priority,
             cache=cache,
             return_cache=return_cache,
+            given=inputs,
         )
         self.add(row)
 

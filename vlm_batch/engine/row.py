@@ -331,11 +331,13 @@ def new_row(
     priority: int = 0,
     cache: PromptCache | None = None,
     return_cache: bool = False,
+    given: Mapping[str, Any] | None = None,
 ) -> Row:
-    """A row that waits, with a seed of its own if its parameters name none."""
+    """A row that waits, with a seed of its own if its parameters name none. ``given`` is what it may begin again from, if that
+    is on the host; otherwise its inputs are copied there."""
     seed = fresh_seed() if params.seed is None else params.seed
     row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
-    row.keep_given(prompt.inputs)
+    row.keep_given(prompt.inputs if given is None else given)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
     row.siblings = tuple(
