@@ -61,13 +61,7 @@ def test_a_prompts_attention_before_it_has_a_plan_is_mlxs(
     assert largest(kernels.attend_before(queries, keys, values, SCALE), right) < 2e-6
 
 
-@pytest.fixture
-def no_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shape is the first of its kind, so that every one has to come often for a plan."""
-    monkeypatch.setattr(kernels, "_leads", lambda *shapes: False)
-
-
-def test_large_prompts_are_spelled_out_until_a_plan_pays(no_leads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "MAX_SCORES", 100)
     monkeypatch.setattr(kernels, "NUMBERS_BEFORE_PLAN", 3 * 8 * 30 * 30)
@@ -84,6 +78,10 @@ def test_large_prompts_are_spelled_out_until_a_plan_pays(no_leads: None, monkeyp
     for _ in range(5):
         kernels.attend(queries, keys, values, SCALE, "causal")
     assert len(ways) == 3
+    monkeypatch.setattr(kernels, "MOST_SCORES", 8 * 31 * 31 - 1)
+    queries, keys, values = random((1, 8, 31, 16), (1, 2, 31, 16), (1, 2, 31, 16))
+    kernels.attend(queries, keys, values, SCALE, "causal")
+    assert len(ways) == 3, "the scores of the largest would take too much memory"
 
 
 @pytest.mark.parametrize("scores", [2**25, 2**9], ids=["whole", "in parts"])
@@ -95,7 +93,7 @@ def test_a_towers_attention_by_queries_is_mlxs(scores: int, monkeypatch: pytest.
 
 
 @pytest.fixture
-def spelled(no_leads: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def spelled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of a tower's attention that were spelled out, on a device that makes plans."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "_uses", Counter())
@@ -202,35 +200,12 @@ def test_queries_of_a_group_see_the_same_columns(is_bool: bool) -> None:
     assert largest(kernels.attend_groups(queries, keys, values, SCALE, mask), right) < 2e-6
 
 
-def test_a_shape_gets_a_plan_once_it_keeps_coming_back(no_leads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_gets_a_plan_once_it_keeps_coming_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "USES_BEFORE_PLAN", 2)
     monkeypatch.setattr(kernels, "_uses", type(kernels._uses)())
     queries, keys = random((1, 2, 7, 8), (1, 2, 9, 8))
-    assert [kernels.is_rare(queries, keys, None) for _ in range(4)] == [True, True, False, False]
-    assert not kernels.is_rare(mx.zeros((1, 64, 2048, 8)), mx.zeros((1, 64, 2048, 8)), None)  # too many scores
-
-
-def test_the_first_shape_of_a_kind_has_a_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind: the width of heads, about how many queries, and the mask. Its other shapes wait until they have come often."""
-    monkeypatch.setattr(kernels, "_uses", Counter())
-    monkeypatch.setattr(kernels, "_leading", {})
-
-    def is_planned(length: int, columns: int, mask: Any, width: int = 8) -> bool:
-        queries, keys = mx.zeros((1, 2, length, width)), mx.zeros((1, 2, columns, width))
-        return not kernels.is_rare(queries, keys, mask)
-
-    assert is_planned(64, 64, "causal") and is_planned(64, 64, "causal")
-    assert not is_planned(64, 128, "causal") and not is_planned(
-        70, 70, "causal"
-    )  # neither the first, nor of another kind
-    assert is_planned(128, 128, "causal") and is_planned(64, 64, "causal", width=16)
-    mask = mx.zeros((1, 1, 64, 64))
-    assert is_planned(64, 64, mask) and not is_planned(80, 80, mask) and is_planned(64, 64, None)
-    tower = (1, 2, 300, 8)
-    assert [kernels.is_new(tower), kernels.is_new(tower), kernels.is_new((1, 2, 301, 8))] == [False, False, True]
-    assert not kernels.is_new((1, 2, 320, 8), True)  # filled up, which is another kernel's
-    large, others = mx.zeros((1, 2, 2048, 8)), mx.zeros((2, 2, 2048, 8))
-    assert [kernels.is_early(array, array) for array in (large, others, large)] == [False, True, False]
+    assert [kernels.is_rare(queries, keys) for _ in range(4)] == [True, True, False, False]
+    assert not kernels.is_rare(mx.zeros((1, 64, 2048, 8)), mx.zeros((1, 64, 2048, 8)))  # too many scores
 
 
 def test_swiglu_is_mlx_vlms_and_holds_far_out() -> None:
@@ -268,9 +243,7 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
     assert largest(found[0], found[1]) < 1e-5
 
 
-def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(
-    no_leads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_of_pictures_of_many_sizes_fill_calls_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spelled out until the shapes have come often enough, and then in few calls, whose answers are the same."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
     monkeypatch.setattr(kernels, "_uses", Counter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.exact_cases import adapter_of
 from tests.harness import Ask, check, run_family, shared_adapter
 from vlm_batch import Request, VLMBatcher
+from vlm_batch.adapters import kernels
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
@@ -76,6 +78,34 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     assert not engine.has_work and not engine.batch.rows and not engine.prefill.rows and not engine.reuse.nbytes
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
     assert shapes.take() <= warmed
+
+
+def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a plan is made then, and not beside rows that decode."""
+    monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
+    monkeypatch.setattr(kernels, "_uses", Counter())
+    spelled: list[tuple[int, ...]] = []
+
+    def watch(name: str) -> None:
+        plain = getattr(kernels, name)
+
+        def watched(queries: mx.array, *rest: Any) -> mx.array:
+            spelled.append(queries.shape)
+            return plain(queries, *rest)
+
+        monkeypatch.setattr(kernels, name, watched)
+
+    watch("attend_spelled_out")
+    watch("attend_before")
+    asks = [ask for ask in ASKS if ask.key.startswith("text")]
+    engine = BatchGenerator(adapter_of(FAMILY, "float32"), placement=Placement.SLAB, config=CONFIG)
+    check(FAMILY, run_family(FAMILY, asks, generator=engine))
+    assert spelled, "without a warm-up shapes that come seldom are spelled out"
+    for _ in engine.warm_up():
+        pass
+    spelled.clear()
+    check(FAMILY, run_family(FAMILY, asks, generator=engine))
+    assert not spelled
 
 
 def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

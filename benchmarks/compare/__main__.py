@@ -191,7 +191,7 @@ class Comparison:
     def _unchecked_rounds(self, engine: str, name: str) -> None:
         remote = self.remotes.start(engine)
         if self.remotes.apart:
-            remote.ask(do="warm", workload=name)
+            self._warm(remote, name)
         for number in range(self.args.rounds):
             if self.args.seconds is not None and time.perf_counter() - self.began > self.args.seconds:
                 self._say(name, f"round {number + 1}, {engine}: left out, time is up")
@@ -202,6 +202,10 @@ class Comparison:
                 result |= {"answers": "not compared", "rows_that_differ": None, "worst_gap": None}
             self.found[name][engine].append(result)
             self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
+
+    def _warm(self, remote: Any, name: str) -> None:
+        """Kernels are built and chosen with their first use."""
+        remote.ask(do="warm", workload=name, shapes=self.args.warm_up)
 
     def probes(self) -> dict[str, dict[str, Any]]:
         """The engines' own share of a step, and what a join and a leave copy."""
@@ -224,7 +228,7 @@ class Comparison:
         for engine in order if number % 2 == 0 else order[::-1]:
             remote = self.remotes.start(engine)
             if self.remotes.apart or (number == 0 and "gpu" in str(remote.ready.get("device"))):
-                remote.ask(do="warm", workload=name)  # kernels are built and chosen with their first use
+                self._warm(remote, name)
             results[engine] = remote.ask(do="run", workload=name, draw=draw, answers=answers)
         for engine, result in results.items():
             self._judge(result, name, draw)
@@ -363,6 +367,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("own", "ours"),
         default="own",
         help="ours: the other engines launch their CUDA work as this library does, too (vlm_batch.runtime.launches)",
+    )
+    parser.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="have this library compute the shapes that will come before the rounds, as its server does before it is ready",
     )
     parser.add_argument(
         "--unchecked",

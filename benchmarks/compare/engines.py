@@ -102,6 +102,11 @@ class Driven:
                 raise RuntimeError(event.result.error) from event.result.exception
         return [(event.request_id, event.token) for event in events if event.token is not None]
 
+    def warm_up(self) -> None:
+        """Compute the shapes that requests will bring, as a server does before it is ready."""
+        for _ in self.generator.warm_up():
+            pass
+
     def close(self) -> None:
         self.generator.reset()
 

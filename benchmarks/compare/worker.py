@@ -32,6 +32,7 @@ class Worker:
         self.shape = SHAPES[shape]
         self.model = build(self.shape)
         self.contexts: Any = None
+        self.is_warm = False
         self.ready = {
             "device": str(mx.default_device()),
             "mlx": version("mlx"),
@@ -42,9 +43,11 @@ class Worker:
     def do(self, command: dict[str, Any]) -> dict[str, Any]:
         """One command: {"do": run | warm | reference | rounding | own_share | copied_bytes, "workload": name, "draw": number}.
 
-        ``reference`` writes and the others read "answers", a path; ``rounding`` is for the "steps" of some asks.
+        ``warm`` with "shapes" has this library compute the shapes that will come. ``reference`` writes and the others read
+        "answers", a path; ``rounding`` is for the "steps" of some asks.
         """
         from benchmarks.compare import measure, probe
+        from benchmarks.compare.engines import Driven
         from benchmarks.compare.workloads import make_workload
 
         draw = command.get("draw", 0)
@@ -62,6 +65,12 @@ class Worker:
         if command["do"] == "warm":
             asks = [replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0) for ask in workload.asks[:8]]
             measure.measure(self.make, self.model, replace(workload, asks=asks), contexts)
+            if command["shapes"] and not self.is_warm:
+                self.is_warm = True
+                engine = self.make(self.model, workload, contexts)
+                if isinstance(engine, Driven):
+                    engine.warm_up()
+                engine.close()
             return {}
         if command["do"] == "run":
             trace = measure.measure(self.make, self.model, workload, contexts)

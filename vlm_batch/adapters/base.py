@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -17,7 +17,15 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.hooks import attending_apart, attends_apart, check_attention, files_of, put_hooks, runs_model
+from vlm_batch.adapters.hooks import (
+    attending_apart,
+    attends_apart,
+    check_attention,
+    files_of,
+    making_plans,
+    put_hooks,
+    runs_model,
+)
 from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.products import hold_products
@@ -469,6 +477,10 @@ class Adapter:
     def probe(self, ids: mx.array) -> dict[str, Any]:
         """The smallest request with the prompt ``ids`` (1, L), by which a model's abilities are tried."""
         return {"input_ids": ids}
+
+    def making_plans(self) -> AbstractContextManager[None]:
+        """For as long as it lasts, whatever takes long at a shape's first calls is done at its first."""
+        return making_plans()
 
     def make_cache(self) -> list[Any]:
         """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""

@@ -35,6 +35,7 @@ class _Thread(threading.local):
     runs_adapter = False
     goes_by_shapes = False
     attends_apart = False
+    makes_plans = False
 
 
 _thread = _Thread()
@@ -61,6 +62,21 @@ def attending_apart(is_apart: bool) -> Iterator[None]:
         yield
     finally:
         _thread.attends_apart = before
+
+
+def makes_plans() -> bool:
+    """Whether attention on this thread is given plans at its first call, where shapes have plans."""
+    return _thread.makes_plans
+
+
+@contextmanager
+def making_plans() -> Iterator[None]:
+    """For as long as it lasts, give each shape of attention on this thread its plan at once, which it keeps."""
+    before, _thread.makes_plans = _thread.makes_plans, True
+    try:
+        yield
+    finally:
+        _thread.makes_plans = before
 
 
 def runs_model(call: Callable[Given, Answer]) -> Callable[Given, Answer]:

@@ -31,11 +31,13 @@ import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
-from vlm_batch.adapters.hooks import attending_apart, attends_apart, goes_by_shapes
+from vlm_batch.adapters.hooks import attending_apart, attends_apart, goes_by_shapes, makes_plans
 from vlm_batch.caches.quantized import QuantizedStates
 
 #: Calls of a shape before it is given a plan: in about 30 forwards of 36 layers a plan pays for itself.
 USES_BEFORE_PLAN = 1024
+#: Uses after which every shape has its plan.
+OFTEN = 2**32
 #: The most scores (B, H, L, K) that are spelled out, in elements: a step's layers are launched before their memory comes back.
 MAX_SCORES = 2**22
 MAX_SHAPES = 8192
@@ -52,6 +54,8 @@ WINDOWS_STEP = 16
 BLOCK_SCORES = 2**26
 #: Scores of a prompt that are there at a time where they are spelled out, in elements.
 PROMPT_SCORES = 2**23
+#: The most scores of a prompt that are spelled out at all: ten layers of so many take some 4 GB.
+MOST_SCORES = 2**26
 #: Keys up to which scores take about as much memory as queries do, however many windows there are.
 FEW_KEYS = 128
 
@@ -81,8 +85,6 @@ SWIGLU_OF_STEPS = mx.compile(lambda gate, x: nn.silu(gate) * x)
 _uses: Counter[tuple[Any, ...]] = Counter()
 #: Shapes (B, H, L, D) that pictures' attention has been filled up to.
 _filled: set[tuple[int, ...]] = set()
-#: Shapes of queries and keys that came first of their kind.
-_leading: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 _last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
 
 
@@ -114,11 +116,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
     if takes_plans(queries):
         if is_groupable(queries, keys, mask):
             return attend_groups(queries, keys, values, scale, mask)
-        if (
-            spells_out(queries, keys, mask)
-            if goes_by_shapes()
-            else queries.shape[2] > 1 and is_rare(queries, keys, mask)
-        ):
+        if spells_out(queries, keys, mask) if goes_by_shapes() else queries.shape[2] > 1 and is_rare(queries, keys):
             return attend_spelled_out(queries, keys, values, scale, mask)
         if not goes_by_shapes() and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
             return attend_before(queries, keys, values, scale)
@@ -235,11 +233,9 @@ def spells_out(queries: mx.array, keys: mx.array, mask: Any) -> bool:
     return is_lone or is_small(queries, keys)
 
 
-def is_rare(queries: mx.array, keys: mx.array, mask: Any) -> bool:
+def is_rare(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape. True if it has come too seldom for a plan, and is small enough to do without."""
-    if not is_small(queries, keys) or _leads(queries.shape, keys.shape, mask if isinstance(mask, str) else type(mask)):
-        return False
-    return _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
+    return is_small(queries, keys) and _count((queries.shape, keys.shape)) <= USES_BEFORE_PLAN
 
 
 def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -249,37 +245,28 @@ def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
 
 
 def is_early(queries: mx.array, keys: mx.array) -> bool:
-    """Count a shape of a prompt's attention. True if it has come too seldom for a plan: the larger, the sooner one pays."""
-    if _leads(queries.shape, keys.shape, "causal"):
-        return False
+    """Count a shape of a prompt's attention. True if it has come too seldom for a plan: the larger, the sooner one pays. The
+    largest have one at once, since the scores of ten layers are there together."""
     uses = _count((queries.shape, keys.shape))
     batch, heads, length, _ = queries.shape
-    return uses <= USES_BEFORE_PLAN and uses * batch * heads * length * keys.shape[2] <= NUMBERS_BEFORE_PLAN
+    scores = batch * heads * length * keys.shape[2]
+    return uses <= USES_BEFORE_PLAN and uses * scores <= NUMBERS_BEFORE_PLAN and scores <= MOST_SCORES
 
 
 def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
     """Count a shape (B, H, L, D) of a tower's attention. True if it has come too seldom for a plan, whatever its size: the
     larger, the sooner a plan pays. ``times`` is how many times later it pays than one that saves what spelling out costs."""
-    if _leads(shape, shape, is_filled):
-        return False
     batch, heads, length, width = shape
     numbers = batch * heads * length * (length + NUMBERS_OF_PATCH * width)
     uses = _count((shape, is_filled))
     return uses <= times * USES_BEFORE_PLAN and uses * numbers <= times * NUMBERS_BEFORE_PLAN
 
 
-def _leads(queries: tuple[int, ...], keys: tuple[int, ...], mask: Any) -> bool:
-    """True for the first shape of its kind, which has a plan from its first call on: shapes of a kind share kernels of cuDNN,
-    and a kind's first plan takes up to a second on a machine where CUDA has not kept them: better now than beside rows."""
-    length, width = queries[2:]
-    return _leading.setdefault((width, length.bit_length(), mask), (queries, keys)) == (queries, keys)
-
-
 def _count(shape: tuple[Any, ...]) -> int:
     if len(_uses) > MAX_SHAPES:
         _uses.clear()
         _filled.clear()
-    _uses[shape] += 1
+    _uses[shape] += OFTEN if makes_plans() else 1
     return _uses[shape]
 
 

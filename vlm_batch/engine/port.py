@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -54,6 +55,7 @@ class ModelAdapter(Recogniser, Protocol):
     def decode(self, step: DecodeStep) -> mx.array: ...
     def go_by_shapes(self, is_exact: bool = True, proven: Any = None) -> None: ...
     def probe(self, ids: mx.array) -> Mapping[str, Any]: ...
+    def making_plans(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)

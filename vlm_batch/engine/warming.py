@@ -61,7 +61,8 @@ def forwards(
 def _prompts(adapter: ModelAdapter, prefill: Prefill, rows: int, width: int) -> None:
     """Prompts of one position less than ``width``, which are padded to it where the family pads."""
     encoded = [_encoded(adapter, max(1, width - 1))] * rows
-    mx.eval(prefill.computed(encoded)[0])
+    with adapter.making_plans():
+        mx.eval(prefill.computed(encoded)[0])
 
 
 def _step(
