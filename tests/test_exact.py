@@ -653,16 +653,6 @@ def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spelled == [(1, 2, 5, 16), (1, 2, 1, 16)]
 
 
-def test_what_a_proof_was_wrong_about_decodes_a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm_batch.exactness.device", lambda: Device.CUDA)
-    monkeypatch.setattr("vlm_batch.exactness.read_proof", lambda key: None)
-    monkeypatch.setattr("vlm_batch.exactness.write_proof", lambda key, found: None)
-    adapter = adapter_of("qwen2_vl", "bfloat16")
-    assert prove(adapter, None, Placement.SLAB).best(Placement.SLAB) != (1,)
-    monkeypatch.setattr("vlm_batch.exactness.DOUBTED_ON_CUDA", frozenset({("qwen2_vl", mx.bfloat16)}))
-    assert prove(adapter, None, Placement.SLAB).best(Placement.SLAB) == (1,)
-
-
 def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Graphs that round otherwise are seen by the proof, and not made."""
     monkeypatch.setenv(FOLDER, str(tmp_path))

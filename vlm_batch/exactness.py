@@ -42,15 +42,12 @@ from vlm_batch.engine.proof import (
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_for
 from vlm_batch.runtime import blas
-from vlm_batch.runtime.device import Device, device
+from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 8
-#: Families and types of weights for which numbers of rows that agreed in a proof gave rows other bits later on CUDA
-#: (docs/exactness.md). They decode a row at a time there.
-DOUBTED_ON_CUDA = frozenset({("kimi_k3", mx.float32)})
+PROOF = 9
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
 #: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
 MAX_STEP_BYTES = 32 * 2**20
@@ -243,8 +240,6 @@ def _measured(
     adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...], few_bits: str
 ) -> Proof:
     products = products_of(adapter.language, MAX_WEIGHTS if layout is Placement.ROWS else None)
-    if device() is Device.CUDA and DOUBTED_ON_CUDA & {(adapter.spec.family, product.dtype) for product in products}:
-        return Proof((), "numbers of rows that seemed to agree have been seen to differ on CUDA")
     said = f"{len(products)} kinds of products"
     try:
         single = _bits_by_name(products, counts)

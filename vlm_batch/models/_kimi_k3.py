@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import mlx.core as mx
+from mlx_vlm.models.kimi_k3 import language as upstream
 from mlx_vlm.models.kimi_k3.language import KimiK3MLAAttention
 
+from vlm_batch.adapters.hooks import hook
 from vlm_batch.adapters.latent import latent_attention
+
+#: mlx-vlm's, whatever its name is bound to later.
+COMBINE = upstream._attn_res_combine
 
 
 class GatedLatentAttention(latent_attention(KimiK3MLAAttention)):  # type: ignore[misc]
@@ -17,5 +22,18 @@ class GatedLatentAttention(latent_attention(KimiK3MLAAttention)):  # type: ignor
     def projected(self, output: mx.array, x: mx.array) -> mx.array:
         return self.o_proj(output * mx.sigmoid(self.g_proj(x)) if self.use_gate else output)
 
+
+def combine(raw: mx.array, inv_rms: mx.array, partial_sum: mx.array, w_eff: mx.array, eps: float) -> mx.array:
+    """Outputs of earlier blocks (N, B, L, D) and of this one (B, L, D), each by its weight: (B, L, D). Their softmax is along
+    the last axis: along the first one, as in mlx-vlm (language.py:216), MLX gives 2 and 3 rows other bits than 4 on CUDA."""
+    own = partial_sum.astype(mx.float32)
+    scores = [(block.astype(mx.float32) @ w_eff) * scale for block, scale in zip(raw, inv_rms, strict=True)]
+    scores.append((own @ w_eff) * mx.rsqrt((own * own).mean(axis=-1) + eps))
+    *weights, last = mx.split(mx.softmax(mx.stack(scores, axis=-1), axis=-1, precise=True), len(scores), axis=-1)
+    found = sum((weight * block for weight, block in zip(weights, raw, strict=True)), last * own)
+    return found.astype(partial_sum.dtype)
+
+
+HOOKS = {"_attn_res_combine": hook(COMBINE, combine)}
 
 PATCHES: dict[type, type] = {KimiK3MLAAttention: GatedLatentAttention}

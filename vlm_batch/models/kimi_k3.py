@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import files_of, put_hooks
 from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.registry import ModelSpec, register
 
@@ -16,6 +17,13 @@ class KimiK3(Adapter):
 
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"grid_thws", "image_token_id"}
+
+    def hook_functions(self) -> None:
+        """Also what mixes the outputs of earlier layers."""
+        from vlm_batch.models._kimi_k3 import HOOKS
+
+        put_hooks(files_of(self.language), HOOKS, family=self.spec.family, required=HOOKS)
+        super().hook_functions()
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
