@@ -269,6 +269,32 @@ def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None
 # Priorities and processors ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
+    is_mirrored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mirrored view, which mlx does not take, is copied for it."""
+    given = {name: np.array(array) for name, array in inputs(IMAGE).items()}
+    if is_mirrored:
+        given = {name: array[..., ::-1].copy()[..., ::-1] for name, array in given.items()}
+    generator = engine()
+    generator.insert("a", given, SamplingParams(max_tokens=NUM_TOKENS))
+    kept = generator._rows["a"].given
+    assert kept is not None and all(kept[name] is array for name, array in given.items())
+    decode, fails = generator.adapter.decode, [True]
+
+    def once(step: Any) -> mx.array:
+        if fails and len(generator._rows["a"].answer.token_ids) == 2:
+            fails.clear()
+            raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+        return decode(step)
+
+    monkeypatch.setattr(generator.adapter, "decode", once)
+    result = finish(generator)["a"]
+    assert result.error is None and result.token_ids == right_tokens(IMAGE)
+    assert not fails and generator.recovery.num_recomputed == 1
+
+
 def test_priority_goes_first_when_places_are_short() -> None:
     generator = engine(config=SchedulerConfig(max_rows=1))
     order: list[str] = []

@@ -78,7 +78,7 @@ def test_large_prompts_are_spelled_out_until_a_plan_pays(monkeypatch: pytest.Mon
     for _ in range(5):
         kernels.attend(queries, keys, values, SCALE, "causal")
     assert len(ways) == 3
-    monkeypatch.setattr(kernels, "MOST_SCORES", 8 * 31 * 31 - 1)
+    monkeypatch.setattr(kernels, "MAX_PROMPT_SCORES", 8 * 31 * 31 - 1)
     queries, keys, values = random((1, 8, 31, 16), (1, 2, 31, 16), (1, 2, 31, 16))
     kernels.attend(queries, keys, values, SCALE, "causal")
     assert len(ways) == 3, "the scores of the largest would take too much memory"

@@ -35,6 +35,7 @@ def test_what_is_found(sources: upstream_sources.Sources) -> None:
     assert "muse_spark" in who["muse_spark.language.MuseSparkTextModel.__call__"]
     assert {"kimi_vl", "youtu_vl"} & who["youtu_vl.language.MoEGate.__call__"]
     assert "every family" in who["base.scaled_dot_product_attention"]
+    assert "kimi_k3" in who["kimi_k3.language._attn_res_combine"]
     assert "qwen2_vl" in who["qwen2_vl.language.apply_multimodal_rotary_pos_emb"]
     assert "qwen4_exp" in who["qwen4_exp.language.LanguageModel.__call__"]
     assert any(name.startswith("cache.") for name in who)

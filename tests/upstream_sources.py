@@ -25,7 +25,7 @@ import vlm_batch
 from vlm_batch.adapters import attention, rotary
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.models import families, muse_spark
+from vlm_batch.models import _kimi_k3, families, muse_spark
 
 RECORD = Path(__file__).parent / "data" / "upstream_sources.json"
 #: Methods of an adapter that make a call of the model's -> the class of the model's package and the method.
@@ -128,6 +128,8 @@ def _hooked() -> Iterator[tuple[str, Any]]:
         yield "every family", hook.theirs
     for hook in muse_spark.without_metal().values():
         yield "muse_spark", hook.theirs
+    for hook in _kimi_k3.HOOKS.values():
+        yield "kimi_k3", hook.theirs
     for family, model_types, adapter in _adapters():
         if issubclass(adapter, MRoPEAdapter):
             for model_type in model_types:

@@ -168,4 +168,7 @@ def _to_host(array: Any) -> Any:
 
 
 def _to_mlx(array: Any) -> mx.array:
-    return array if isinstance(array, mx.array) else mx.array(array)
+    if isinstance(array, mx.array):
+        return array
+    is_reversed = any(stride < 0 for stride in array.strides)  # which mlx does not take
+    return mx.array(array.copy() if is_reversed else array)

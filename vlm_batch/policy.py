@@ -130,8 +130,8 @@ _CUDA = Policy(
     call_tokens=640,
     call_patches=2048,
 )
-#: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first, and no idle prompts or
-#: pictures, which take as long there as others.
+#: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first, shorter idle steps, and
+#: no idle prompts or pictures, which take as long there as others.
 POLICIES: Mapping[Device, Policy] = {
     Device.CPU: _CPU,
     Device.CUDA: _CUDA,
@@ -295,4 +295,5 @@ def policy_for(placement: str, kind: Device) -> Policy:
     policy = POLICIES[kind]
     if policy.placement == placement:
         return policy
-    return POLICIES[Device.CPU if placement == "rows" else Device.CUDA]
+    other = POLICIES[Device.CPU if placement == "rows" else Device.CUDA]
+    return replace(other, idle_budget=policy.idle_budget)  # as fast as the device is

@@ -190,7 +190,7 @@ class Comparison:
 
     def _unchecked_rounds(self, engine: str, name: str) -> None:
         remote = self.remotes.start(engine)
-        if self.remotes.apart:
+        if self.remotes.apart or self.args.warm_up:
             self._warm(remote, name)
         for number in range(self.args.rounds):
             if self.args.seconds is not None and time.perf_counter() - self.began > self.args.seconds:
@@ -227,7 +227,7 @@ class Comparison:
         results: dict[str, dict[str, Any]] = {}
         for engine in order if number % 2 == 0 else order[::-1]:
             remote = self.remotes.start(engine)
-            if self.remotes.apart or (number == 0 and "gpu" in str(remote.ready.get("device"))):
+            if self.remotes.apart or self.args.warm_up or (number == 0 and "gpu" in str(remote.ready.get("device"))):
                 self._warm(remote, name)
             results[engine] = remote.ask(do="run", workload=name, draw=draw, answers=answers)
         for engine, result in results.items():
@@ -305,6 +305,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "versions": {"mlx": ready["mlx"], "mlx_vlm": version("mlx-vlm"), "python": platform.python_version()},
         "clock": args.clock,
         "launches": args.launches,
+        "warm_up": args.warm_up,
         "rounds": args.rounds,
         "draws": [args.seed + number for number in range(args.draws)],
         "apart": comparison.remotes.apart,

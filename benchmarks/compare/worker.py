@@ -32,7 +32,7 @@ class Worker:
         self.shape = SHAPES[shape]
         self.model = build(self.shape)
         self.contexts: Any = None
-        self.is_warm = False
+        self.warmed: set[str] = set()  # workloads
         self.ready = {
             "device": str(mx.default_device()),
             "mlx": version("mlx"),
@@ -65,8 +65,8 @@ class Worker:
         if command["do"] == "warm":
             asks = [replace(ask, max_tokens=min(ask.max_tokens, 6), arrival=0.0) for ask in workload.asks[:8]]
             measure.measure(self.make, self.model, replace(workload, asks=asks), contexts)
-            if command["shapes"] and not self.is_warm:
-                self.is_warm = True
+            if command.get("shapes") and workload.name not in self.warmed:
+                self.warmed.add(workload.name)
                 engine = self.make(self.model, workload, contexts)
                 if isinstance(engine, Driven):
                     engine.warm_up()

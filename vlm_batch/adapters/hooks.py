@@ -37,6 +37,9 @@ class _Thread(threading.local):
     attends_apart = False
     makes_plans = False
 
+    def __init__(self) -> None:
+        self.token = object()
+
 
 _thread = _Thread()
 
@@ -64,6 +67,11 @@ def attending_apart(is_apart: bool) -> Iterator[None]:
         _thread.attends_apart = before
 
 
+def this_thread() -> object:
+    """An object that is this thread's, and no later one's."""
+    return _thread.token
+
+
 def makes_plans() -> bool:
     """Whether attention on this thread is given plans at its first call, where shapes have plans."""
     return _thread.makes_plans
@@ -71,7 +79,7 @@ def makes_plans() -> bool:
 
 @contextmanager
 def making_plans() -> Iterator[None]:
-    """For as long as it lasts, give each shape of attention on this thread its plan at once, which it keeps."""
+    """For as long as it lasts, give each shape of attention on this thread its plan at once."""
     before, _thread.makes_plans = _thread.makes_plans, True
     try:
         yield

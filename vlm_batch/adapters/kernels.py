@@ -9,11 +9,11 @@ share them; scales and biases are then applied to the scores.
 
 On CUDA, MLX 0.32 runs half-precision attention through cuDNN, which makes a plan for every new shape of queries and keys,
 strides included (mlx/backend/cuda/scaled_dot_product_attention.cpp, ``build_sdpa_cache_key``). Prompts are of all
-lengths, so a shape gets a plan here only when it keeps coming back. Until then its attention is computed by products and
-a softmax. The choice thus depends on earlier calls, and so do the last bits in half precision. An adapter that goes by
-shapes alone computes all small attention by products. Pictures' patches and windows are filled up to few shapes, behind a
-mask, so that those of many sizes share plans. A single query with an array as mask has no kernel there, but
-several queries have: so the queries of one group of heads are taken as several queries.
+lengths, so a shape gets a plan here when it keeps coming back, in a warm-up, or if its scores would take too much memory.
+Until then its attention is computed by products and a softmax. The choice thus depends on earlier calls, and so do the last
+bits in half precision. An adapter that goes by shapes alone computes all small attention by products. Pictures' patches and
+windows are filled up to few shapes, behind a mask, so that those of many sizes share plans. A single query with an array as
+mask has no kernel there, but several queries have: so the queries of one group of heads are taken as several queries.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
-from vlm_batch.adapters.hooks import attending_apart, attends_apart, goes_by_shapes, makes_plans
+from vlm_batch.adapters.hooks import attending_apart, attends_apart, goes_by_shapes, makes_plans, this_thread
 from vlm_batch.caches.quantized import QuantizedStates
 
 #: Calls of a shape before it is given a plan: in about 30 forwards of 36 layers a plan pays for itself.
 USES_BEFORE_PLAN = 1024
 #: Uses after which every shape has its plan.
 OFTEN = 2**32
-#: The most scores (B, H, L, K) that are spelled out, in elements: a step's layers are launched before their memory comes back.
+#: Scores (B, H, L, K) up to which attention with any mask is spelled out at first: a step's layers are launched before their
+#: memory comes back.
 MAX_SCORES = 2**22
 MAX_SHAPES = 8192
 #: Numbers in all after which a shape of a tower's attention is given a plan: scores, and each of a patch's so many times.
@@ -52,10 +53,10 @@ LENGTH_STEP = 64
 WINDOWS_STEP = 16
 #: Scores of a tower that are there at a time where they are spelled out, in elements.
 BLOCK_SCORES = 2**26
-#: Scores of a prompt that are there at a time where they are spelled out, in elements.
+#: Scores of a prompt that are computed at a time where they are spelled out, in elements.
 PROMPT_SCORES = 2**23
-#: The most scores of a prompt that are spelled out at all: ten layers of so many take some 4 GB.
-MOST_SCORES = 2**26
+#: The most scores of a prompt that are spelled out, in parts: what is launched of ten layers takes some 4 GB then.
+MAX_PROMPT_SCORES = 2**26
 #: Keys up to which scores take about as much memory as queries do, however many windows there are.
 FEW_KEYS = 128
 
@@ -246,11 +247,11 @@ def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
 
 def is_early(queries: mx.array, keys: mx.array) -> bool:
     """Count a shape of a prompt's attention. True if it has come too seldom for a plan: the larger, the sooner one pays. The
-    largest have one at once, since the scores of ten layers are there together."""
+    largest have one at once, since parts are launched before the memory of those before comes back."""
     uses = _count((queries.shape, keys.shape))
     batch, heads, length, _ = queries.shape
     scores = batch * heads * length * keys.shape[2]
-    return uses <= USES_BEFORE_PLAN and uses * scores <= NUMBERS_BEFORE_PLAN and scores <= MOST_SCORES
+    return uses <= USES_BEFORE_PLAN and uses * scores <= NUMBERS_BEFORE_PLAN and scores <= MAX_PROMPT_SCORES
 
 
 def is_new(shape: tuple[int, ...], is_filled: bool = False, times: int = 1) -> bool:
@@ -266,8 +267,9 @@ def _count(shape: tuple[Any, ...]) -> int:
     if len(_uses) > MAX_SHAPES:
         _uses.clear()
         _filled.clear()
-    _uses[shape] += OFTEN if makes_plans() else 1
-    return _uses[shape]
+    own = (this_thread(), shape)  # as MLX keeps plans
+    _uses[own] += OFTEN if makes_plans() else 1
+    return _uses[own]
 
 
 def attend_spelled_out(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:

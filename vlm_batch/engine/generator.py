@@ -142,7 +142,8 @@ class BatchGenerator:
         return_cache: bool = False,
     ) -> None:
         """Queue a request: ``inputs`` is its processor's output (input_ids (1, L), pixel_values, ...), mlx arrays, which are
-        copied to the host to begin again from, or numpy's, which stay with the request and must not be changed.
+        copied to the host to begin again from, or numpy's, which stay with the request (a view with all of its array) and
+        must not be changed.
 
         ``cache`` is the state of the prompt's beginning, to be continued; ``return_cache`` asks for the state at the
         end. Raises ValueError for an id in use.

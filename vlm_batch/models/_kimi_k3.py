@@ -24,8 +24,9 @@ class GatedLatentAttention(latent_attention(KimiK3MLAAttention)):  # type: ignor
 
 
 def combine(raw: mx.array, inv_rms: mx.array, partial_sum: mx.array, w_eff: mx.array, eps: float) -> mx.array:
-    """Outputs of earlier blocks (N, B, L, D) and of this one (B, L, D), each by its weight: (B, L, D). Their softmax is along
-    the last axis: along the first one, as in mlx-vlm (language.py:216), MLX gives 2 and 3 rows other bits than 4 on CUDA."""
+    """Outputs of earlier blocks (N, B, L, D) and of this one (B, L, D), each by its weight: (B, L, D). Block by block, with the
+    softmax along the last axis: along the first one, as in mlx-vlm (language.py:216), MLX on CUDA gives 2 and 3 rows other bits
+    than 1, 4 and more."""
     own = partial_sum.astype(mx.float32)
     scores = [(block.astype(mx.float32) @ w_eff) * scale for block, scale in zip(raw, inv_rms, strict=True)]
     scores.append((own @ w_eff) * mx.rsqrt((own * own).mean(axis=-1) + eps))
