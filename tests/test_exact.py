@@ -427,7 +427,7 @@ loose = replace(exact, counts=(1, 2, 4, 8))
 engine = engine_of(adapter_of(name, "float32"), loose, Way(max_rows=8))
 answers = play(name, engine, company(name))
 moved = sum(a.bits != alone(name, "float32", arrival.key, exact).bits for a, arrival in zip(answers, company(name)))
-print(json.dumps([exact.counts, found, moved]))
+print(json.dumps([exact.counts, found, moved, blas.facts()["blas"]]))
 """
 
 
@@ -435,17 +435,18 @@ print(json.dumps([exact.counts, found, moved]))
     not blas.facts()["core"] or not blas.facts()["blas"], reason="MLX's products do not go through OpenBLAS"
 )
 def test_where_products_depend_on_the_number_of_rows(tmp_path: Path) -> None:
-    """OpenBLAS's kernels for Haswell sum four rows otherwise than three: held to one class nothing moves, and else it does."""
+    """OpenBLAS 0.3.15's kernels for Haswell sum four rows otherwise than three: held to one class nothing moves, and else it
+    does. Those of 0.3.3, which older OpenCV brings, sum them alike."""
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, blas.CORE_TYPE: "Haswell", FOLDER: str(tmp_path), "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", HASWELL], cwd=root, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    counts, found, moved = json.loads(done.stdout.splitlines()[-1])
+    counts, found, moved, library = json.loads(done.stdout.splitlines()[-1])
     assert not found
-    assert 8 not in counts
-    assert moved > 0
+    assert (8 in counts) == (moved == 0)
+    assert moved > 0 or "0.3.15" not in library
 
 
 # The parts
