@@ -372,7 +372,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--warm-up",
         action="store_true",
-        help="have this library compute the shapes that will come before the rounds, as its server does before it is ready",
+        help="have this library compute the shapes that will come before the rounds, as its server does while nothing is asked",
     )
     parser.add_argument(
         "--unchecked",

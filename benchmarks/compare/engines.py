@@ -103,7 +103,7 @@ class Driven:
         return [(event.request_id, event.token) for event in events if event.token is not None]
 
     def warm_up(self) -> None:
-        """Compute the shapes that requests will bring, as a server does before it is ready."""
+        """Compute the shapes that requests will bring, as a server does while nothing is asked."""
         for _ in self.generator.warm_up():
             pass
 
