@@ -42,6 +42,7 @@ from vlm_batch.types import (  # noqa: E402
     Request,
     Result,
     SamplingParams,
+    Template,
     Timings,
     TokenLogprobs,
     Usage,
@@ -49,11 +50,12 @@ from vlm_batch.types import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from vlm_batch.batcher import Handle, PromptCache, Stats, VLMBatcher
+    from vlm_batch.batcher import Caches, Handle, KVQuantisation, Limits, PromptCache, Stats, VLMBatcher
     from vlm_batch.models import families, register
 
 __all__ = [
     "BatcherClosed",
+    "Caches",
     "DoesNotFit",
     "FetchPolicy",
     "Handle",
@@ -63,6 +65,8 @@ __all__ = [
     "InvalidPrompt",
     "InvalidRequest",
     "InvalidVideo",
+    "KVQuantisation",
+    "Limits",
     "ModelSpec",
     "OutOfMemory",
     "PromptCache",
@@ -72,6 +76,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Stats",
+    "Template",
     "Timings",
     "TokenLogprobs",
     "UnsupportedModel",
@@ -87,7 +92,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for."""
-    if name in ("Handle", "PromptCache", "Stats", "VLMBatcher"):
+    if name in ("Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"):
         from vlm_batch import batcher
 
         return vars(batcher)[name]

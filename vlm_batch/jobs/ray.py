@@ -180,7 +180,8 @@ class Cluster:
         try:
             self._join(ray)
             count, resources = _share(ray, *self._wanted)
-            room = (self._options.get("max_rows") or DEFAULT_ROWS) + self._options.get("look_ahead", DEFAULT_LOOK_AHEAD)
+            ahead = (self._options.get("policy") or {}).get("look_ahead", DEFAULT_LOOK_AHEAD)
+            room = (self._options.get("max_rows") or DEFAULT_ROWS) + ahead
             self._fleet = _RayFleet(ray, self._model, self._options, resources, room, self._say)
             self._dispatcher = Dispatcher(self._fleet, count, self._say)
             self._dispatcher.wait_for_one()

@@ -1,6 +1,6 @@
 """The bodies of requests in OpenAI's wire format, as types, and the library's names of their fields.
 
-``SAMPLING`` and ``TEMPLATE`` say which field of ``SamplingParams`` and ``Request`` a field of the wire becomes.
+``SAMPLING`` and ``TEMPLATE`` say which field of ``SamplingParams``, ``Template`` and ``Request`` a field of the wire becomes.
 
 Every body is bounded in what a wrong one costs: pydantic makes an error of each wrong value, and the event loop waits
 meanwhile. So a list ends at its first wrong item, and an object with too many names is refused before they are looked at.
@@ -294,13 +294,13 @@ SAMPLING: Mapping[str, str] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-#: And the field of ``Request``.
+#: And the field of ``Template``, or of ``Request``.
 TEMPLATE: Mapping[str, str] = {
     "tools": "tools",
     "documents": "documents",
     "enable_thinking": "enable_thinking",
     "reasoning_effort": "reasoning_effort",
-    "chat_template_kwargs": "template_args",
+    "chat_template_kwargs": "args",
     "add_generation_prompt": "add_generation_prompt",
     "continue_final_message": "continue_final_message",
     "min_pixels": "min_pixels",
