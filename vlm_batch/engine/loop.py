@@ -139,7 +139,7 @@ class EngineLoop:
             handle.request_id,
             Prompt(question=question),
             request.params,
-            decode=self.generator.text.decode,
+            text=self.generator.text,
             priority=request.priority,
             cache=request.cache,
             return_cache=request.return_cache,
