@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.fetch import Unreadable, fetch, is_data_uri, is_url
+from vlm_batch.inputs.fetch import Cancelled, Unreadable, fetch, is_data_uri, is_url
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.types import FetchPolicy, Request, Video
 
 #: Files that are read at once, ahead of the workers.
@@ -19,14 +21,17 @@ READERS = 16
 
 def read_ahead(requests: Iterable[Request]) -> Generator[Request, None, None]:
     """Requests in their order with the files in them read, ``READERS`` at a time and that many ahead."""
-    with ThreadPoolExecutor(READERS, thread_name_prefix="vlm-batch-files") as pool:
-        ahead: deque[Future[Request]] = deque()
+    pool, cancelled = Pool(READERS, "vlm-batch-files"), Cancelled()
+    ahead: deque[Future[Request]] = deque()
+    try:
         for request in requests:
-            ahead.append(pool.submit(with_files, request))
+            ahead.append(pool.submit(partial(with_files, request), cancelled))
             if len(ahead) >= READERS:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
+    finally:
+        pool.close()
 
 
 def with_files(request: Request) -> Request:
