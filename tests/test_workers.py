@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
-from vlm_batch.jobs.workers import ALONE_FROM, MAX_DEATHS, NoWorkers, Workers
+from vlm_batch.jobs.workers import MAX_DEATHS, MAX_ROW_DEATHS, NoWorkers, Workers
 from vlm_batch.types import Request, Result
 
 
@@ -53,7 +53,7 @@ class MadeUp:
         self.cancelled: list[str] = []
 
     def workers(self, count: int, say: Callable[[str], None] = lambda text: None) -> Workers:
-        return Workers(self, [self.actor(number) for number in range(count)], (), self.room, say)
+        return Workers(self, [self.actor(number) for number in range(count)], (), self.room, say, "1 CPU")
 
     def actor(self, number: int) -> SimpleNamespace:
         self.rows[number] = {}
@@ -147,7 +147,7 @@ def test_every_row_is_answered_once_whoever_dies(seed: int) -> None:
     assert made_up.most <= made_up.room
     for result in results:
         if result.error is not None:
-            assert made_up.deaths[result.request_id] == ALONE_FROM + 1  # no row is blamed before
+            assert made_up.deaths[result.request_id] == MAX_ROW_DEATHS  # no row is blamed before
             assert "workers died while they answered this row" in result.error
         else:
             assert result.request_id not in {f"r{number}" for number in poison}

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.jobs.runner import submitted_row
-from vlm_batch.jobs.sending import read_ahead, with_whole_paths
+from vlm_batch.jobs.sending import changed_ahead, with_files, with_whole_paths
 from vlm_batch.jobs.workers import NoWorkers, Workers, why_of
 from vlm_batch.many import submitted
 from vlm_batch.types import Request, Result, SamplingParams, params_of
@@ -158,7 +159,7 @@ class Cluster:
         self._address = address
         self._wanted = (workers, num_gpus, num_cpus)
         self._shared_files = shared_files
-        self._say = say or _say
+        self._say = say or partial(print, "vlm-batch:", file=sys.stderr)
         self._workers: Workers | None = None
         self._is_ours = False
 
@@ -193,14 +194,12 @@ class Cluster:
         """Results as they end; match them by ``request_id``. Leaving the loop cancels the rest. Raises NoWorkers."""
         assert self._workers is not None, "a cluster is entered first: with Cluster(...) as batcher"
         ray = _ray()
-        sent = map(with_whole_paths, requests) if self._shared_files else read_ahead(requests)
-        try:
-            yield from self._workers.as_completed(sent)
-        except (ray.exceptions.RayError, ConnectionError) as error:  # the cluster itself has gone
-            raise NoWorkers(f"the Ray cluster is gone: {why_of(error)}") from error
-        finally:
-            if not isinstance(sent, map):
-                sent.close()
+        change = with_whole_paths if self._shared_files else with_files
+        with contextlib.closing(changed_ahead(requests, change)) as sent:
+            try:
+                yield from self._workers.as_completed(sent)
+            except (ray.exceptions.RayError, ConnectionError) as error:  # the cluster itself has gone
+                raise NoWorkers(f"the Ray cluster is gone: {why_of(error)}") from error
 
     def close(self) -> None:
         """End the workers, and a Ray that was started or joined for them."""
@@ -214,26 +213,15 @@ class Cluster:
         if ray.is_initialized():
             return
         more = {"include_dashboard": False} if self._address == "local" else {}
+        before = signal.getsignal(signal.SIGTERM)
         try:
-            with _own_signals():
-                ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
+            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
         except Exception as error:  # ConnectionError, RuntimeError, ValueError: whatever the address leads to
             raise InvalidJob(f"cannot join a Ray cluster at {self._address}: {why_of(error)}") from error
+        finally:  # Ray's own handler leaves the process in the middle of a job, and Ray with an abort
+            if before is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
         self._is_ours = True
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep what SIGTERM does here: Ray's own handler leaves the process in the middle of a job, and Ray with an abort."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None) -> tuple[int, dict[str, float]]:
@@ -243,10 +231,6 @@ def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None
     machines = sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
     count = workers or (int(all_gpus / gpus + 1e-9) if gpus else machines)
     return max(1, count), {"num_gpus": gpus, "num_cpus": 1.0 if cpus is None else cpus}
-
-
-def _say(text: str) -> None:
-    print(f"vlm-batch: {text}", file=sys.stderr)
 
 
 # ---- an actor class for Ray Data ----

@@ -6,18 +6,19 @@ Ray restarts the actors. It does not ask rows again itself: rows that were besid
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlm_batch.errors import VLMBatchError
-from vlm_batch.types import Request, Result, failed_result
+from vlm_batch.errors import VLMBatchError, describe
+from vlm_batch.types import Request, Result
 
 #: Deaths of a worker with no answer of its between them, after which it is given up.
 MAX_DEATHS = 5
-#: Deaths under a row after which it is asked with no other beside it: if the worker dies then, it was the row.
-ALONE_FROM = 2
+#: Deaths of workers under a row, the last of them with no other row beside it, that are its own error.
+MAX_ROW_DEATHS = 3
 #: Seconds without any news after which it is said what is waited for.
 PATIENCE = 30.0
 #: Most characters of Ray's own account of a death.
@@ -35,6 +36,14 @@ class _Row:
     request: Request
     deaths: int = 0
 
+    @property
+    def is_suspected(self) -> bool:
+        """Whether it is asked with no other beside it: if the worker dies then, it was this row."""
+        return self.deaths >= MAX_ROW_DEATHS - 1
+
+    def failed(self, error: str) -> Result:
+        return Result(request_id=self.request.request_id or "", finish_reason="error", error=error)
+
 
 @dataclass(eq=False)
 class _Worker:
@@ -45,8 +54,6 @@ class _Worker:
     where: str = ""
     asked: dict[Any, _Row] = field(default_factory=dict)
     deaths: int = 0  # since its last answer
-    #: It takes no new rows, and is asked the suspected ones, one at a time.
-    is_apart: bool = False
 
 
 class Workers:
@@ -54,32 +61,19 @@ class Workers:
 
     An actor's ``load(*model)`` says where it runs, or raises what no restart would mend; ``ask(request)`` gives a result. Each
     row is with one actor at a time. When that dies, the row is asked again; with its second death it is asked with no other
-    row beside it, and the third one is its own error.
+    row beside it, and the third one is its own error. ``needs`` says what Ray sets aside for an actor.
     """
 
     def __init__(
-        self,
-        ray: Any,
-        actors: Iterable[Any],
-        model: Sequence[Any],
-        room: int,
-        say: Callable[[str], None],
-        needs: str = "nothing",
+        self, ray: Any, actors: Iterable[Any], model: Sequence[Any], room: int, say: Callable[[str], None], needs: str
     ) -> None:
-        self._ray = ray
-        self._model = model
-        self._room = room
-        self._say = say
-        self._needs = needs
+        self._ray, self._model, self._room, self._say, self._needs = ray, model, room, say, needs
         self._workers = [_Worker(actor, self._load(actor)) for actor in actors]
-        self._tickets = 0
+        self._numbers = itertools.count()
+        self._rows: Iterator[_Row] = iter(())
+        self._suspected: deque[_Row] = deque()
+        self._is_open = False  # there may be rows
         self._last_words = ""
-        self._begin(())
-
-    def _begin(self, requests: Iterable[Request]) -> None:
-        self._source, self._is_open = iter(requests), True
-        self._again: deque[_Row] = deque()  # of dead workers
-        self._alone: deque[_Row] = deque()  # suspected of their deaths
 
     def wait_for_one(self) -> None:
         """Wait until a worker is ready. Raises NoWorkers if none can be."""
@@ -91,19 +85,20 @@ class Workers:
 
         Raises NoWorkers when no worker is left, after the results that there are.
         """
-        self._begin(requests)
+        self._rows, self._is_open = map(self._numbered, requests), True
         try:
             while True:
                 yield from self._hand_out()
-                if not (self._is_open or self._again or self._alone or any(w.asked for w in self._workers)):
+                if not (self._is_open or self._suspected or any(worker.asked for worker in self._workers)):
                     return
                 yield from self._news()
         finally:
+            self._suspected.clear()
             for worker in self._workers:
                 for ref in worker.asked:
                     with contextlib.suppress(Exception):  # ended or dead meanwhile
                         self._ray.cancel(ref)
-                worker.asked, worker.is_apart = {}, False
+                worker.asked = {}
 
     def close(self) -> None:
         """End the actors."""
@@ -112,40 +107,33 @@ class Workers:
 
     # ---- handing out ----
 
-    def _hand_out(self) -> Iterator[Result]:
-        """Fill the room that there is, of the worker with the fewest rows first. Gives the ends of rows that cannot be sent."""
-        ready = [worker for worker in self._workers if worker.loading is None]
-        if self._alone and ready and not any(worker.is_apart for worker in ready):
-            min(ready, key=lambda worker: len(worker.asked)).is_apart = True
-        for worker in ready:
-            if worker.is_apart and not worker.asked:
-                if self._alone:
-                    yield from self._send(worker, self._alone.popleft())
-                worker.is_apart = bool(worker.asked or self._alone)
-        while free := [worker for worker in ready if len(worker.asked) < self._room and not worker.is_apart]:
-            row = self._next()
-            if row is None:
-                return
-            yield from self._send(min(free, key=lambda worker: len(worker.asked)), row)
-
-    def _next(self) -> _Row | None:
-        """The next row that may be asked beside others."""
-        if self._again:
-            return self._again.popleft()
-        request = next(self._source, None) if self._is_open else None
-        self._is_open = request is not None
-        if request is None:
-            return None
+    def _numbered(self, request: Request) -> _Row:
         if request.request_id is None:  # the workers' own would be alike
-            request = replace(request, request_id=f"request-{self._tickets}")
-            self._tickets += 1
+            request = replace(request, request_id=f"request-{next(self._numbers)}")
         return _Row(request)
+
+    def _hand_out(self) -> Iterator[Result]:
+        """Fill the workers' room, that of the idlest first. Suspected rows come last, each with a worker to itself.
+
+        Gives the ends of rows that cannot be sent.
+        """
+        ready = [worker for worker in self._workers if worker.loading is None]
+        shared = [worker for worker in ready if not any(row.is_suspected for row in worker.asked.values())]
+        while self._is_open and (free := [worker for worker in shared if len(worker.asked) < self._room]):
+            row = next(self._rows, None)
+            if row is None:
+                self._is_open = False
+            else:
+                yield from self._send(min(free, key=lambda worker: len(worker.asked)), row)
+        for worker in ready:
+            if self._suspected and not worker.asked:
+                yield from self._send(worker, self._suspected.popleft())
 
     def _send(self, worker: _Worker, row: _Row) -> Iterator[Result]:
         try:
             worker.asked[worker.actor.ask.remote(row.request)] = row
         except Exception as error:  # what cannot be pickled, or is too large
-            yield failed_result(row.request.request_id or "", error)
+            yield row.failed(describe(error))
 
     # ---- taking in ----
 
@@ -153,8 +141,7 @@ class Workers:
         """The results that came, waited for, none after a while. All is noted before anybody is told: who reads may stop."""
         if not self._workers:
             raise NoWorkers(f"no worker is left: {self._last_words}")
-        owners = {ref: worker for worker in self._workers for ref in worker.asked}
-        owners |= {worker.loading: worker for worker in self._workers if worker.loading is not None}
+        owners = {ref: worker for worker in self._workers for ref in (*worker.asked, worker.loading) if ref is not None}
         ready, _ = self._ray.wait(list(owners), num_returns=1, timeout=PATIENCE)
         if ready:  # all that there is
             ready, _ = self._ray.wait(list(owners), num_returns=len(owners), timeout=0)
@@ -165,46 +152,45 @@ class Workers:
         results: list[Result] = []
         deaths: dict[_Worker, Exception] = {}
         for ref in ready:
-            worker = owners[ref]
+            worker, is_loading = owners[ref], ref is owners[ref].loading
             try:
                 value = self._ray.get(ref)
-            except self._ray.exceptions.RayTaskError as error:  # raised by the call, and its worker lives
-                if ref is worker.loading:
-                    deaths[worker] = error
-                else:
-                    results.append(failed_result(worker.asked.pop(ref).request.request_id or "", error))
             except self._ray.exceptions.RayError as error:
-                deaths[worker] = error
+                if is_loading or not isinstance(error, self._ray.exceptions.RayTaskError):
+                    deaths[worker] = error
+                else:  # raised by the call, and its worker lives
+                    results.append(worker.asked.pop(ref).failed(describe(error)))
+                continue
+            if is_loading:
+                worker.loading, worker.where = None, value
+                num_ready = sum(one.loading is None for one in self._workers)
+                self._say(f"a worker is ready on {value} ({num_ready} of {len(self._workers)})")
             else:
-                worker.deaths = 0 if ref in worker.asked else worker.deaths
-                if worker.asked.pop(ref, None) is not None:
-                    results.append(value)
-                else:
-                    worker.loading, worker.where = None, value
-                    num_ready = sum(one.loading is None for one in self._workers)
-                    self._say(f"a worker is ready on {value} ({num_ready} of {len(self._workers)})")
-        for worker, error in deaths.items():
-            results += self._bury(worker, error)
+                del worker.asked[ref]
+                worker.deaths = 0
+                results.append(value)
+        for worker, death in deaths.items():
+            results += self._bury(worker, why_of(death))
         return results
 
-    def _bury(self, worker: _Worker, error: Exception) -> list[Result]:
+    def _bury(self, worker: _Worker, why: str) -> list[Result]:
         """Put a dead worker's rows back, and have it load again unless it is given up. Returns the end of a row that killed."""
-        why = why_of(error)
         rows = list(worker.asked.values())
+        again: list[_Row] = []
         ended: list[Result] = []
         for row in rows:
             row.deaths += 1
-            if worker.is_apart and len(rows) == 1 and row.deaths > ALONE_FROM:
-                died = f"WorkerDied: {row.deaths} workers died while they answered this row, the last one with no other: {why}"
-                ended.append(Result(request_id=row.request.request_id or "", finish_reason="error", error=died))
+            if row.deaths == MAX_ROW_DEATHS:
+                died = f"{row.deaths} workers died while they answered this row, the last one with no other: {why}"
+                ended.append(row.failed(f"WorkerDied: {died}"))
             else:
-                (self._alone if row.deaths >= ALONE_FROM else self._again).append(row)
+                (self._suspected if row.is_suspected else again).append(row)
+        self._rows, self._is_open = itertools.chain(again, self._rows), self._is_open or bool(again)
         said = f"a worker{f' on {worker.where}' if worker.where else ''} is gone: {why}"
         if len(rows) > len(ended):
             said += f"; {len(rows) - len(ended)} rows that it had are asked again"
-        is_loading = worker.loading is not None  # Ray has tried that as often as it pays
-        worker.asked, worker.is_apart, worker.deaths = {}, False, worker.deaths + 1
-        if is_loading or worker.deaths >= MAX_DEATHS:
+        worker.asked, worker.deaths = {}, worker.deaths + (not ended)  # a row's own error is none of its worker's
+        if worker.loading is not None or worker.deaths >= MAX_DEATHS:  # Ray has had it load as often as it pays
             self._last_words = why
             self._end(worker)
             said += f"; no other one is started in its place ({len(self._workers)} are left)"
