@@ -15,7 +15,7 @@ from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.runner import submitted_row
-from vlm_batch.types import Result, SamplingParams
+from vlm_batch.types import Result, SamplingParams, params_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +34,7 @@ def map_table(
     image: str | None = None,
     video: str | None = None,
     system: str | None = None,
-    params: SamplingParams | None = None,
+    params: SamplingParams | Mapping[str, Any] | None = None,
     into: str = "answer",
 ) -> Any:
     """Ask about every row of a table; the same table comes back with three more columns, in the order of its rows.
@@ -49,7 +49,7 @@ def map_table(
 
     Raises InvalidJob for a table or columns that do not fit.
     """
-    asked = _Asked(batcher, prompt, Columns(image=image, video=video), system, params or SamplingParams(), into)
+    asked = _Asked(batcher, prompt, Columns(image=image, video=video), system, params_of(params), into)
     if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
         return _map_pandas(asked, table)
     if "polars" in sys.modules:

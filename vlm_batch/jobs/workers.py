@@ -71,8 +71,9 @@ class Workers:
         self._workers = [_Worker(actor, self._load(actor)) for actor in actors]
         self._numbers = itertools.count()
         self._rows: Iterator[_Row] = iter(())
+        self._is_open = False  # there may be more of these
+        self._again: deque[_Row] = deque()
         self._suspected: deque[_Row] = deque()
-        self._is_open = False  # there may be rows
         self._last_words = ""
 
     def wait_for_one(self) -> None:
@@ -89,10 +90,12 @@ class Workers:
         try:
             while True:
                 yield from self._hand_out()
-                if not (self._is_open or self._suspected or any(worker.asked for worker in self._workers)):
+                under_way = any(worker.asked for worker in self._workers)
+                if not (self._is_open or self._again or self._suspected or under_way):
                     return
                 yield from self._news()
         finally:
+            self._again.clear()
             self._suspected.clear()
             for worker in self._workers:
                 for ref in worker.asked:
@@ -119,12 +122,12 @@ class Workers:
         """
         ready = [worker for worker in self._workers if worker.loading is None]
         shared = [worker for worker in ready if not any(row.is_suspected for row in worker.asked.values())]
-        while self._is_open and (free := [worker for worker in shared if len(worker.asked) < self._room]):
-            row = next(self._rows, None)
+        while free := [worker for worker in shared if len(worker.asked) < self._room]:
+            row = self._again.popleft() if self._again else next(self._rows, None)
             if row is None:
                 self._is_open = False
-            else:
-                yield from self._send(min(free, key=lambda worker: len(worker.asked)), row)
+                break
+            yield from self._send(min(free, key=lambda worker: len(worker.asked)), row)
         for worker in ready:
             if self._suspected and not worker.asked:
                 yield from self._send(worker, self._suspected.popleft())
@@ -176,7 +179,6 @@ class Workers:
     def _bury(self, worker: _Worker, why: str) -> list[Result]:
         """Put a dead worker's rows back, and have it load again unless it is given up. Returns the end of a row that killed."""
         rows = list(worker.asked.values())
-        again: list[_Row] = []
         ended: list[Result] = []
         for row in rows:
             row.deaths += 1
@@ -184,8 +186,7 @@ class Workers:
                 died = f"{row.deaths} workers died while they answered this row, the last one with no other: {why}"
                 ended.append(row.failed(f"WorkerDied: {died}"))
             else:
-                (self._suspected if row.is_suspected else again).append(row)
-        self._rows, self._is_open = itertools.chain(again, self._rows), self._is_open or bool(again)
+                (self._suspected if row.is_suspected else self._again).append(row)
         said = f"a worker{f' on {worker.where}' if worker.where else ''} is gone: {why}"
         if len(rows) > len(ended):
             said += f"; {len(rows) - len(ended)} rows that it had are asked again"
