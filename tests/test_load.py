@@ -20,7 +20,7 @@ from vlm_batch.cli.load import Answer, Load, Report, Target
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(warm_up=False) as running:
+    with serving() as running:
         yield running
 
 

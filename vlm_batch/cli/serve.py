@@ -54,7 +54,6 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
         request_seconds=args.request_timeout,
         idle_unload=args.idle_unload,
         shutdown_seconds=args.shutdown_timeout,
-        warm_up=args.warm_up,
         enable_thinking=args.enable_thinking,
         tool_parser=args.tool_parser,
     )
@@ -109,7 +108,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--warm-up",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="answer once before being ready, and compute further shapes while nobody asks (default: yes)",
+        help="compute shapes that requests will bring while nobody asks (default: yes)",
     )
     group.add_argument("--idle-unload", type=float, metavar="SECONDS", help="let go of the model when nobody asks")
 
