@@ -23,7 +23,7 @@ from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.checkpoints import read_config, read_model, read_processor
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.errors import UnsupportedModel, shown
@@ -84,7 +84,6 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         policy = replace(policy, max_rows=min(policy.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
-    adapter.most_patches = policy.most_patches
     exact = None
     if options.reproducible:
         exact = exact_for(adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows)
@@ -114,10 +113,11 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
 
 
 def load_engine(
-    path_or_id: str | Path, options: EngineOptions, *, dtype: str = "auto", trust_remote_code: bool = False
+    folder: Path, options: EngineOptions, look: Look, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> Engine:
-    """An engine for a checkpoint; raises what ``load_model`` and ``make_engine`` raise."""
-    model, processor = load_model(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    """An engine for a checkpoint's folder; raises what ``load_model``, ``look`` and ``make_engine`` raise."""
+    model, processor = load_model(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    look()
     return make_engine(model, processor, options)
 
 
