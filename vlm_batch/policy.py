@@ -26,7 +26,7 @@ _LAUNCHES = "measured: docs/benchmarks.md, where the time went"
 _ROWS = "measured: docs/benchmarks.md, rows by themselves"
 _TARGETS = "measured: docs/benchmarks.md, missed targets on a CPU"
 _FORWARD = "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/benchmarks.md)"
-_PROMISE = "the same everywhere: a promise to you"
+_PROMISE = "the same everywhere"
 
 
 @dataclass(frozen=True)
