@@ -30,8 +30,8 @@ from vlm_batch.cli.options import add_demo, add_run  # noqa: E402
 from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
 from vlm_batch.cli.tune import add_flags as add_tune_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
+from vlm_batch.jobs.journal import check_writable  # noqa: E402
 from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
-from vlm_batch.jobs.outputs import check_writable  # noqa: E402
 from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
 from vlm_batch.jobs.workers import NoWorkers  # noqa: E402
 

@@ -19,14 +19,13 @@ from vlm_batch.cli.watching import JobView, show_dry_run
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
-from vlm_batch.jobs.lines import CannotWrite
-from vlm_batch.jobs.outputs import check_writable
+from vlm_batch.jobs.lines import CannotWrite, replace_file
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
-from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sink, open_sink
+from vlm_batch.jobs.sinks import AnswerFile, Sink, open_sink
 from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.workers import NoWorkers
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES  # with MLX, which is needed now
 
         return show_dry_run(
-            Job(sources, questions, Nowhere(), _shard(args)),
+            Job(sources, questions, Sink(), _shard(args)),
             lambda: open_batcher(args),
             sys.stdout,
             rows=args.batch,
@@ -119,7 +118,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     if args.report is not None:
         if not args.report.lower().endswith((".html", ".htm")):
             raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
-        check_writable(Path(args.report))
+        journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
@@ -189,7 +188,7 @@ def _write_report(args: argparse.Namespace, summary: Summary, questions: Questio
     from vlm_batch.jobs import report
 
     page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
-    journal.replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
+    replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
 
 
 def _is_samples(source: Source) -> bool:
@@ -246,14 +245,14 @@ def _sink(
     if target is None:
         sink: Sink | None = None
     elif args.json is not None and target != "-":
-        sink = JsonLines(Path(target).expanduser(), columns)
+        sink = AnswerFile(Path(target).expanduser(), columns)
     else:
         sink = open_sink(target, columns)
     if args.sidecar is None:
-        return Nowhere() if sink is None else sink
+        return Sink() if sink is None else sink
 
     def pictures() -> Iterator[tuple[str, str]]:
-        for item in Job(sources, questions, Nowhere(), shard).items(scan=True):
+        for item in Job(sources, questions, Sink(), shard).items(scan=True):
             files = [*item.row.images, *(video.source for video in item.row.videos)]
             is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
             if item.row.error is None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.rows import InvalidJob
 
-Record = dict[str, Any]
 #: Answers of a row group of a Parquet file.
 GROUP_ROWS = 1000
 
