@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +92,16 @@ def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher)
 
 
-@dataclass(frozen=True)
-class Demo:
+class Demo(Source):
     """Questions about one sample picture, about two, and about none."""
 
-    name: str = "demo"
-    columns: tuple[str, ...] | None = None
-    is_once: bool = False
-    numbered: bool = False
+    name = "demo"
 
     def rows(self) -> Iterator[Row]:
         by_name = {picture.stem: picture for picture in sample_images()}
         asked = [((name,), DEFAULT_PROMPT) for name in by_name] + list(DEMO_QUESTIONS)
         for number, (names, prompt) in enumerate(asked):
             yield Row(id=f"demo-{number}", images=tuple(str(by_name[name]) for name in names), prompt=prompt)
-
-    scan = rows
 
 
 def _answer(sources: list[Source], questions: Questions, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.handle import Handle
-from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored_rows
+from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored
 from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
@@ -154,7 +154,8 @@ def _map_pandas(asked: _Asked, frame: Any) -> Any:
 
 def _map_dataset(asked: _Asked, dataset: Any) -> Any:
     columns = asked.columns(dataset.column_names, picture_features(dataset))
-    for name, values in zip(asked.names, _columns(asked.answers(stored_rows(dataset), columns)), strict=True):
+    rows = (row for batch in stored(dataset) for row in batch.to_pylist())
+    for name, values in zip(asked.names, _columns(asked.answers(rows, columns)), strict=True):
         dataset = dataset.add_column(name, values)
     return dataset
 

@@ -30,7 +30,7 @@ from vlm_batch.jobs.files import (
     picture_suffixes,
     prepare_for,
 )
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
+from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import ImageInput, Video
 
@@ -172,21 +172,17 @@ def fingerprint(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Files:
+class Files(Source):
     """Pictures and videos by their paths and URLs."""
 
     paths: tuple[str, ...]
     fps: float | None = None
     max_frames: int | None = None
-    name: str = "files"
-    columns: tuple[str, ...] | None = FILE_COLUMNS
-    is_once: bool = False
-    numbered: bool = False
+    name = "files"
+    columns = FILE_COLUMNS
 
     def rows(self) -> Iterator[Row]:
         return (row_of_file(path, fps=self.fps, max_frames=self.max_frames) for path in self.paths)
-
-    scan = rows
 
 
 def read_standard_input(reading: Reading) -> Source:
@@ -200,37 +196,28 @@ def read_standard_input(reading: Reading) -> Source:
 
 
 @dataclass(frozen=True)
-class Paths:
+class Paths(Source):
     """Pictures, videos and documents by their paths or URLs, a line each, read once."""
 
     stream: Iterable[str]
     reading: Reading
-    name: str = "-"
-    columns: tuple[str, ...] | None = FILE_COLUMNS
-    is_once: bool = True
-    numbered: bool = False
+    name = "-"
+    columns = FILE_COLUMNS
+    is_once = True
 
     def rows(self) -> Iterator[Row]:
         for line in self.stream:
             for source in _of_files([line.rstrip("\r\n")], self.reading):
                 yield from source.rows()
 
-    scan = rows
-
 
 @dataclass(frozen=True)
-class Pdf:
+class Pdf(SourceFile):
     """The pages of a PDF, rendered one at a time when they are asked about. Ids are ``file.pdf#1``, ``file.pdf#2``, ..."""
 
-    path: str
     dpi: int = DEFAULT_DPI
-    columns: tuple[str, ...] | None = (*FILE_COLUMNS, "page", "pages")
-    is_once: bool = False
-    numbered: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.path
+    columns = (*FILE_COLUMNS, "page", "pages")
+    numbered = True
 
     def rows(self) -> Iterator[Row]:
         try:
@@ -246,8 +233,6 @@ class Pdf:
             columns = {**file_columns(self.path), "page": number + 1, "pages": count}
             load = partial(render_page, self.path, number, self.dpi)
             yield Row(id=page, images=(page,), columns=columns, load=load)
-
-    scan = rows
 
 
 def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
@@ -287,20 +272,11 @@ def _pdfium() -> Any:
 
 
 @dataclass(frozen=True)
-class Tar:
+class Tar(SourceFile):
     """An archive in WebDataset's form: members that share a name up to its first dot are one row.
 
     ``.json`` gives columns, and so does every other small member that is text, by its suffix.
     """
-
-    path: str
-    columns: tuple[str, ...] | None = None
-    is_once: bool = False
-    numbered: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.path
 
     def rows(self) -> Iterator[Row]:
         return self._rows(with_pictures=True)
