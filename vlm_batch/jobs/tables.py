@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from vlm_batch.jobs.cells import ID_COLUMNS, IMAGE_COLUMNS, VIDEO_COLUMNS, Columns, row_of_cells
+from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.openai import row_of_body
 from vlm_batch.jobs.rows import InvalidJob, Row, SourceFile
 
@@ -53,14 +53,10 @@ class JsonLines(SourceFile):
         return self._request(cells, place)
 
     def _request(self, cells: dict[str, Any], place: str) -> Row:
-        given = Columns(
-            image=self.own.image or next((name for name in IMAGE_COLUMNS if name in cells), None),
-            video=self.own.video or next((name for name in VIDEO_COLUMNS if name in cells), None),
-            id=self.own.id or next((name for name in ID_COLUMNS if name in cells), None),
-        )
-        for option, name in vars(self.own).items():
-            if name is not None and name not in cells:
-                return Row(id=place, columns=cells, error=f"{place}: there is no {name!r} (--{option}-column)")
+        try:
+            given = self.own.among(list(cells), "the line")
+        except InvalidJob as error:
+            return Row(id=place, columns=cells, error=f"{place}: {error}")
         if given.image and cells[given.image] is None:
             given = replace(given, image=None)
         row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
