@@ -24,7 +24,7 @@ from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
-from vlm_batch.loading import EngineOptions, load_engine, make_engine
+from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.policy import TUNED, check_policy
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -147,9 +147,10 @@ class VLMBatcher:
         self._ids = itertools.count()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             made = make_engine(model, processor, options)
-            engine, self._running = engine_loop.start(lambda: made)
+            engine, self._running = engine_loop.start(lambda look: made)
         else:
-            load = partial(load_engine, model, options, dtype=dtype, trust_remote_code=trust_remote_code)
+            folder = find_checkpoint(model)  # on this thread, where Ctrl-C ends a download
+            load = partial(load_engine, folder, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer, self._policy = engine.loop, engine.preparer, engine.policy
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
