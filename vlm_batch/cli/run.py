@@ -261,34 +261,22 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if model is not None and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().resolve())
     names = (
-        "max_prompt_tokens",
-        "max_image_pixels",
-        "min_pixels",
-        "max_pixels",
-        "kv_bits",
-        "kv_group_size",
-        "kv_quant_scheme",
-        "quantized_kv_start",
-        "reproducible",
+        *("max_prompt_tokens", "max_image_pixels", "min_pixels", "max_pixels", "reproducible"),
+        *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
     )
     said = {name: value for name, value in vars(args).items() if name in names}
     return {"model": model, **said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+        *("thinking_budget", "regex", "choice"),
+    )
     return SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **{name: vars(args)[name] for name in names},
         stop=args.stop or (),
-        thinking_budget=args.thinking_budget,
         json_schema=None if args.json_schema is None else _text_of(args.json_schema),
-        regex=args.regex,
-        choice=args.choice,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import jinja2
 
 from vlm_batch._version import __version__
-from vlm_batch.jobs.summary import MAX_FAILURES, STAGES, Summary
+from vlm_batch.jobs.summary import MAX_FAILURES, Summary
 
 #: Bars over an axis: a title, (height, what it says when it is pointed at), and a label for either end.
 Plot: TypeAlias = tuple[str, Sequence[tuple[float, str]], str, str]
@@ -21,10 +21,7 @@ def render(summary: Summary, *, model: str, prompts: Sequence[str]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("vlm_batch.jobs"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    stages = [(name, said, summary.stages[name] / max(1, summary.answered)) for name, said in STAGES.items()]
-    stages.append(
-        ("source", "rows and pages of the source, one at a time", summary.source / max(1, summary.ended_rows))
-    )
+    stages = summary.mean_stages
     return environment.get_template("report.html").render(
         summary=summary,
         model=model,

@@ -52,15 +52,13 @@ class Sidecars(Sink):
             there += path.exists()
         if self._sink is not None:
             self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
-            if there and resume and not force:  # or files of another job would be replaced
-                journal.check_same(Path(self._sink.name), settings)
         if there and not resume and not overwrite:
             raise InvalidJob(
                 f"{there} pictures have {self._suffix} files already: --resume keeps them and asks about the others, "
                 "--overwrite replaces them"
             )
-        if self._sink is None and there and resume and not force:
-            journal.check_same(self._header, settings)
+        if there and resume and not force:  # or files of another job would be replaced
+            journal.check_same(self._header if self._sink is None else Path(self._sink.name), settings)
 
     def existing(self) -> tuple[Ids, Ids]:
         if self._sink is not None:

@@ -125,17 +125,11 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
         return None
     if os.path.isdir(path):
         return list(datasets_in(path, columns, reading.split)) if is_dataset(path) else None
-    if name.endswith(LINES):
-        source: Source = JsonLines(_there(path), columns)
-    elif name.endswith(DELIMITED):
-        source = Delimited(_there(path), columns)
-    elif name.endswith(PARQUET):
-        source = Parquet(_there(path), columns)
-    elif name.endswith(TAR):
-        source = Tar(_there(path))
-    else:
-        return None
-    return [source]
+    kinds = ((LINES, JsonLines), (DELIMITED, Delimited), (PARQUET, Parquet))
+    for suffixes, kind in kinds:
+        if name.endswith(suffixes):
+            return [kind(_there(path), columns)]
+    return [Tar(_there(path))] if name.endswith(TAR) else None
 
 
 def _there(path: str) -> str:
@@ -146,17 +140,11 @@ def _there(path: str) -> str:
 
 def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
     """Runs of pictures and videos, and each document, in order."""
-    run: list[str] = []
-    for path in paths:
-        if path.lower().endswith(PDF) and not is_url(path):
-            if run:
-                yield Files(tuple(run), reading.fps, reading.max_frames)
-                run = []
-            yield Pdf(path, reading.dpi)
+    for is_pdf, run in itertools.groupby(paths, lambda path: path.lower().endswith(PDF) and not is_url(path)):
+        if is_pdf:
+            yield from (Pdf(path, reading.dpi) for path in run)
         else:
-            run.append(path)
-    if run:
-        yield Files(tuple(run), reading.fps, reading.max_frames)
+            yield Files(tuple(run), reading.fps, reading.max_frames)
 
 
 def fingerprint(path: str) -> str:
@@ -299,8 +287,9 @@ class Tar(SourceFile):
                         yield self._row(key, members)
                         members = {}
                     key, suffix = this, suffix.lower()
-                    is_picture = f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES
-                    is_wanted = with_pictures if is_picture else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                    is_wanted = (
+                        with_pictures if _is_picture(suffix) else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                    )
                     members[suffix] = self._data(archive, member) if is_wanted else b""
                 if key is not None:
                     yield self._row(key, members)
@@ -323,7 +312,7 @@ class Tar(SourceFile):
         columns: dict[str, Any] = {"__key__": key}
         images: list[bytes] = []
         for suffix, data in members.items():
-            if f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES:
+            if _is_picture(suffix):
                 images.append(data)
             elif suffix == "json":
                 try:
@@ -336,6 +325,10 @@ class Tar(SourceFile):
                     columns[suffix] = data.decode()
         if not images:
             return Row(id=row_id, columns=columns, error=f"{row_id} has no picture, only {', '.join(members)}")
-        names = tuple(f"{row_id}.{suffix}" for suffix in members if f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES)
+        names = tuple(f"{row_id}.{suffix}" for suffix in members if _is_picture(suffix))
         load: Callable[[], tuple[bytes, ...]] = partial(tuple, images)
         return Row(id=row_id, images=names, columns=columns, load=load)
+
+
+def _is_picture(suffix: str) -> bool:
+    return f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES
