@@ -422,7 +422,7 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
 
 def row_with_picture(key: str) -> Row:
     """A prepared row, whose picture has a known size."""
-    row = new_row(key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS), decode=lambda ids: "")
+    row = new_row(key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS))
     row.image_sizes = ((8, 8),)
     return row
 

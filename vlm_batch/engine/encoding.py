@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.prompt_scores import PromptScores
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row
-from vlm_batch.engine.sampling import needs_history
+from vlm_batch.engine.sampling import RowRules, reads_history
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.records import Call, Encoded
@@ -55,10 +54,10 @@ class Encoder:
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts.of(encoded)
         row.answer.max_tokens = asked if context is None else min(asked, context - encoded.length)
-        if needs_history(row.params):
+        row.answer.rules = RowRules(row.answer.end_ids, row.answer.bad_words)
+        if reads_history(row.params):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             row.answer.history = mx.array(known, dtype=mx.int32)
-            row.answer.rules = replace(row.answer.rules, num_prompt=len(known))
         self.reuse.commit(row)
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin

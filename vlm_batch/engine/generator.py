@@ -31,7 +31,6 @@ from vlm_batch.engine.faults import let_go, raised_in
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.recovery import Recovery
@@ -157,7 +156,7 @@ class BatchGenerator:
             request_id,
             Prompt(inputs=as_mlx(inputs)),
             params or SamplingParams(),
-            decode=self.text.decode,
+            text=self.text,
             priority=priority,
             cache=cache,
             return_cache=return_cache,
@@ -170,8 +169,6 @@ class BatchGenerator:
         if row.request_id in self._rows:
             raise ValueError(f"request id {row.request_id!r} is already in use")
         self._rows[row.request_id] = row
-        eos = () if row.params.ignore_eos else self.text.eos_token_ids
-        row.answer.rules = RowRules(end_ids=(*eos, *row.params.stop_token_ids))
         self.admission.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
@@ -347,12 +344,12 @@ class BatchGenerator:
 
     def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to its row, with the text that it completes, and end the row if that is its end."""
-        answer, params = row.answer, row.params
+        answer = row.answer
         row.clock.first_token = row.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
-        is_stop = token in params.stop_token_ids or (token in self.text.eos_token_ids and not params.ignore_eos)
+        is_stop = token in answer.end_ids
         if answer.guide is not None and self.recovery.guard(row, answer.feed_guide, token, self.text.decode) is None:
             return
         is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens

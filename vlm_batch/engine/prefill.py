@@ -12,8 +12,8 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import can_share, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
 from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, padded_count, padded_length, together
