@@ -98,50 +98,26 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="most rows in the batch (default: as many as pay, by measured steps)",
     )
-    say = partial(group.add_argument, default=argparse.SUPPRESS)
-    say("--look-ahead", type=at_least(1), metavar="N", help="requests that are read ahead of the batch (default: 16)")
-    say(
-        "--look-ahead-bytes",
-        type=amount_of_bytes,
-        metavar="N",
-        help="memory for what is read ahead, as 2G (default: 1.07G)",
-    )
-    say(
-        "--max-bytes",
-        type=amount_of_bytes,
-        metavar="N",
-        help="memory for keys and values of the batch, as 4GB (default: what the device has beside weights and caches)",
-    )
-    say(
-        "--max-prompt-tokens",
-        type=at_least(1),
-        metavar="N",
-        help="longest prompt, pictures included (default: the model's)",
-    )
-    say("--max-image-pixels", type=_amount, metavar="N", help="largest picture, as 40M; none lifts it (default: 89.5M)")
-    say(
-        "--max-video-pixels", type=_amount, metavar="N", help="likewise, all frames of a video together (default: 500M)"
-    )
-    say(
-        "--min-pixels",
-        type=amount_of_bytes,
-        metavar="N",
-        help="least that the model sees of a picture (default: the model's)",
-    )
-    say(
-        "--max-pixels",
-        type=amount_of_bytes,
-        metavar="N",
-        help="most that the model sees of a picture, as 1M: fewer tokens (likewise)",
-    )
-    say(
-        "--cache-bytes",
-        type=amount_of_bytes,
-        metavar="N",
-        help="memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)",
-    )
-    say("--cache-dir", metavar="FOLDER", help="where what memory cannot keep goes (default: nowhere)")
-    say("--cache-dir-bytes", type=amount_of_bytes, metavar="N", help="most bytes of that folder")
+    size = amount_of_bytes
+    for option, kind, metavar, said in (
+        ("--look-ahead", at_least(1), "N", "requests that are read ahead of the batch (default: 16)"),
+        ("--look-ahead-bytes", size, "N", "memory for what is read ahead, as 2G (default: 1.07G)"),
+        (
+            "--max-bytes",
+            size,
+            "N",
+            "memory for keys and values of the batch, as 4GB (default: what weights and caches leave)",
+        ),
+        ("--max-prompt-tokens", at_least(1), "N", "longest prompt, pictures included (default: the model's)"),
+        ("--max-image-pixels", _amount, "N", "largest picture, as 40M; none lifts it (default: 89.5M)"),
+        ("--max-video-pixels", _amount, "N", "likewise, all frames of a video together (default: 500M)"),
+        ("--min-pixels", size, "N", "least that the model sees of a picture (default: the model's)"),
+        ("--max-pixels", size, "N", "most that the model sees of a picture, as 1M: fewer tokens (likewise)"),
+        ("--cache-bytes", size, "N", "memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)"),
+        ("--cache-dir", str, "FOLDER", "where what memory cannot keep goes (default: nowhere)"),
+        ("--cache-dir-bytes", size, "N", "most bytes of that folder"),
+    ):
+        group.add_argument(option, type=kind, metavar=metavar, help=said, default=argparse.SUPPRESS)
     add_speed(group)
 
 
