@@ -253,7 +253,7 @@ def check_scheme(kv: KVQuantisation) -> None:
     if kv.scheme == "turboquant" and device() is not Device.METAL and os.environ.get(TURBOQUANT) != "slow":
         raise UnsupportedModel(
             "scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
-            "5 to 19 times as long (docs/benchmarks.md, caches). scheme='uniform' with 4 bits takes a fifth more "
+            "5 to 19 times as long (docs/benchmarks.md, caches). kv_bits=4 in scheme='uniform' takes a fifth more "
             f"memory and 1.1 to 1.6 times as long; {TURBOQUANT}=slow in the environment serves it all the same"
         )
 

@@ -32,7 +32,7 @@ BATCHER_OPTIONS: Mapping[str | None, Mapping[str, str]] = {
         "kv_quant_scheme": "scheme",
         "quantized_kv_start": "start",
     },
-    "policy": {"look_ahead": "look_ahead", "look_ahead_bytes": "look_ahead_bytes"},
+    "policy": {name: name for name in ("look_ahead", "look_ahead_bytes")},
 }
 
 
