@@ -235,16 +235,17 @@ def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None
 
 # ---- an actor class for Ray Data ----
 
-#: What answers add to a row, named as by ``ray.data.llm``. ``__inference_error__`` is "" where there is an answer.
-OUTPUT_COLUMNS = (
-    "generated_text",
-    "generated_tokens",
-    "num_input_tokens",
-    "num_generated_tokens",
-    "finish_reason",
-    "time_taken_llm",
-    "__inference_error__",
-)
+#: What answers add to a row, of its result and seconds, named as by ``ray.data.llm``. The error is "" where there is an answer.
+_CELLS: Mapping[str, Callable[[Result, float], Any]] = {
+    "generated_text": lambda result, seconds: result.text,
+    "generated_tokens": lambda result, seconds: np.asarray(result.token_ids, np.int64),
+    "num_input_tokens": lambda result, seconds: result.usage.prompt_tokens,
+    "num_generated_tokens": lambda result, seconds: result.usage.completion_tokens,
+    "finish_reason": lambda result, seconds: result.finish_reason,
+    "time_taken_llm": lambda result, seconds: seconds if result.ok else -1.0,
+    "__inference_error__": lambda result, seconds: result.error or "",
+}
+OUTPUT_COLUMNS = tuple(_CELLS)
 
 
 class Answer:
@@ -281,23 +282,14 @@ class Answer:
             raise InvalidJob(f"a batch is {type(batch).__name__}; leave batch_format as it is (numpy)")
         count = len(next(iter(batch.values()), ()))
         rows = [{name: values[place] for name, values in batch.items()} for place in range(count)]
-        answers = await asyncio.gather(*(self._answer(row, place) for place, row in enumerate(rows)))
-        made = {name: _column([answer[name] for answer in answers]) for name in OUTPUT_COLUMNS}
-        yield {**batch, **made}
+        answers = await asyncio.gather(*(self._answer(self._row(row, f"row {at}")) for at, row in enumerate(rows)))
+        yield {**batch, **{name: _column([cell(*answer) for answer in answers]) for name, cell in _CELLS.items()}}
 
-    async def _answer(self, cells: dict[str, Any], place: int) -> dict[str, Any]:
-        """One row's answer as cells. Whatever is wrong with the row is said there."""
+    async def _answer(self, row: Row) -> tuple[Result, float]:
+        """One row's result, whatever is wrong with the row, and its seconds."""
         began = time.perf_counter()
-        result = await _ended(submitted_row(self._batcher, self._questions, self._row(cells, f"row {place}")))
-        return {
-            "generated_text": result.text,
-            "generated_tokens": np.asarray(result.token_ids, np.int64),
-            "num_input_tokens": result.usage.prompt_tokens,
-            "num_generated_tokens": result.usage.completion_tokens,
-            "finish_reason": result.finish_reason,
-            "time_taken_llm": time.perf_counter() - began if result.ok else -1.0,
-            "__inference_error__": result.error or "",
-        }
+        result = await _ended(submitted_row(self._batcher, self._questions, row))
+        return result, time.perf_counter() - began
 
     def _row(self, cells: dict[str, Any], place: str) -> Row:
         try:

@@ -161,7 +161,7 @@ def fingerprint(path: str) -> str:
 
 @dataclass(frozen=True)
 class Files(Source):
-    """Pictures and videos by their paths and URLs."""
+    """Pictures and videos by their paths and URLs, which are their ids."""
 
     paths: tuple[str, ...]
     fps: float | None = None
@@ -170,7 +170,15 @@ class Files(Source):
     columns = FILE_COLUMNS
 
     def rows(self) -> Iterator[Row]:
-        return (row_of_file(path, fps=self.fps, max_frames=self.max_frames) for path in self.paths)
+        for path in self.paths:
+            prepare_for(path)
+            columns = file_columns(path)
+            if is_video(path):
+                clip = Video(path, fps=self.fps, max_frames=self.max_frames)
+                yield Row(id=path, videos=(clip,), columns=columns)
+            else:
+                row_id = name_of(path) if path.startswith("data:") else path
+                yield Row(id=row_id, images=(path,), columns=columns)
 
 
 def read_standard_input(reading: Reading) -> Source:
@@ -221,15 +229,6 @@ class Pdf(SourceFile):
             columns = {**file_columns(self.path), "page": number + 1, "pages": count}
             load = partial(render_page, self.path, number, self.dpi)
             yield Row(id=page, images=(page,), columns=columns, load=load)
-
-
-def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
-    """A picture or video as a row: its path is its id."""
-    prepare_for(path)
-    columns = file_columns(path)
-    if is_video(path):
-        return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)
-    return Row(id=path if not path.startswith("data:") else name_of(path), images=(path,), columns=columns)
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
