@@ -84,7 +84,9 @@ class Worker:
     async def ask(self, request: Request) -> Result:
         """One row's end. Cancelled, it ends the row."""
         assert self._batcher is not None
-        return _plain(await _ended(submitted(self._batcher.submit_request, request)))
+        # By an id of the batcher's own: a row that comes again after a lost connection may still be under way here.
+        result = await _ended(submitted(self._batcher.submit_request, replace(request, request_id=None)))
+        return _plain(replace(result, request_id=request.request_id or ""))
 
 
 def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
