@@ -227,7 +227,7 @@ def test_a_worker_answers_a_row_that_comes_again_while_it_has_it() -> None:
         worker, row = Worker(), Request(prompt="count to 3", request_id="a")
         await worker.load(None, {}, __version__)
         await worker.load(None, {}, __version__)
-        return await asyncio.gather(worker.ask(row), worker.ask(row))
+        return [*await asyncio.gather(worker.ask(row), worker.ask(row))]
 
     assert [(result.request_id, result.text) for result in asyncio.run(ask())] == [("a", "1 2 3")] * 2
     with pytest.raises(InvalidJob, match="this machine 0"):

@@ -8,12 +8,8 @@
     sources, _ = jobs.open_sources(["photos/"])
     jobs.run(sources, jobs.open_sink("answers.jsonl"), Cluster("hub/id"))
 
-``Cluster`` keeps each worker's engine full, row by row, and one process writes the answers: that is what makes a job
-resumable, with every row once. ``Answer`` is for those whose tables are Ray Datasets already::
-
-    dataset.map_batches(Answer, fn_constructor_kwargs={"model": "hub/id"}, compute=ActorPoolStrategy(size=8), num_gpus=1)
-
-Only Ray's public names are used. The workers need this package, of the same version, and the model's files.
+One process reads the rows and writes the answers, so that a job can be resumed, with every row once. ``Answer`` is for those
+whose tables are Ray Datasets already. The workers need this package, of the same version, and the model's files.
 """
 
 from __future__ import annotations
@@ -134,9 +130,7 @@ class Cluster:
     rows name by path are read here and sent, unless ``shared_files`` says that all machines have them at these paths.
     ``say`` is told what becomes of the workers.
 
-    A context manager. Entering waits for the first worker, and raises InvalidJob if none can start; ``as_completed``
-    raises ``NoWorkers`` when none is left. Rows of a worker that dies are asked again, each answered once; a row under
-    which three workers die ends with an error.
+    A context manager. Entering waits for the first worker, and raises InvalidJob if none can start.
     """
 
     def __init__(
@@ -193,7 +187,11 @@ class Cluster:
         self.close()
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Results as they end; match them by ``request_id``. Leaving the loop cancels the rest. Raises NoWorkers."""
+        """Results as they end; match them by ``request_id``. Leaving the loop cancels the rest.
+
+        Rows of a worker that dies are asked again, each answered once; a row under which three workers die ends with an error.
+        Raises NoWorkers when no worker is left.
+        """
         assert self._workers is not None, "a cluster is entered first: with Cluster(...) as batcher"
         ray = _ray()
         change = with_whole_paths if self._shared_files else with_files
@@ -255,9 +253,7 @@ class Answer:
 
     A row has ``messages`` (OpenAI's form), or a ``prompt`` column, or the class is given a ``prompt`` that may name
     columns; pictures and videos lie in columns of the usual names (``image``, ``video``) or in the messages. Its
-    ``sampling_params`` go before ``params``. Every row comes back, in its place and with its columns, with
-    ``generated_text``, ``generated_tokens``, ``num_input_tokens``, ``num_generated_tokens``, ``finish_reason``,
-    ``time_taken_llm`` (seconds, -1 for a failure) and ``__inference_error__``, which is "" for an answer.
+    ``sampling_params`` go before ``params``. Every row comes back, in its place and with its columns, and ``OUTPUT_COLUMNS``.
 
     The engine is full when there are more rows under way than it has places: give ``max_concurrency`` so that an actor
     works on several blocks, and ``batch_size`` of a few dozen. Raises InvalidJob for a model that cannot be loaded.
