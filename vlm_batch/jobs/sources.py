@@ -24,7 +24,6 @@ from vlm_batch.jobs.files import (
     Found,
     check_there,
     expanded,
-    find_files,
     is_url,
     is_video,
     picture_suffixes,
@@ -79,25 +78,17 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
     reading = reading or Reading()
     check_there(arguments)
     sources: list[Source] = []
-    plain: list[str] = []
+    files: list[str] = []  # since the last table
     found = Found()
-
-    def close_plain() -> None:
-        if plain:
-            new = find_files(plain, suffixes=reading.suffixes, recursive=reading.recursive, found=found)
-            sources.extend(_of_files(new, reading))
-            plain.clear()
-
     for argument in arguments:
         for path in expanded(argument):
             opened = _table(path, reading)
             if opened is None:
-                plain.append(path)
-                continue
-            close_plain()
-            if path == "-" or found.add(path):  # a table in two spellings is one table
-                sources.extend(opened)
-    close_plain()
+                files += found.look_for(path, suffixes=reading.suffixes, recursive=reading.recursive)
+            elif path == "-" or found.add(path):  # a table in two spellings is one table
+                sources += [*_of_files(files, reading), *opened]
+                files = []
+    sources += _of_files(files, reading)
     if not sources:
         looked = " ".join(reading.suffixes)
         said = f" ({found.said()})" if found.said() else ""
