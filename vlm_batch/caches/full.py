@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import own_array, round_up
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, row_of, upstream
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, upstream
+from vlm_batch.caches.rows import RowsCache, one_of
 from vlm_batch.caches.slab import SlabCache
-from vlm_batch.caches.stacked import StackedRowsCache
 from vlm_batch.caches.states import CopiedState, LayerState, SimpleState, filed
 
 
@@ -46,10 +46,7 @@ class FullKind(UpstreamKind):
     holds_rows = True
 
     def row(self, index: int, *, is_own: bool = True) -> KVCache:
-        taken, cut = KVCache(), row_of(index, is_own=is_own)
-        taken.keys, taken.values = cut(self.cache.keys), cut(self.cache.values)
-        taken.offset = self.cache.offset
-        return taken
+        return one_of(self.cache, index, is_own=is_own)
 
     @property
     def can_trim(self) -> bool:
@@ -66,7 +63,7 @@ class FullKind(UpstreamKind):
         return FullState(*(own_array(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return SlabCache(num_places) if placement is Placement.SLAB else StackedRowsCache()
+        return SlabCache(num_places) if placement is Placement.SLAB else RowsCache(may_stack=True)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return super().bytes_at(round_up(tokens, KVCache.step), seen)

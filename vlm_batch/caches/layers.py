@@ -143,14 +143,6 @@ def kind_of(cache: Any) -> CacheKind:
     return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)
 
 
-def row_of(index: int, *, is_own: bool) -> Callable[[mx.array], mx.array]:
-    """A function that cuts a row out of an array (R, ...), with a copy of its own or without."""
-    if not is_own:
-        return lambda array: array[index : index + 1]
-    place = mx.array([index])
-    return lambda array: mx.take(array, place, axis=0)
-
-
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
     return kind_of(single).batched(placement, num_places)

@@ -20,8 +20,8 @@ from vlm_batch.caches.layers import (
     upstream,
 )
 from vlm_batch.caches.quantized import QuantizedSlabCache
+from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
-from vlm_batch.caches.stacked import StackedRowsCache
 from vlm_batch.caches.states import LayerState, SimpleState, filed
 
 
@@ -74,7 +74,7 @@ def always_mask(layer: LayerCache) -> None:
     for part in parts_of(layer):
         if isinstance(part, SlabCache):
             part.always_masked = True
-        elif isinstance(part, StackedRowsCache):
+        elif isinstance(part, RowsCache):
             part.may_stack = False
 
 

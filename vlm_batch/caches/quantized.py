@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
 from vlm_batch.arrays import own_array, round_up
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
+from vlm_batch.caches.rows import RowsCache, row_of
 from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
 from vlm_batch.caches.states import SimpleState, filed
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
