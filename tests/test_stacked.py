@@ -46,9 +46,8 @@ def step(layer: RowsCache, number: int) -> np.ndarray:
 
 
 def held(layer: RowsCache) -> list[str]:
-    return [
-        "empty" if one is None else "one of several" if layer.places.count(one) > 1 else "own" for one in layer.places
-    ]
+    ids = list(map(id, layer.places))
+    return ["empty" if one is None else "one of several" if ids.count(id(one)) > 1 else "own" for one in layer.places]
 
 
 def same(one: RowsCache, other: RowsCache) -> None:

@@ -117,15 +117,15 @@ class RowsCache:
 
     def take(self, place: int) -> Any:
         """The row's own cache again, with what it has seen since ``put``."""
+        first, end = self._run_of(place)
         cache = self.places[place]
-        return cache if self.places.count(cache) == 1 else one_of(cache, place - self.places.index(cache))
+        return cache if end - first == 1 else one_of(cache, place - first)
 
     def clear(self, place: int) -> None:
         """Forget the row at a place; each other row of its array gets its own cache again."""
-        cache = self.places[place]
-        if cache is not None and (count := self.places.count(cache)) > 1:
-            first = self.places.index(cache)
-            self.places[first : first + count] = [one_of(cache, index) for index in range(count)]
+        first, end = self._run_of(place)
+        if end - first > 1:
+            self.places[first:end] = [one_of(self.places[place], index) for index in range(end - first)]
         self.places[place] = None
 
     def remove(self, place: int) -> None:
@@ -193,6 +193,10 @@ class RowsCache:
             if end == len(self.places) or cache is None or self.places[end] is not cache:
                 yield first, end, cache
                 first = end
+
+    def _run_of(self, place: int) -> tuple[int, int]:
+        """(first place, end) of the rows that are one array with that of a place."""
+        return next((first, end) for first, end, _ in self._runs() if first <= place < end)
 
     def _states(self, state: Callable[[Any, int, int], tuple[Any, Any]]) -> tuple[RowStates, RowStates]:
         """Keys and values of all places; ``state(cache, first, end)`` gives those of a run."""
