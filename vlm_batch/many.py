@@ -39,9 +39,9 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
                     break
                 except Exception as error:
                     is_open = False
-                    yield index, _unreadable(index, error)
+                    yield index, failed_result(f"refused-{index}", error)
                     break
-                taken = _submitted(submit, given, index)
+                taken = submitted(submit, given, index)
                 if isinstance(taken, Result):
                     yield index, taken
                     continue
@@ -92,15 +92,15 @@ async def in_turn_async(
                 index, count = count, count + 1
                 if (error := finished.exception()) is not None:
                     is_open = False
-                    yield index, _unreadable(index, error)
+                    yield index, failed_result(f"refused-{index}", error)
                 elif (given := finished.result()) is _END:
                     is_open = False
                 else:
-                    taken = _submitted(submit, given, index)
+                    taken = submitted(submit, given, index)
                     if isinstance(taken, Result):
                         yield index, taken
                     else:
-                        waited[asyncio.ensure_future(_end_of(taken))] = index, taken
+                        waited[asyncio.ensure_future(taken)] = index, taken
     finally:
         for future, (_, handle) in waited.items():
             handle.cancel()
@@ -118,12 +118,8 @@ async def _as_async(requests: Iterable[Asked] | AsyncIterable[Asked]) -> AsyncIt
         yield request
 
 
-async def _end_of(handle: Handle) -> Result:
-    return await handle
-
-
-def _submitted(submit: Submit, given: Any, index: int) -> Handle | Result:
-    """A handle, or the result of what could not be submitted."""
+def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
+    """A handle, or the result of what could not be submitted. Raises BatcherClosed if that was the first of many."""
     try:
         if isinstance(given, Mapping):
             return submit(Request(**given))
@@ -139,7 +135,3 @@ def _submitted(submit: Submit, given: Any, index: int) -> Handle | Result:
         if isinstance(given, Request):
             name = given.request_id
         return failed_result(name if isinstance(name, str) and name else f"refused-{index}", error)
-
-
-def _unreadable(index: int, error: BaseException) -> Result:
-    return failed_result(f"refused-{index}", error)

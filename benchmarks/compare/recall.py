@@ -56,8 +56,7 @@ class Contexts:
 class RecallingAdapter:
     """A family's adapter whose prefill recalls."""
 
-    shares_prefill = False
-    pads_prefill = False
+    is_causal = False
 
     def __init__(self, adapter: Any, contexts: Contexts) -> None:
         self._adapter = adapter
@@ -66,8 +65,8 @@ class RecallingAdapter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
-    def prefill(self, encoded: Any, cache: list[Any], start: int, end: int) -> Any:
-        return self._contexts.recall(int(encoded.input_ids[0, 0].item()), cache, start, end)
+    def prefill(self, rows: Any, cache: list[Any], begin: int, end: int, call: Any) -> Any:
+        return self._contexts.recall(int(rows[0].input_ids[0, 0].item()), cache, begin, end)
 
 
 class RecallingLanguageModel:

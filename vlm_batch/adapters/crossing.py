@@ -22,6 +22,8 @@ class CrossingAdapter(Adapter):
     ``k_proj``, ``v_proj`` and ``out_proj``.
     """
 
+    is_causal = False  # an encoder sees the whole prompt, or more
+
     @property
     def token_table(self) -> Any:
         return self.language.model.shared
@@ -34,7 +36,7 @@ class CrossingAdapter(Adapter):
     def last_position_logits(self) -> None:
         """The family's ``answer`` gives the last position's logits only."""
 
-    def make_cache(self) -> list[Any]:
+    def row_caches(self) -> list[Any]:
         layers = self.language.model.decoder.layers
         return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
 

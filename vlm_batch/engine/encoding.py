@@ -16,31 +16,39 @@ from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.sampling import RowRules, reads_history
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidParameters, PromptTooLong
-from vlm_batch.records import Encoded
+from vlm_batch.records import Call, Encoded
 
 
 class Encoder:
-    """Makes rows ready for prefill. ``kv`` has the settings of quantised caches, or is None."""
+    """Makes rows ready for prefill. ``kv`` has the settings of quantised caches, or is None; ``call`` goes to the adapter."""
 
-    def __init__(self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        reuse: Reuse,
+        config: SchedulerConfig,
+        kv: KVQuantisation | None,
+        call: Call = Call(),
+    ) -> None:
         self.adapter = adapter
         self.reuse = reuse
         self._config = config
         self._kv = kv
+        self.call = call
 
     def encode(self, row: Row) -> None:
         """Give a row its caches and its ``Encoded``. Raises PromptTooLong, and whatever the family raises for bad inputs."""
         prompt = row.prompt
         assert prompt is not None and prompt.inputs is not None
         begin = time.perf_counter()
-        cached = self.reuse.begin(row, self._fresh_cache())
-        encoded = self.adapter.encode(prompt.inputs, cached)
+        cached = self.reuse.begin(row, self.adapter.make_cache(self._kv))
+        encoded = self.adapter.encode(prompt.inputs, self.call, cached)
         if row.params.prompt_logprobs is not None:
             row.answer.prompt_scores = self._scores(row.params.prompt_logprobs, prompt.inputs, encoded)
         context, asked = self.adapter.max_context, row.params.max_tokens
         check_length(encoded.length, context, self._config.max_prompt_tokens)
         exact = self.reuse.exact
-        if exact is not None and row.answer.prompt_scores is None:
+        if exact is not None and row.answer.prompt_scores is None and encoded.is_plain:
             prompt.rows = exact.rows(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
@@ -72,7 +80,7 @@ class Encoder:
         prompts = [row.prompt for row in rows if row.prompt is not None]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
-            found = self.adapter.encode_together(given)
+            found = self.adapter.encode_together(given, self.call)
         except Exception:
             return 1  # each of them is encoded alone and told its own error
         for prompt, inputs in zip(prompts, found, strict=True):
@@ -94,10 +102,6 @@ class Encoder:
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
             )
         return scores
-
-    def _fresh_cache(self) -> list[Any]:
-        fresh = self.adapter.make_cache()
-        return fresh if self._kv is None else self._kv.caches(fresh)
 
 
 def check_length(prompt: int, context: int | None, limit: int | None) -> None:

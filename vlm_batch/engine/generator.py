@@ -12,6 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.engine.warming import forwards
 from vlm_batch.policy import Policy, policy_for
+from vlm_batch.records import Call
 from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
@@ -72,7 +74,6 @@ class BatchGenerator:
         sampler: Sampler = sample,
         exact: Exact | None = None,
     ) -> None:
-        self.adapter = adapter
         self.kv = kv
         self.reuse = reuse or Reuse(adapter, exact=exact)
         if exact != self.reuse.exact:
@@ -82,22 +83,26 @@ class BatchGenerator:
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
             )
         self.text = text or AnswerText()
-        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None or exact.graphs else False)
         if policy is None:
             policy = policy_for((placement or Placement.for_device()).value, device())
         placement = placement or Placement(policy.placement)
         config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
-            adapter.go_by_shapes(True, exact)
-        else:
-            adapter.go_by_shapes(False)  # also if an engine before this one did
+            adapter = adapter.with_products(dict(exact.products))
+        self.adapter = adapter
+        call = Call(is_fixed=exact is not None)
+        self._decoder = Decoder(
+            adapter, call, compile_decode=compile_decode if exact is None or exact.graphs else False
+        )
         self.scheduler = Scheduler(config)
         self._placement = placement
         self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, few_bits=policy.few_bits)
         self.batch = self._empty_batch()
         self._pace = Pace(config)
-        self.encoder = Encoder(adapter, self.reuse, config, kv)
+        pictures = None if exact is None else exact.pictures
+        encode_call = replace(call, most_patches=policy.most_patches, pictures=pictures)
+        self.encoder = Encoder(adapter, self.reuse, config, kv, encode_call)
         self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
         itself: BatchGenerator = weakref.proxy(self)  # parts that held it would make a circle, and keep the model alive
         self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)

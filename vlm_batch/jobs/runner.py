@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.errors import describe
 from vlm_batch.jobs.files import identity
@@ -19,7 +19,12 @@ from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Summary
+from vlm_batch.many import submitted
 from vlm_batch.types import Request, Result, Stats, TokenLogprobs, Usage
+
+if TYPE_CHECKING:
+    from vlm_batch.batcher import VLMBatcher
+    from vlm_batch.handle import Handle
 
 
 class Batcher(Protocol):
@@ -210,15 +215,16 @@ def run(
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
-        if plan.left == 0:
-            return _nothing_left(sink, header, summary, retry_errors)
-        opened = batcher() if callable(batcher) else contextlib.nullcontext(batcher)
+        if plan.left == 0:  # its last run may have been killed before it could make the output
+            opened: AbstractContextManager[Batcher | None] = contextlib.nullcontext()
+        else:
+            opened = batcher() if callable(batcher) else contextlib.nullcontext(batcher)
         with opened as ready:
-            sink.begin(header, overwrite=overwrite, drop_errors=retry_errors)
+            sink.begin(header, overwrite=overwrite and ready is not None, drop_errors=retry_errors)
             try:
-                _stream(
-                    job, ready, summary, watch, lambda item: item.id in done or (not retry_errors and item.id in failed)
-                )
+                if ready is not None:
+                    asked_before = [done] if retry_errors else [done, failed]
+                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before))
                 sink.finish()
             finally:
                 sink.close()
@@ -232,16 +238,6 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
         paths = source.paths if isinstance(source, Files) else (source.name,)
         if sink.name not in ("", "-") and any(identity(path) == output for path in paths):
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
-
-
-def _nothing_left(sink: Sink, header: Mapping[str, Any], summary: Summary, retry_errors: bool) -> Summary:
-    """Make the output of a job that is done: its last run may have been killed before it could."""
-    sink.begin(header, overwrite=False, drop_errors=retry_errors)
-    try:
-        sink.finish()
-    finally:
-        sink.close()
-    return summary
 
 
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
@@ -298,6 +294,14 @@ def make_request(item: Item) -> tuple[Request | None, Item]:
         return item.request(), item
     except Exception as error:  # whatever reading a page or a cell raises is this row's
         return None, replace(item, error=f"{type(error).__name__}: {error}")
+
+
+def submitted_row(batcher: VLMBatcher, questions: Questions, row: Row) -> Handle | Result:
+    """A row of a table under way, by an id of the batcher's own, or the result that says why it cannot be."""
+    request, item = make_request(next(questions.ask(row)))
+    if request is None:
+        return Result(request_id=item.id, finish_reason="error", error=item.error)
+    return submitted(batcher.submit_request, replace(request, request_id=None))
 
 
 def record_of(item: Item, result: Result) -> Record:

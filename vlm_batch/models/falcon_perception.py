@@ -76,10 +76,10 @@ class FalconPerception(FalconOCR):
             return PositionState()
         return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"]))
 
-    def make_cache(self) -> list[Any]:
-        return [*super().make_cache(), Pointer()]
+    def row_caches(self) -> list[Any]:
+        return [*super().row_caches(), Pointer()]
 
-    def decode(self, step: DecodeStep) -> mx.array:
+    def run_step(self, step: DecodeStep) -> mx.array:
         """Upstream reads one row's token and feeds back its point or size (language.py:382-434); here every row's own."""
         rows = step.caches[-1]
         assert isinstance(rows, RowsCache)
@@ -88,11 +88,6 @@ class FalconPerception(FalconOCR):
             if row is not None and (fed := self._take(row, token)) is not None:
                 embeds[place] = fed.astype(embeds.dtype)
         return self.forward(step.tokens, embeds, step.caches, self.decode_extras(step))
-
-    @property
-    def scores_chunks(self) -> bool:
-        """No: a row's points are read where its last position is."""
-        return False
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
@@ -107,7 +102,8 @@ class FalconPerception(FalconOCR):
         points, sizes = self.model.decode_coords(hidden[:, -1]), self.model.decode_sizes(hidden[:, -1])
         for place, row in enumerate(rows):
             if row is not None:
-                row.logits = (points[place], sizes[place])
+                at = place - len(rows)  # of a prompt that is scored the last position's
+                row.logits = (points[at], sizes[at])
         trunk = self.language.model
         head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
         return head(hidden)[:, -1]
