@@ -24,7 +24,7 @@ from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, SlabCache
-from vlm_batch.caches.layers import save_layer
+from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import (
     QuantizedCache,
@@ -470,7 +470,7 @@ def test_slabs_and_rows_hold_the_same() -> None:
         for found, right in zip(taken.state, twin.state, strict=True):
             assert found.shape == right.shape
             assert all(mx.array_equal(a, b).item() for a, b in zip(found.parts, right.parts, strict=True))
-        state = save_layer(taken, taken.offset)
+        state = kind_of(taken).saved(taken.offset)
         again = state.restore(7)
         assert again.state[0].shape == (1, 2, 7, 48)
 
@@ -542,7 +542,7 @@ def test_a_late_cache_is_exact_until_its_start() -> None:
     found, _ = late.update_and_fetch(keys[:, :, :1], keys[:, :, :1])
     assert isinstance(found, QuantizedStates)
     assert found.shape == (1, 2, 21, 32)
-    state = save_layer(late, 21)
+    state = kind_of(late).saved(21)
     assert state.floor == 20
     assert [state.reaches(length) for length in (19, 20, 21, 22)] == [False, True, True, False]
 

@@ -32,7 +32,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.layers import CacheKind, is_whole_kind, save_layer
+from vlm_batch.caches.layers import CacheKind, is_whole_kind, kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.retained import RetainedPromptCache
@@ -227,7 +227,7 @@ def seen(cache: object) -> list[np.ndarray]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_cache_is_the_cache_and_shares_nothing_with_it(kind: str) -> None:
     live = KINDS[kind]()
-    state = save_layer(live, 12)
+    state = kind_of(live).saved(12)
     mx.eval(state.arrays())
     right = seen(live)
     for _ in range(2):  # a second restoring is not changed by what became of the first
@@ -284,10 +284,10 @@ def _nones(cache: object) -> list[bool]:
 
 
 def test_a_window_is_cut_back_only_while_it_has_not_rolled() -> None:
-    state = save_layer(filled(RotatingKVCache(16), 12), 12)
+    state = kind_of(filled(RotatingKVCache(16), 12)).saved(12)
     assert [state.reaches(length) for length in (1, 11, 12, 13)] == [True, True, True, False]
     assert all(np.array_equal(a, b[:, :, :7]) for a, b in zip(seen(state.restore(7)), state.arrays(), strict=True))
-    rolled = save_layer(filled(RotatingKVCache(8), 12), 12)
+    rolled = kind_of(filled(RotatingKVCache(8), 12)).saved(12)
     assert [rolled.reaches(length) for length in (1, 8, 11, 12)] == [False, False, False, True]
 
 

@@ -18,9 +18,9 @@ from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.full import FullState
-from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
+from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.quantized import QuantizedCache
-from vlm_batch.caches.states import LayerState, SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.checks import whole_option
 from vlm_batch.errors import shown
@@ -139,12 +139,12 @@ class LateCache(CacheKind):
 
     def saved(self, length: int) -> LateState:
         how = self.how
-        return LateState(save_layer(self.inner, length), (how.bits, how.group_size, how.scheme, how.start))
+        return LateState(kind_of(self.inner).saved(length), (how.bits, how.group_size, how.scheme, how.start))
 
 
 @filed
 @dataclass(frozen=True)
-class LateState(SimpleState):
+class LateState(LayerState):
     """Full attention that is quantised from token ``start`` on: once it is, it cannot be cut back to before that."""
 
     state: LayerState
@@ -160,12 +160,6 @@ class LateState(SimpleState):
 
     def restore(self, length: int) -> LateCache:
         return LateCache(KVQuantisation(*self.how), self.state.restore(length))
-
-    def parts(self) -> tuple[LayerState, ...]:
-        return (self.state,)
-
-    def arrays(self) -> list[mx.array]:
-        return self.state.arrays()
 
 
 def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
