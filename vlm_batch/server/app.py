@@ -131,8 +131,8 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
     async def ready() -> JsonResponse:
         """Answer 200 if a request would be answered: the model is there, and the engine steps."""
-        state = "stalled" if service.is_stalled else service.state
-        return JsonResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
+        is_ready = service.state in ("ready", "idle")
+        return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
