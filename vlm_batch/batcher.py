@@ -277,36 +277,6 @@ class VLMBatcher:
         """
         return self._preparer.check(request).prompt
 
-    def map(
-        self,
-        table: Any,
-        prompt: str | None = None,
-        *,
-        image: str | None = None,
-        video: str | None = None,
-        system: str | None = None,
-        params: SamplingParams | Mapping[str, Any] | None = None,
-        into: str = "answer",
-    ) -> Any:
-        """Ask about every row of a table: the same kind of table comes back with three more columns, in the same order.
-
-        ``table`` is a ``datasets.Dataset`` or ``IterableDataset``, a pandas or polars ``DataFrame``, a ``pyarrow.Table`` or
-        ``RecordBatchReader``, or anything that pyarrow makes a table of. An ``IterableDataset`` and a ``RecordBatchReader``
-        are answered while the result is read; of the others, pictures are read as they are asked about. ``prompt`` may name
-        columns (``"What is on this {kind}?"``); without one, the column "prompt" is asked. ``image`` and ``video`` name the
-        columns with paths, URLs, bytes or pictures; by default those of the usual names, or that hold pictures by their type.
-        ``into`` holds the text, ``into_error`` why there is none, ``into_tokens`` how many tokens it has.
-
-        Raises ``jobs.InvalidJob`` (a ValueError) for a table or columns that do not fit.
-        """
-        from vlm_batch.jobs.maps import (
-            map_table,
-        )  # a floor above, and with it datasets and pyarrow: when it is asked for
-
-        return map_table(
-            self, table, prompt, image=image, video=video, system=system, params=params_of(params), into=into
-        )
-
     def cancel(self, request_id: str) -> bool:
         """End a request at whatever stage it is; False if none of that id is alive. Raises InvalidRequest for what is no id."""
         if not isinstance(request_id, str):

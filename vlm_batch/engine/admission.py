@@ -11,7 +11,6 @@ import heapq
 import itertools
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 
@@ -205,8 +204,8 @@ class Admission:
         row.clock.read_seconds, row.clock.process_seconds = loading.read_seconds, loading.process_seconds
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
-        rules = row.answer.rules = replace(row.answer.rules, bad_words=prepared.bad_words)
-        row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, rules.end_ids)
+        row.answer.bad_words = prepared.bad_words
+        row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
         row.prompt.inputs = as_mlx(prepared.inputs)
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         row.keep_given(row.prompt.inputs, prepared.kept)

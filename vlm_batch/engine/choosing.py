@@ -17,7 +17,7 @@ from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.port import Sampler
 from vlm_batch.engine.recovery import Recovery
 from vlm_batch.engine.row import Row, Status
-from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, to_list
+from vlm_batch.engine.sampling import Sampled, SamplingRow, changes_logits, process
 from vlm_batch.types import TokenLogprobs
 
 
@@ -49,9 +49,7 @@ class Flight:
 
     def values(self) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
         """Wait for it: (tokens, whether each row's logits were finite, log-probabilities by index)."""
-        tokens = to_list(self.sampled.tokens)
-        logprobs = {} if self.is_known else self.sampled.read_logprobs([row.params for row in self.rows], tokens)
-        return tokens, self.sampled.are_finite(), logprobs
+        return self.sampled.read()
 
 
 @dataclass
@@ -129,11 +127,11 @@ class Chooser:
 
     def _processed(self, rows: Sequence[Row], logits: mx.array) -> tuple[Sequence[Row], mx.array]:
         """Rows with their logits (R, V), after the rows' own penalties and processors."""
-        if not any(needs_processing(row.params) for row in rows):
+        if not any(changes_logits(row.params) for row in rows):
             return rows, logits
         single = [logits[index : index + 1] for index in range(len(rows))]
         picked = [
-            self._recovery.guard(row, process, one, _sampling_row(row)) if needs_processing(row.params) else one
+            self._recovery.guard(row, process, one, _sampling_row(row)) if changes_logits(row.params) else one
             for row, one in zip(rows, single, strict=True)
         ]
         rows = [row for row, one in zip(rows, picked, strict=True) if one is not None]

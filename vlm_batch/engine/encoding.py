@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.prompt_scores import PromptScores
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row
-from vlm_batch.engine.sampling import needs_history
+from vlm_batch.engine.sampling import RowRules, reads_history
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidParameters, PromptTooLong
-from vlm_batch.records import Encoded
+from vlm_batch.records import Call, Encoded
 
 
 class Encoder:
-    """Makes rows ready for prefill. ``kv`` has the settings of quantised caches, or is None."""
+    """Makes rows ready for prefill. ``kv`` has the settings of quantised caches, or is None; ``call`` goes to the adapter."""
 
-    def __init__(self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        reuse: Reuse,
+        config: SchedulerConfig,
+        kv: KVQuantisation | None,
+        call: Call = Call(),
+    ) -> None:
         self.adapter = adapter
         self.reuse = reuse
         self._config = config
         self._kv = kv
+        self.call = call
 
     def encode(self, row: Row) -> None:
         """Give a row its caches and its ``Encoded``. Raises PromptTooLong, and whatever the family raises for bad inputs."""
         prompt = row.prompt
         assert prompt is not None and prompt.inputs is not None
         begin = time.perf_counter()
-        cached = self.reuse.begin(row, self._fresh_cache())
-        encoded = self.adapter.encode(prompt.inputs, cached)
+        cached = self.reuse.begin(row, self.adapter.make_cache(self._kv))
+        encoded = self.adapter.encode(prompt.inputs, self.call, cached)
         if row.params.prompt_logprobs is not None:
             row.answer.prompt_scores = self._scores(row.params.prompt_logprobs, prompt.inputs, encoded)
         context, asked = self.adapter.max_context, row.params.max_tokens
@@ -47,10 +54,10 @@ class Encoder:
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts.of(encoded)
         row.answer.max_tokens = asked if context is None else min(asked, context - encoded.length)
-        if needs_history(row.params):
+        row.answer.rules = RowRules(row.answer.end_ids, row.answer.bad_words)
+        if reads_history(row.params):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             row.answer.history = mx.array(known, dtype=mx.int32)
-            row.answer.rules = replace(row.answer.rules, num_prompt=len(known))
         self.reuse.commit(row)
         if not row.clock.first_token:
             row.clock.encode_seconds = time.perf_counter() - begin
@@ -73,7 +80,7 @@ class Encoder:
         prompts = [row.prompt for row in rows if row.prompt is not None]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
-            found = self.adapter.encode_together(given)
+            found = self.adapter.encode_together(given, self.call)
         except Exception:
             return 1  # each of them is encoded alone and told its own error
         for prompt, inputs in zip(prompts, found, strict=True):
@@ -95,10 +102,6 @@ class Encoder:
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
             )
         return scores
-
-    def _fresh_cache(self) -> list[Any]:
-        fresh = self.adapter.make_cache()
-        return fresh if self._kv is None else self._kv.caches(fresh)
 
 
 def check_length(prompt: int, context: int | None, limit: int | None) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,6 @@ from vlm_batch.engine.faults import let_go, raised_in
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.recovery import Recovery
@@ -40,6 +40,7 @@ from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.engine.warming import forwards
 from vlm_batch.policy import Policy, policy_for
+from vlm_batch.records import Call
 from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
@@ -73,7 +74,6 @@ class BatchGenerator:
         sampler: Sampler = sample,
         exact: Exact | None = None,
     ) -> None:
-        self.adapter = adapter
         self.kv = kv
         self.reuse = reuse or Reuse(adapter, exact=exact)
         if exact != self.reuse.exact:
@@ -83,22 +83,26 @@ class BatchGenerator:
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
             )
         self.text = text or AnswerText()
-        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None or exact.graphs else False)
         if policy is None:
             policy = policy_for((placement or Placement.for_device()).value, device())
         placement = placement or Placement(policy.placement)
         config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
-            adapter.go_by_shapes(True, exact)
-        else:
-            adapter.go_by_shapes(False)  # also if an engine before this one did
+            adapter = adapter.with_products(dict(exact.products))
+        self.adapter = adapter
+        call = Call(is_fixed=exact is not None)
+        self._decoder = Decoder(
+            adapter, call, compile_decode=compile_decode if exact is None or exact.graphs else False
+        )
         self.scheduler = Scheduler(config)
         self._placement = placement
         self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, few_bits=policy.few_bits)
         self.batch = self._empty_batch()
         self._pace = Pace(config)
-        self.encoder = Encoder(adapter, self.reuse, config, kv)
+        pictures = None if exact is None else exact.pictures
+        encode_call = replace(call, most_patches=policy.most_patches, pictures=pictures)
+        self.encoder = Encoder(adapter, self.reuse, config, kv, encode_call)
         self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
         itself: BatchGenerator = weakref.proxy(self)  # parts that held it would make a circle, and keep the model alive
         self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)
@@ -152,7 +156,7 @@ class BatchGenerator:
             request_id,
             Prompt(inputs=as_mlx(inputs)),
             params or SamplingParams(),
-            decode=self.text.decode,
+            text=self.text,
             priority=priority,
             cache=cache,
             return_cache=return_cache,
@@ -165,8 +169,6 @@ class BatchGenerator:
         if row.request_id in self._rows:
             raise ValueError(f"request id {row.request_id!r} is already in use")
         self._rows[row.request_id] = row
-        eos = () if row.params.ignore_eos else self.text.eos_token_ids
-        row.answer.rules = RowRules(end_ids=(*eos, *row.params.stop_token_ids))
         self.admission.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
@@ -342,12 +344,12 @@ class BatchGenerator:
 
     def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to its row, with the text that it completes, and end the row if that is its end."""
-        answer, params = row.answer, row.params
+        answer = row.answer
         row.clock.first_token = row.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
-        is_stop = token in params.stop_token_ids or (token in self.text.eos_token_ids and not params.ignore_eos)
+        is_stop = token in answer.end_ids
         if answer.guide is not None and self.recovery.guard(row, answer.feed_guide, token, self.text.decode) is None:
             return
         is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens

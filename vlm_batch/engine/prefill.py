@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,12 +12,12 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import can_share, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
 from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, padded_count, padded_length, together
-from vlm_batch.records import Encoded
+from vlm_batch.records import Call, Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
 Guard = Callable[..., Any]
@@ -44,11 +45,12 @@ class Prefill:
         self.adapter = adapter
         self._keeps_rows = keeps_rows
         self._exact = exact
+        self.call = Call(is_fixed=exact is not None)
         self.rows: dict[str, Row] = {}
         self._reuse = reuse
         self._guard = guard
         self._kv = kv
-        fresh = self._fresh_cache()
+        fresh = adapter.make_cache(kv)
         self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
         self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
@@ -163,22 +165,25 @@ class Prefill:
         trim(prompt.cache, width - length)
         return self._settle(row, logits)
 
-    def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
+    def computed(self, rows: Sequence[Encoded], *, makes_plans: bool = False) -> tuple[mx.array, list[Any], int]:
         """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
 
         Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones,
         up to the number that an array of such prompts always has where answers are reproducible.
         """
-        cache, ends = self._fresh_cache(), [row.length for row in rows]
+        cache, ends = self.adapter.make_cache(self._kv), [row.length for row in rows]
         width = padded_length(max(ends), self._pad_to)
         fixed = None if self._exact is None else self._exact.rows(rows[0].length, rows[0].atomic)
         idle = (fixed or padded_count(len(rows), self._pad_to)) - len(rows)  # places that run and are thrown away
         rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
-        if any(end < width for end in ends) or (fixed or 1) > 1:  # of these each prompt's last position is looked up
-            return self.adapter.prefill_padded(rows, cache, 0, ends, width), cache, width
-        if len(rows) > 1:
-            return self.adapter.prefill_together(rows, cache), cache, width
-        return self.adapter.prefill(rows[0], cache, 0, width), cache, width
+        is_looked_up = any(end < width for end in ends) or (fixed or 1) > 1
+        call = replace(
+            self.call,
+            ends=tuple(ends) if is_looked_up else None,
+            attends_apart=self._exact is not None and self._exact.attends_apart(len(rows), width),
+            makes_plans=makes_plans,
+        )
+        return self.adapter.prefill(rows, cache, 0, width, call), cache, width
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -192,10 +197,6 @@ class Prefill:
         counts = sorted({padded_count(count, self._pad_to) for count in range(1, self._most_together + 1)})
         tokens = self._most_tokens or self._longest
         return [(count, width) for count in counts for width in widths if count == 1 or count * width <= tokens]
-
-    def _fresh_cache(self) -> list[Any]:
-        fresh = self.adapter.make_cache()
-        return fresh if self._kv is None else self._kv.caches(fresh)
 
     def _run_chunk(self, row: Row, chunk: Chunk) -> mx.array | None:
         """Launch a chunk; the logits (1, V) if it ended the row's prompt."""
@@ -213,14 +214,15 @@ class Prefill:
     def _forward(self, encoded: Encoded, cache: list[Any], chunk: Chunk, *, is_scored: bool) -> mx.array:
         """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
         start, end = chunk.start, chunk.end
+        call = self.call
         if is_scored:
-            prefill = self.adapter.prefill_scored if self.adapter.scores_chunks else self.adapter.prefill
-            return prefill(encoded, cache, start, end)
-        width = padded_length(end - start, self._pad_to)
-        if start + width == end:
-            return self.adapter.prefill(encoded, cache, start, end)
-        logits = self.adapter.prefill_padded([encoded], cache, start, [end], width)
-        trim(cache, start + width - end)
+            call = replace(call, is_scored=self.adapter.scores_chunks)
+            return self.adapter.prefill([encoded], cache, start, end, call)
+        stop = start + padded_length(end - start, self._pad_to)
+        if stop > end:
+            call = replace(call, ends=(end,))
+        logits = self.adapter.prefill([encoded], cache, start, stop, call)
+        trim(cache, stop - end)
         return logits
 
     def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> mx.array | None:
