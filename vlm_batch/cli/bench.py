@@ -34,8 +34,8 @@ from rich.table import Column, Table
 from vlm_batch.cli import tune
 from vlm_batch.cli.console import open_console
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least
+from vlm_batch.jobs.journal import check_writable
 from vlm_batch.jobs.lines import LineFile, encoded
-from vlm_batch.jobs.outputs import check_writable
 from vlm_batch.types import Request, SamplingParams, Timings
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ class Encoder:
         context, asked = self.adapter.max_context, row.params.max_tokens
         check_length(encoded.length, context, self._config.max_prompt_tokens)
         exact = self.reuse.exact
-        if exact is not None and row.answer.prompt_scores is None:
+        if exact is not None and row.answer.prompt_scores is None and encoded.is_plain:
             prompt.rows = exact.rows(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached

@@ -117,7 +117,8 @@ class Prefill:
 
     def _may_share(self, row: Row) -> bool:
         """Whether a row's whole prompt may be in an array with others."""
-        return row.answer.prompt_scores is None and (self._exact is None or _prompt(row).rows > 1)
+        is_plain = row.answer.prompt_scores is None and _encoded(_prompt(row)).is_plain
+        return is_plain and (self._exact is None or _prompt(row).rows > 1)
 
     def _parts(self, group: list[Chunk]) -> list[list[Chunk]]:
         """A group in parts that fit the array in which prompts of their length always are."""
@@ -173,7 +174,9 @@ class Prefill:
         """
         cache, ends = self.adapter.make_cache(self._kv), [row.length for row in rows]
         width = padded_length(max(ends), self._pad_to)
-        fixed = None if self._exact is None else self._exact.rows(rows[0].length, rows[0].atomic)
+        fixed = None
+        if self._exact is not None:
+            fixed = self._exact.rows(rows[0].length, rows[0].atomic) if rows[0].is_plain else 1
         idle = (fixed or padded_count(len(rows), self._pad_to)) - len(rows)  # places that run and are thrown away
         rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
         is_looked_up = any(end < width for end in ends) or (fixed or 1) > 1
@@ -242,12 +245,12 @@ class Prefill:
 
 def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
     """Whether whole prompts of one length may be prefilled as one array, into such fresh caches."""
-    return adapter.shares_prefill and can_share(fresh)
+    return adapter.is_causal and can_share(fresh)
 
 
 def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
     """Whether positions may stand behind a chunk, in such caches, that belong to no prompt."""
-    return adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
+    return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
 
 
 def _prompt(row: Row) -> Prompt:
