@@ -435,7 +435,7 @@ def test_the_server_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> Non
     args = cli.parser().parse_args(["serve", "--kv-bits=4", "--kv-group-size=32", "--reproducible", "--max-pixels=9"])
     given: dict[str, object] = {}
     monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", lambda model, **options: given.update(options))
-    serve.open_batcher(args)
+    serve.load_batcher(args)
     assert given["kv"] == KVQuantisation(4.0, group_size=32) and given["reproducible"] is True
     assert given["limits"] == Limits(max_pixels=9) and "policy" not in given
 

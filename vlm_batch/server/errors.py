@@ -23,17 +23,14 @@ _FIELDS = re.compile(r"(?:(?:, | and )?\b(?:" + "|".join(_ON_THE_WIRE) + r")\b)+
 #: The most characters of an exception's text that a client gets.
 MAX_MESSAGE = 600
 
+#: OpenAI's names of errors; others are the client's or the server's by their status.
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     499: "client_left",
-    500: "server_error",
     503: "unavailable_error",
     504: "timeout_error",
 }
