@@ -32,8 +32,8 @@ from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
-from vlm_batch.exactness import exact_for, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
+from vlm_batch.loading.exactness import exact_for, versions  # noqa: E402
 from vlm_batch.policy import policy_of  # noqa: E402
 from vlm_batch.records import Call  # noqa: E402
 

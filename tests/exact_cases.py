@@ -25,7 +25,7 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.exactness import Joint, prove
+from vlm_batch.loading.exactness import Joint, prove
 from vlm_batch.models import adapter_for
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.budget import ByteBudget

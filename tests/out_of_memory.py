@@ -32,8 +32,8 @@ from tests.harness import settings_for
 from vlm_batch.engine import recovery
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import exact_for
 from vlm_batch.loading import adapt
+from vlm_batch.loading.exactness import exact_for
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.types import Result, SamplingParams
 

@@ -54,8 +54,8 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.proof import best_class, classes_of, decode_bits, moving_product, numbers_apart
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import Joint, exact_for, prove
 from vlm_batch.loading import load_model
+from vlm_batch.loading.exactness import Joint, exact_for, prove
 from vlm_batch.models import _kimi_k3
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call, DecodeStep, PromptKey
@@ -358,7 +358,7 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
         return moving_product(*given)
 
-    monkeypatch.setattr("vlm_batch.exactness.moving_product", fails)
+    monkeypatch.setattr("vlm_batch.loading.exactness.moving_product", fails)
     exact = joined_of(name, "bfloat16")
     with pytest.raises(RuntimeError, match="Unable to allocate"):
         exact.rows(9)
@@ -373,7 +373,7 @@ def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "not kept"))
-    monkeypatch.setattr("vlm_batch.exactness.decode_bits", fails)
+    monkeypatch.setattr("vlm_batch.loading.exactness.decode_bits", fails)
     adapter = adapter_of("lfm2_vl", "bfloat16")
     with pytest.raises(OutOfMemory, match="too little memory to try numbers of rows"):
         exact_for(adapter)
@@ -626,7 +626,7 @@ def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
-        "vlm_batch.exactness.read_proof",
+        "vlm_batch.loading.exactness.read_proof",
         lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": []},
     )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
@@ -802,7 +802,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify_says_what_shares_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a GPU: every way gives the same bits, and the calls are named that prompts and pictures shared."""
     policy = replace(POLICIES[Device.CUDA], pad_to=16, call_tokens=96, call_patches=256)
-    monkeypatch.setattr("vlm_batch.verify.exact_for", lambda adapter: exact_for(adapter, policy=policy))
+    monkeypatch.setattr("vlm_batch.cli.verifying.exact_for", lambda adapter: exact_for(adapter, policy=policy))
     arguments = ["verify", "--model", str(default_checkpoint()), "--dtype", "bfloat16", "--max-tokens", "2"]
     assert cli.main(arguments) == 0
     said = re.search(r"calls of several prompts or pictures: (\d+) of (\d+) as proven", capsys.readouterr().out)

@@ -21,7 +21,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.exactness import Joint, exact_for
+from vlm_batch.loading.exactness import Joint, exact_for
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget

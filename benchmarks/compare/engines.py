@@ -119,8 +119,8 @@ class ThisLibrary(Driven):
 
     def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
         from vlm_batch.engine.generator import BatchGenerator
-        from vlm_batch.exactness import exact_for
         from vlm_batch.loading import adapt
+        from vlm_batch.loading.exactness import exact_for
         from vlm_batch.policy import policy_of
 
         rows = workload.rows if self.says_rows else None

@@ -23,10 +23,10 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.exactness import Proof, device_facts, exact_for, prove, versions
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import adapt
+from vlm_batch.loading.exactness import Proof, device_facts, exact_for, prove, versions
 from vlm_batch.policy import policy_of
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore

@@ -20,17 +20,17 @@ from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
-from vlm_batch.checkpoints import read_config, read_model, read_processor
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.errors import UnsupportedModel, shown
-from vlm_batch.exactness import exact_for
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
+from vlm_batch.loading.exactness import exact_for
 from vlm_batch.models import families, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import Policy, policy_of
