@@ -113,7 +113,7 @@ class LateCache(CacheKind):
     @property
     def is_exact(self) -> bool:
         """Whether nothing is quantised yet."""
-        return type(self.inner) is KVCache
+        return bool(kind_of(self.inner).full_parts())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         if self.is_exact and self.inner.offset >= self.how.start:
