@@ -33,7 +33,7 @@ from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # n
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
 from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
-from vlm_batch.exactness import exact_for, versions  # noqa: E402
+from vlm_batch.exactness import fixed_shapes, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
 from vlm_batch.policy import POLICIES  # noqa: E402
 from vlm_batch.runtime.device import device  # noqa: E402
@@ -110,17 +110,17 @@ class Engine(Driven):
         adapter = adapt(model)
         config = replace(SchedulerConfig(max_rows=workload.rows), **way.config)
         policy = replace(POLICIES[device()], **way.policy)
-        exact = exact_for(adapter, policy=policy, max_rows=workload.rows) if way.exact else None
-        if exact is not None and way.most is not None:
-            exact = replace(exact, counts=tuple(count for count in exact.counts if count <= way.most))
+        shapes = fixed_shapes(adapter, policy=policy, max_rows=workload.rows) if way.exact else None
+        if shapes is not None and way.most is not None:
+            shapes = replace(shapes, counts=tuple(count for count in shapes.counts if count <= way.most))
         self.spent = Spent()
         watched: Any = adapter
         for name in CALLS:
             setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
-        self.generator = BatchGenerator(adapter, config=config, exact=exact)
+        self.generator = BatchGenerator(adapter, config=config, shapes=shapes)
         if way.by_shapes:
             adapter.go_by_shapes()
-        self._exact = exact
+        self._shapes = shapes
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator
             setattr(owner, name, self.spent.timed(said, getattr(owner, name)))
@@ -128,7 +128,7 @@ class Engine(Driven):
     @property
     def joint(self) -> dict[str, str]:
         """Prompts and pictures that were to go together, and what spoke against it."""
-        joint = self._exact.joint if self._exact is not None else None
+        joint = self._shapes.joint if self._shapes is not None else None
         return {} if joint is None else dict(joint.found)
 
 

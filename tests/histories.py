@@ -818,11 +818,19 @@ class History:
             raise RuntimeError(WANT)
 
 
+def _apart(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return [(1, length) for length in lengths]
+
+
+def _slabs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return [(ROWS, max(lengths, default=0))]
+
+
 @cache
 def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory:
     """The bytes of rows of all requests, pictures included."""
     adapter = adapter_of(family, "alone")
-    memory = RowMemory(2**62, (lambda _: ROWS) if placement is Placement.SLAB else None)
+    memory = RowMemory(2**62, _slabs if placement is Placement.SLAB else _apart)
     for key in (*TEXTS, *PICTURES):
         encoded = adapter.encode(as_mlx(inputs_of(family, key)))
         fresh, kv = adapter.make_cache(), _kv(is_quantised)

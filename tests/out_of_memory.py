@@ -32,7 +32,7 @@ from vlm_batch.engine import recovery
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import exact_for
+from vlm_batch.exactness import fixed_shapes
 from vlm_batch.loading import adapt
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.types import Result, SamplingParams
@@ -290,9 +290,9 @@ def judged() -> Iterator[Raised]:
 def engine(load: Load) -> Engine:
     """An engine that answers reproducibly, so that a row begun again has every bit of what it had."""
     adapter = adapt(build(load.shape))
-    exact = exact_for(adapter, max_rows=load.rows)
+    exact = fixed_shapes(adapter, max_rows=load.rows)
     config = SchedulerConfig(max_rows=load.rows, prefill_together=1)
-    return Engine(load, BatchGenerator(adapter, config=config, exact=exact))
+    return Engine(load, BatchGenerator(adapter, config=config, shapes=exact))
 
 
 def measure(own: Engine, most: Callable[[], int]) -> tuple[int, int]:

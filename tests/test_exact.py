@@ -49,13 +49,13 @@ from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
-from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.proof import best_class, classes_of, decode_bits, moving_product, numbers_apart
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import Joint, exact_for, prove
+from vlm_batch.exactness import Joint, fixed_shapes, prove
 from vlm_batch.loading import load_model
 from vlm_batch.models import _kimi_k3
 from vlm_batch.policy import POLICIES
@@ -211,7 +211,7 @@ def test_groups_and_idle_places(counts: tuple[int, ...]) -> None:
         assert answer.bits == alone(name, precision, key, proven).bits
 
 
-def joined_of(name: str, precision: str) -> Exact:
+def joined_of(name: str, precision: str) -> FixedShapes:
     """What was proven of a model in slabs, with calls that hold several prompts or pictures."""
     return joined(exact_of(name, precision, Placement.SLAB), name, precision)
 
@@ -254,11 +254,11 @@ def test_a_call_has_one_shape_whoever_is_in_it(name: str, monkeypatch: pytest.Mo
     calls = Calls(adapter, monkeypatch, moves=True)
     found: dict[str, Any] = {}
     for key in (*KEYS, "two:7"):
-        engine = engine_of(adapter, exact, Way(max_rows=1, placement=Placement.SLAB))
+        engine = engine_of(adapter, exact, Way(max_rows=1))
         (found[key],) = play(name, engine, [Arrival(key)])
     del calls.patches[:]  # of proofs, too
     for make, way in SCENARIOS.values():
-        engine = engine_of(adapter, exact, replace(way, placement=Placement.SLAB))
+        engine = engine_of(adapter, exact, way)
         engine.insert("99", as_mlx(inputs_of(name, "text:5:26")))
         engine.step()
         engine.cancel("99")
@@ -277,7 +277,7 @@ def test_prompts_and_pictures_share_calls(precision: str, monkeypatch: pytest.Mo
     name = "qwen2_vl"
     adapter, exact = adapter_of(name, precision), joined_of(name, precision)
     texts = [f"text:{seed}:{length}" for seed in (5, 6, 7, 8, 9) for length in (9, 21)]
-    way = Way(max_rows=16, placement=Placement.SLAB)
+    way = Way(max_rows=16)
     for keys in (texts, [f"image:{seed}:0" for seed in range(1, 7)]):
         right = [play(name, engine_of(adapter, exact, replace(way, max_rows=1)), [Arrival(key)])[0] for key in keys]
         with pytest.MonkeyPatch.context() as patch:
@@ -332,7 +332,7 @@ def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeyp
 
     monkeypatch.setattr(adapter, "forward", by_place)
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}"))
-    assert exact.rows(9) == (8 if is_attention else 1)
+    assert exact.prompts(9) == (8 if is_attention else 1)
     assert exact.attends_apart(8, 16) is is_attention
     assert exact.joint is not None and "goes by the place" in next(iter(exact.joint.found.values()))
     keys = [f"text:{seed}:9" for seed in (5, 6, 7)]
@@ -341,7 +341,7 @@ def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeyp
     assert all(map(is_same, answers, right))
     monkeypatch.setattr(adapter, "forward", forward)
     kept = joined_of(name, "bfloat16")
-    assert (kept.rows(9), kept.attends_apart(8, 16)) == (exact.rows(9), is_attention)
+    assert (kept.prompts(9), kept.attends_apart(8, 16)) == (exact.prompts(9), is_attention)
 
 
 def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("vlm_batch.exactness.moving_product", fails)
     exact = joined_of(name, "bfloat16")
     with pytest.raises(RuntimeError, match="Unable to allocate"):
-        exact.rows(9)
+        exact.prompts(9)
     assert exact.joint is not None and not exact.joint.found
     answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in KEYS])
     assert failures < 0
@@ -377,9 +377,9 @@ def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("vlm_batch.exactness.decode_bits", fails)
     adapter = adapter_of("lfm2_vl", "bfloat16")
     with pytest.raises(OutOfMemory, match="too little memory to try numbers of rows"):
-        exact_for(adapter)
+        fixed_shapes(adapter)
     monkeypatch.undo()
-    assert len(exact_for(adapter).counts) > 1
+    assert len(fixed_shapes(adapter).counts) > 1
 
 
 class Always(Joint):
@@ -393,8 +393,8 @@ class Always(Joint):
 
 
 def test_prompts_fill_a_call_up_to_its_tokens() -> None:
-    exact = Exact((2, 4, 8), Placement.SLAB, grid=1024, pad_to=64, call_tokens=1280, joint=Always())
-    assert [exact.rows(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)] == [
+    exact = FixedShapes((2, 4, 8), Placement.SLAB, grid=1024, pad_to=64, call_tokens=1280, joint=Always())
+    assert [exact.prompts(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)] == [
         16,
         16,
         8,
@@ -409,7 +409,7 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
     assert replace(exact, stops=(32,)).rows(64) == 1, "two chunks"
     config = SchedulerConfig(prefill_together=32, encode_together=16)
     assert (exact.config(config).prefill_together, exact.config(config).encode_together) == (32, 1)
-    assert Exact().config(config).prefill_together == 1
+    assert FixedShapes().config(config).prefill_together == 1
     assert exact.settings != replace(exact, call_tokens=640).settings != replace(exact, joint=None).settings
 
 
@@ -453,13 +453,13 @@ def test_where_products_depend_on_the_number_of_rows(tmp_path: Path) -> None:
 
 
 def test_chunks_end_by_the_prompt_alone() -> None:
-    exact = Exact(grid=8, stops=(13,))
+    exact = FixedShapes(grid=8, stops=(13,))
     assert exact.ends(30) == (8, 13, 16, 24, 30)
-    assert Exact(grid=8).ends(17) == (8, 17)  # no chunk of one token
-    assert Exact(grid=8).ends(1) == (1,)
-    assert Exact(grid=8).ends(30, ((5, 12),)) == (5, 12, 16, 24, 30)
-    assert Exact(grid=8).ends(30, ((0, 2**31),)) == (30,)
-    longer, shorter = Exact(grid=8).ends(40), Exact(grid=8).ends(21)
+    assert FixedShapes(grid=8).ends(17) == (8, 17)  # no chunk of one token
+    assert FixedShapes(grid=8).ends(1) == (1,)
+    assert FixedShapes(grid=8).ends(30, ((5, 12),)) == (5, 12, 16, 24, 30)
+    assert FixedShapes(grid=8).ends(30, ((0, 2**31),)) == (30,)
+    longer, shorter = FixedShapes(grid=8).ends(40), FixedShapes(grid=8).ends(21)
     assert longer[:2] == shorter[:2]
 
 
@@ -469,14 +469,14 @@ def test_equal_keys_mean_equal_chunks() -> None:
         rows[:, 0] = np.arange(length)
         return PromptKey(rows)
 
-    exact = Exact(grid=8)
+    exact = FixedShapes(grid=8)
     one, other = exact.key(key(20)), exact.key(key(30))
     same = (one.positions == other.positions[:20]).all(axis=1)
     assert same[:16].all()
     assert not same[16:].any()  # their chunks end elsewhere
     assert one.before_span(11) == 8
     assert (np.asarray(one.answer) != 0).all()
-    joined = Exact(grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always())
+    joined = FixedShapes(grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always())
     whole, first = joined.key(key(16)), joined.key(key(30))  # alone in its array, and beside others
     assert not (whole.positions == first.positions[:16]).all(axis=1).any()
 
@@ -584,7 +584,7 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
     assert numbers == (32,) and prove(adapter, None, slab) == proof  # from its file
     more = prove(adapter, None, slab, max_rows=64)  # a request's bits do not go by who else may be there
     assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == ((name, (32, 64)),)
-    few, many = (Exact(one.best(slab), slab, products=one.products) for one in (proof, more))
+    few, many = (FixedShapes(one.best(slab), slab, products=one.products) for one in (proof, more))
     assert few.settings == many.settings
     adapter.go_by_shapes(True, few)
     held = decode_bits(adapter, slab, None, (2, 64))
@@ -632,7 +632,7 @@ def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytes
         lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": []},
     )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
-        assert exact_for(adapter).counts == (1,)
+        assert fixed_shapes(adapter).counts == (1,)
 
 
 def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -692,16 +692,16 @@ def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.
     monkeypatch.setenv(FOLDER, str(tmp_path / "third"))
     monkeypatch.setattr(CompiledDecode, "__call__", lambda self, step: 1 / 0)
     assert prove(adapter, None, Placement.SLAB).classes == proof.classes  # rows decode together all the same
-    decoders = [BatchGenerator(adapter, exact=Exact(graphs=graphs))._decoder for graphs in (False, True)]
+    decoders = [BatchGenerator(adapter, exact=FixedShapes(can_graph=graphs))._decoder for graphs in (False, True)]
     assert [decoder._compiled is not None for decoder in decoders] == [False, True]
 
 
 def test_graphs_and_exactness_exclude_each_other() -> None:
-    adapter, exact = adapter_of("qwen2_vl", "bfloat16"), Exact()
+    adapter, exact = adapter_of("qwen2_vl", "bfloat16"), FixedShapes()
     with pytest.raises(ValueError, match="compile_decode"):
-        BatchGenerator(adapter, compile_decode=True, exact=exact)
+        BatchGenerator(adapter, compile_decode=True, shapes=exact)
     with pytest.raises(ValueError, match="need the same exact"):
-        BatchGenerator(adapter, reuse=Reuse(adapter), exact=exact)
+        BatchGenerator(adapter, reuse=Reuse(adapter), shapes=exact)
 
 
 # The door
@@ -804,7 +804,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify_says_what_shares_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a GPU: every way gives the same bits, and the calls are named that prompts and pictures shared."""
     policy = replace(POLICIES[Device.CUDA], pad_to=16, call_tokens=96, call_patches=256)
-    monkeypatch.setattr("vlm_batch.verify.exact_for", lambda adapter: exact_for(adapter, policy=policy))
+    monkeypatch.setattr("vlm_batch.verify.fixed_shapes", lambda adapter: fixed_shapes(adapter, policy=policy))
     arguments = ["verify", "--model", str(default_checkpoint()), "--dtype", "bfloat16", "--max-tokens", "2"]
     assert cli.main(arguments) == 0
     said = re.search(r"calls of several prompts or pictures: (\d+) of (\d+) as proven", capsys.readouterr().out)

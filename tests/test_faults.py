@@ -47,7 +47,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import recovery
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
@@ -757,12 +757,12 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
     adapter = shared_adapter(FAMILY)
     alone: dict[str, Result] = {}
     how = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
-    setting = Exact(counts=(1, 2, 3, 4)) if exact else None
+    setting = FixedShapes(counts=(1, 2, 3, 4)) if exact else None
     for seed, (name, key) in enumerate(FOUR.items()):
-        generator = BatchGenerator(adapter, exact=setting)
+        generator = BatchGenerator(adapter, shapes=setting)
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed))
         alone |= _finish(generator)
-    generator = BatchGenerator(adapter, exact=setting)
+    generator = BatchGenerator(adapter, shapes=setting)
     for seed, (name, key) in enumerate(FOUR.items()):
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed), priority=name == "c")
     decode, most = adapter.decode, 0
@@ -941,7 +941,7 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
 def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> None:
     """Twelve answers where three rows fit, and a request behind them that fits at any time: it does not go before them."""
     adapter = shared_adapter(family)
-    memory = RowMemory(2**62, None)
+    memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
     memory.learn(adapter_caches(adapter, family), 26)
     bound = int(3.5 * memory.of(40))
     params = SamplingParams(n=12, temperature=1.0, seed=3, max_tokens=NUM_TOKENS)
@@ -965,7 +965,7 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
 def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) -> None:
     """By steps of 256 positions, not by the positions that are filled."""
     adapter = shared_adapter(FAMILY)
-    memory = RowMemory(2**62, None)
+    memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
     memory.probe(adapter, kv)
     encoded, fresh = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache()
     caches = fresh if kv is None else kv.caches(fresh)

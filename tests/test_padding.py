@@ -22,15 +22,8 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import (
-    Chunk,
-    PrefillRow,
-    Scheduler,
-    SchedulerConfig,
-    padded_count,
-    padded_length,
-    together,
-)
+from vlm_batch.engine.scheduler import PrefillRow, Scheduler, SchedulerConfig
+from vlm_batch.engine.shapes import padded_count, padded_length, together
 from vlm_batch.models import families
 from vlm_batch.policy import POLICIES
 from vlm_batch.records import Encoded
@@ -80,10 +73,10 @@ def test_rows_of_one_array_are_few() -> None:
 
 def test_prompts_whose_padded_lengths_agree_go_together() -> None:
     lengths = {"a": 300, "b": 281, "c": 400, "d": 290, "e": 295, "f": 310}
-    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
 
-    def groups(*limits: int) -> list[str]:
-        return ["".join(chunk.request_id for chunk in group) for group in together(plan, lengths, *limits)]
+    def groups(most: int, most_tokens: int, pad_to: int) -> list[str]:
+        found = together(list(lengths.values()), most, most_tokens, pad_to, 0)
+        return ["".join([*lengths][place] for place in group) for group in found]
 
     assert groups(8, 4096, 64) == ["abdef", "c"]
     assert groups(8, 4 * 320, 64) == ["abde", "c", "f"]
@@ -93,11 +86,10 @@ def test_prompts_whose_padded_lengths_agree_go_together() -> None:
 
 def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_padding() -> None:
     lengths = {"a": 300, "b": 40, "c": 1200, "d": 290, "e": 60, "f": 400}
-    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
 
     def groups(most: int, most_tokens: int, fill: int) -> list[str]:
-        found = together(plan, lengths, most, most_tokens, 64, fill)
-        return ["".join(chunk.request_id for chunk in group) for group in found]
+        found = together(list(lengths.values()), most, most_tokens, 64, fill)
+        return ["".join([*lengths][place] for place in group) for group in found]
 
     assert groups(8, 4096, 0) == ["ad", "be", "c", "f"]
     assert groups(8, 4096, 256) == ["ad", "be", "c", "f"], "two of 320 beside one of 448 are 256 further positions"
@@ -106,10 +98,6 @@ def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_pa
     assert groups(3, 4096, 1024) == ["ad", "be", "cf"]
     assert groups(8, 1280, 1024) == ["adbe", "c", "f"]
     assert groups(8, 9000, 9000) == ["cfadbe"]
-    assert together([Chunk("a", 0, 64), Chunk("b", 0, 40)], lengths, 8, 4096, 64, 9000) == [
-        [Chunk("a", 0, 64)],
-        [Chunk("b", 0, 40)],
-    ], "a part of a prompt is no whole one"
 
 
 def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
@@ -294,7 +282,7 @@ def test_reproducible_answers_are_padded_by_their_own_lengths(name: str) -> None
     exact = replace(exact_of(name, "bfloat16", Placement.SLAB), pad_to=16, grid=32)
     assert exact.settings != replace(exact, pad_to=0).settings, "files of rows that were not padded are others"
     arrivals = [Arrival(key, at=index % 3) for index, key in enumerate((*KEYS, "text:5:40"))]
-    way = Way(max_rows=5, placement=Placement.SLAB, keeps=True)
+    way = Way(max_rows=5, keeps=True)
     answers = play(name, engine_of(adapter_in(name, "bfloat16"), exact, way), arrivals)
     for arrival, answer in zip(arrivals, answers, strict=True):
         assert answer == replace(alone(name, "bfloat16", arrival.key, exact), cached=answer.cached), arrival

@@ -16,7 +16,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
@@ -133,17 +133,17 @@ NAME = "qwen2_vl"
     [
         (Placement.ROWS, None, (0, 1, 2, 3, 4, 5, 6)),
         (Placement.SLAB, None, (0, 1, 2, 4, 6)),
-        (Placement.SLAB, Exact((2, 4, 8), Placement.SLAB), (0, 2, 4, 8)),
+        (Placement.SLAB, FixedShapes((2, 4, 8), Placement.SLAB), (0, 2, 4, 8)),
     ],
     ids=["rows", "slab", "reproducible slab"],
 )
 def test_rows_come_and_go_while_their_number_changes(
-    placement: Placement, exact: Exact | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    placement: Placement, exact: FixedShapes | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that moves at almost every step, and slabs that are made anew: each row's answer is the one it gets alone."""
     config = SchedulerConfig(max_rows=6, first_rows=1, prefill_budget=64)
     adapter = adapter_for(NAME)(family(NAME).build()) if exact is not None else shared_adapter(NAME)
-    generator = BatchGenerator(adapter, config=config, placement=placement, exact=exact)
+    generator = BatchGenerator(adapter, config=config, placement=placement, shapes=exact)
     limit = generator.scheduler.limit
     assert limit is not None and generator.scheduler.num_places == 1
     keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
@@ -172,7 +172,7 @@ def test_slabs_have_the_places_that_their_rows_need() -> None:
     for seed, count in enumerate((28, 24, 4, 16, 20)):
         inputs = as_mlx(inputs_of(NAME, f"text:{seed}:{5 + seed}"))
         generator.insert(str(seed), inputs, SamplingParams(max_tokens=count))
-    assert batch.places_for(1) == 1 and batch.places_for(5) == 8 and batch.places_for(40) == 40
+    assert [batch.slabs([9] * count)[0][0] for count in (1, 5, 40)] == [1, 8, 40]
     while generator.has_work:
         generator.step()
         if batch.layers:

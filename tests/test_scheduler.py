@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, SchedulerConfig, chunk_end, together
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, SchedulerConfig
+from vlm_batch.engine.shapes import chunk_end, together
 
 SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
 
@@ -15,7 +16,7 @@ SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget
 def chunks_of(row: PrefillRow, budget: int) -> list[tuple[int, int]]:
     found, done = [], row.done
     while done < row.length:
-        end = chunk_end(PrefillRow(row.request_id, row.length, done, row.atomic), budget)
+        end = chunk_end(done, row.length, budget, row.atomic)
         assert end > done
         found.append((done, end))
         done = end
@@ -194,24 +195,12 @@ def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
 
 
 def test_prompts_of_one_length_go_together() -> None:
-    plan = (
-        Chunk("a", 0, 50),
-        Chunk("b", 0, 50),
-        Chunk("c", 0, 50),
-        Chunk("d", 0, 40),
-        Chunk("e", 10, 40),
-        Chunk("f", 0, 40),
-    )
-    lengths = {"a": 50, "b": 50, "c": 50, "d": 40, "e": 40, "f": 60}
-    groups = [[chunk.request_id for chunk in group] for group in together(plan, lengths, 2)]
-    assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert together([50, 50, 50, 40, 60], 2, None, 0, 0) == [[0, 1], [2], [3], [4]]
 
 
 def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
-    plan = [Chunk(name, 0, 40) for name in "abcde"]
-    lengths = dict.fromkeys("abcde", 40)
-    assert [len(group) for group in together(plan, lengths, 8, 100)] == [2, 2, 1]
-    assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
+    assert [len(group) for group in together([40] * 5, 8, 100, 0, 0)] == [2, 2, 1]
+    assert [len(group) for group in together([40] * 5, 8, 10, 0, 0)] == [1] * 5
 
 
 @pytest.mark.parametrize(("seconds", "budget"), [(0.1, 1024), (1.0, 600), (10.0, 256)])

@@ -21,6 +21,7 @@ from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.shapes import FreeShapes
 from vlm_batch.models import adapter_for
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.budget import ByteBudget
@@ -220,7 +221,7 @@ def test_two_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
     adapter = shared_adapter("qwen3_5")  # keys and values in every other layer
     caches = adapter.make_cache()
     mx.eval(adapter.prefill(adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9"))), caches, 0, 9))
-    batch = DecodeBatch(Placement.ROWS, 1)
+    batch = DecodeBatch(FreeShapes(Placement.ROWS), 1)
     row = new_row("a", Prompt(), SamplingParams())
     own = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length
     for cache in own:

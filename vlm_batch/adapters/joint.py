@@ -69,7 +69,7 @@ class TowerCall:
 
 
 class Proven(Protocol):
-    """The shapes of calls in which neither a place nor who is beside it changes a bit (``vlm_batch.engine.exact``)."""
+    """The shapes of calls in which neither a place nor who is beside it changes a bit (``vlm_batch.engine.shapes``)."""
 
     @property
     def products(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -68,6 +68,13 @@ def parts_of(layer: Any) -> Iterator[Any]:
         yield layer
 
 
+def set_columns(layer: LayerCache, columns: Callable[[int], int]) -> None:
+    """Give the slabs of a batch's layer their widths: ``columns`` for a longest row of so many tokens."""
+    for part in parts_of(layer):
+        if isinstance(part, SlabCache):
+            part.columns = columns
+
+
 def always_mask(layer: LayerCache) -> None:
     """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
     itself, so that no row depends on another."""

@@ -7,6 +7,7 @@ scatter is slower on CUDA, and a ``where`` copies everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,11 @@ from vlm_batch.arrays import grown, own_array, round_up
 CAPACITY_STEP = 256
 
 
+def capacity_for(tokens: int) -> int:
+    """Columns of a slab whose longest row has so many tokens, where nobody says otherwise."""
+    return round_up(tokens, CAPACITY_STEP)
+
+
 @lru_cache(maxsize=8)
 def lengths_array(lengths: tuple[int, ...]) -> mx.array:
     """Lengths as an array (B,); made once a step, since every layer asks for the same."""
@@ -28,9 +34,11 @@ def lengths_array(lengths: tuple[int, ...]) -> mx.array:
 
 
 class SlabArrays:
-    """Keys and values of all places of a layer in two arrays, grown as rows need it. ``num_places`` are there at first."""
+    """Keys and values of all places of a layer in two arrays, grown as rows need it. ``num_places`` are there at first;
+    ``columns`` gives the capacity for a longest row."""
 
     def __init__(self, num_places: int) -> None:
+        self.columns: Callable[[int], int] = capacity_for
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
@@ -64,7 +72,7 @@ class SlabArrays:
         return min((int(array.shape[2]) for array in self.arrays()), default=0)
 
     def _capacity(self, tokens: int) -> int:
-        return round_up(tokens, CAPACITY_STEP)
+        return self.columns(tokens)
 
     def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
         """Columns of one row (1, H, end - start, D), copied."""

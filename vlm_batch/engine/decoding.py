@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -10,18 +11,24 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
-from vlm_batch.records import DecodeStep
+from vlm_batch.records import Call, DecodeStep
 
 
 class Decoder:
     """Runs a model's decode step, compiled where that is asked for and the family allows it; ``None`` leaves it to the adapter,
     and to slabs of plain keys and values."""
 
-    def __init__(self, adapter: ModelAdapter, *, compile_decode: bool | None = False) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: ModelAdapter, call: Call = Call(), *, compile_decode: bool | None = False) -> None:
+        self._decode = partial(adapter.decode, call=call)
         compiles = adapter.graphs_pay if compile_decode is None else compile_decode and adapter.compiles
-        self._compiled = CompiledDecode(adapter.decode) if compiles else None
+        self._compiled = CompiledDecode(self._decode) if compiles else None
         self._is_plain = compile_decode is None
+
+    def __call__(self, step: DecodeStep) -> mx.array:
+        """Logits (B, V) of a step."""
+        if self._compiled is None or not CompiledDecode.can_compile(step.caches, step.extras, is_plain=self._is_plain):
+            return self._decode(step)
+        return self._compiled(step)
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """A forward over every place of a group; logits (R, V) of ``rows``, in their order."""
@@ -29,11 +36,7 @@ class Decoder:
         tokens = last_tokens(places)[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
-        step = DecodeStep(tokens, positions, batch.layers, extras)
-        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras, is_plain=self._is_plain):
-            logits = self._compiled(step)  # (B, V)
-        else:
-            logits = self._adapter.decode(step)
+        logits = self(DecodeStep(tokens, positions, batch.layers, extras))
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
 

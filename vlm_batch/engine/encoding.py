@@ -16,6 +16,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.sampling import needs_history
 from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.shapes import Shapes
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.records import Encoded
 
@@ -23,9 +24,17 @@ from vlm_batch.records import Encoded
 class Encoder:
     """Makes rows ready for prefill. ``kv`` has the settings of quantised caches, or is None."""
 
-    def __init__(self, adapter: ModelAdapter, reuse: Reuse, config: SchedulerConfig, kv: KVQuantisation | None) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        reuse: Reuse,
+        shapes: Shapes,
+        config: SchedulerConfig,
+        kv: KVQuantisation | None,
+    ) -> None:
         self.adapter = adapter
         self.reuse = reuse
+        self._shapes = shapes
         self._config = config
         self._kv = kv
 
@@ -34,15 +43,19 @@ class Encoder:
         prompt = row.prompt
         assert prompt is not None and prompt.inputs is not None
         begin = time.perf_counter()
-        cached = self.reuse.begin(row, self._fresh_cache())
-        encoded = self.adapter.encode(prompt.inputs, cached)
+        cached = self.reuse.begin(row, self.adapter.make_cache(self._kv))
+        encoded = self.adapter.encode(prompt.inputs, self._shapes.encode_call(), cached)
+        prompt.ends = self._shapes.ends(encoded.length, encoded.atomic)
         if row.params.prompt_logprobs is not None:
+            if prompt.ends and not self.adapter.scores_chunks:
+                raise InvalidParameters(
+                    "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
+                )
             row.answer.prompt_scores = self._scores(row.params.prompt_logprobs, prompt.inputs, encoded)
         context, asked = self.adapter.max_context, row.params.max_tokens
         check_length(encoded.length, context, self._config.max_prompt_tokens)
-        exact = self.reuse.exact
-        if exact is not None and row.answer.prompt_scores is None:
-            prompt.rows = exact.rows(encoded.length, encoded.atomic)
+        if row.answer.prompt_scores is None:
+            prompt.rows = self._shapes.prompts(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts.of(encoded)
@@ -73,7 +86,7 @@ class Encoder:
         prompts = [row.prompt for row in rows if row.prompt is not None]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
-            found = self.adapter.encode_together(given)
+            found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
             return 1  # each of them is encoded alone and told its own error
         for prompt, inputs in zip(prompts, found, strict=True):
@@ -84,10 +97,6 @@ class Encoder:
         """A record for the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
-        if self.reuse.exact is not None and not self.adapter.scores_chunks:
-            raise InvalidParameters(
-                "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
-            )
         ids: Any = encoded.input_ids[0].tolist()
         scores = PromptScores(ids, self.adapter.text_positions(inputs), encoded.atomic, count, encoded.vocabulary)
         if len(ids) > 1 and not scores.says_any:
@@ -95,10 +104,6 @@ class Encoder:
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
             )
         return scores
-
-    def _fresh_cache(self) -> list[Any]:
-        fresh = self.adapter.make_cache()
-        return fresh if self._kv is None else self._kv.caches(fresh)
 
 
 def check_length(prompt: int, context: int | None, limit: int | None) -> None:

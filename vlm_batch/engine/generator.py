@@ -12,7 +12,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,6 @@ from vlm_batch.engine.choosing import Chooser, Flight, Launched
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.defaults import for_policy
 from vlm_batch.engine.encoding import Encoder
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.faults import let_go, raised_in
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import RowMemory
@@ -38,6 +36,8 @@ from vlm_batch.engine.reuse import Reuse, if_it_can_be
 from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.engine.shapes import FreeShapes, Shapes
+from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
 from vlm_batch.policy import Policy, policy_for
 from vlm_batch.runtime.device import device
@@ -55,8 +55,8 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it; None leaves it to the adapter.
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
-    ``policy`` has what ``config`` leaves open, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
-    a function of its request; ``reuse`` must have the same.
+    ``policy`` has what ``config`` leaves open, by default the device's. ``shapes`` decide the shape of every call, by default
+    those that cost least; ``reuse`` must have the same.
     """
 
     def __init__(
@@ -71,42 +71,30 @@ class BatchGenerator:
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
         sampler: Sampler = sample,
-        exact: Exact | None = None,
+        shapes: Shapes | None = None,
     ) -> None:
-        self.adapter = adapter
-        self.kv = kv
-        self.reuse = reuse or Reuse(adapter, exact=exact)
-        if exact != self.reuse.exact:
-            raise ValueError("what is reused is not what is computed here: reuse and generator need the same exact")
-        if exact is not None and compile_decode:
-            raise ValueError(
-                "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
-            )
-        self.text = text or AnswerText()
-        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None or exact.graphs else False)
         if policy is None:
             policy = policy_for((placement or Placement.for_device()).value, device())
-        placement = placement or Placement(policy.placement)
         config = for_policy(config or SchedulerConfig(), policy)
-        if exact is not None:
-            config = exact.config(config)
-            adapter.go_by_shapes(True, exact)
-        else:
-            adapter.go_by_shapes(False)  # also if an engine before this one did
+        shapes = shapes or FreeShapes.of(adapter, kv, config, policy, placement)
+        self.reuse = reuse or Reuse(adapter, shapes=shapes)
+        if shapes.settings != self.reuse.shapes.settings:
+            raise ValueError("what is reused is not what is computed here: reuse and generator need the same shapes")
+        config, self.adapter = shapes.config(config), shapes.adapter(adapter)
+        self.shapes = shapes
+        self.text = text or AnswerText()
+        self._decoder = Decoder(self.adapter, shapes.decode_call(), compile_decode=shapes.graphs(compile_decode))
         self.scheduler = Scheduler(config)
-        self._placement = placement
-        self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, few_bits=policy.few_bits)
-        self.batch = self._empty_batch()
+        self.batch = DecodeGroups(shapes, self.scheduler.most_rows)
         self._pace = Pace(config)
-        self.encoder = Encoder(adapter, self.reuse, config, kv)
-        self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
+        self.encoder = Encoder(self.adapter, self.reuse, shapes, config, kv)
+        self.trial = Trial(self.adapter, kv, shapes)
+        self.memory = RowMemory(config.max_bytes, self.batch.slabs)
         itself: BatchGenerator = weakref.proxy(self)  # parts that held it would make a circle, and keep the model alive
         self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)
         guard = self.recovery.guard
         self.chooser = Chooser(sampler, self.recovery, lambda row: itself._leave(row))
-        layout = placement if exact is None else exact.layout
-        keeps_rows = layout is Placement.ROWS
-        self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact, keeps_rows=keeps_rows)
+        self.prefill = Prefill(self.adapter, self.reuse, shapes, kv, guard)
         self.admission = Admission(
             self.scheduler,
             self.encoder,
@@ -124,10 +112,9 @@ class BatchGenerator:
     def warm_up(self) -> Iterator[None]:
         """Run a forward of one of the shapes that requests will bring for each ``next``; nothing is left of it. Where rows keep
         caches of their own, no shape is new, and there are none."""
-        if self._placement is Placement.ROWS:
+        if self.shapes.layout is Placement.ROWS:
             return iter(())
-        places, sampler = self.scheduler.num_places, self.chooser.sampler
-        return forwards(self.adapter, self.prefill, self._decoder, self._empty_batch, sampler, places)
+        return forwards(self.trial, self._decoder, self.chooser.sampler, self.scheduler.num_places)
 
     # Rows in and out
 
@@ -295,7 +282,7 @@ class BatchGenerator:
         assert prompt is not None and prompt.cache is not None
         self.prefill.remove(row)
         self.memory.learn(prompt.cache, row.facts.length)
-        self.batch.join(row, prompt.cache, others=others, apart=row.is_suspect)
+        self.batch.join(row, prompt.cache, others)
         return True
 
     def _launch(self, rows: Sequence[Row]) -> Sequence[Flight]:

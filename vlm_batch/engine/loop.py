@@ -234,7 +234,7 @@ class EngineLoop:
 
     def learn_row_bytes(self) -> None:
         """Learn what a row takes, before the first one comes. What a model keeps of a forward belongs to its thread."""
-        self.generator.memory.probe(self.generator.adapter, self.generator.kv)
+        self.generator.memory.probe(self.generator.trial)
 
     def run(self) -> None:
         """Serve until ``stop``."""

@@ -8,53 +8,32 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import can_share, can_trim, take_row, trim
+from vlm_batch.caches import Placement, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, padded_count, padded_length, together
+from vlm_batch.engine.scheduler import Chunk, PrefillRow
+from vlm_batch.engine.shapes import Shapes
 from vlm_batch.records import Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
 Guard = Callable[..., Any]
 
 
-#: The longest chunk that is warmed up where chunks have no bound.
-LONGEST = 2048
-
-
 class Prefill:
-    """Runs a plan's chunks. ``guard`` turns an exception into the end of its row. ``exact`` fixes the ends of chunks.
-    ``keeps_rows``: a row's caches are kept as they are when it decodes, not copied to a slab."""
+    """Runs a plan's chunks. ``guard`` turns an exception into the end of its row."""
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        reuse: Reuse,
-        config: SchedulerConfig,
-        kv: KVQuantisation | None,
-        guard: Guard,
-        exact: Exact | None = None,
-        *,
-        keeps_rows: bool = True,
+        self, adapter: ModelAdapter, reuse: Reuse, shapes: Shapes, kv: KVQuantisation | None, guard: Guard
     ) -> None:
         self.adapter = adapter
-        self._keeps_rows = keeps_rows
-        self._exact = exact
+        self._shapes = shapes
         self.rows: dict[str, Row] = {}
         self._reuse = reuse
         self._guard = guard
         self._kv = kv
-        fresh = self._fresh_cache()
-        self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
-        self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
-        self._most_tokens = config.together_tokens
-        # What a forward costs beside its positions, in positions; prompts of other lengths are no neighbours in exact answers.
-        self._fill = (config.smallest_chunk or 0) // 2 if self._pad_to and exact is None else 0
-        self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 
@@ -69,9 +48,6 @@ class Prefill:
     def add(self, row: Row) -> None:
         """Take in an encoded row, which has a place from now on."""
         row.status = Status.PREFILL
-        if self._exact is not None:
-            prompt = _prompt(row)
-            prompt.ends = self._exact.ends(row.facts.length, _encoded(prompt).atomic)
         self.rows[row.request_id] = row
 
     def remove(self, row: Row) -> None:
@@ -106,21 +82,16 @@ class Prefill:
 
     def _groups(self, plan: Sequence[Chunk]) -> list[list[Chunk]]:
         """The plan in groups that run as one array."""
-        if self._most_together == 1:
-            return [[chunk] for chunk in plan]
-        alone = {row.request_id for row in self.rows.values() if not self._may_share(row)}
-        lengths = {row.request_id: -1 if row.request_id in alone else row.facts.length for row in self.rows.values()}
-        groups = together(plan, lengths, self._most_together, self._most_tokens, self._pad_to, self._fill)
-        return groups if self._exact is None else [part for group in groups for part in self._parts(group)]
+        whole = [chunk for chunk in plan if self._is_shared(self.rows[chunk.request_id], chunk)]
+        groups = {
+            whole[group[0]]: [whole[place] for place in group]
+            for group in self._shapes.groups([chunk.end for chunk in whole])
+        }
+        return [groups.get(chunk, [chunk]) for chunk in plan if chunk in groups or chunk not in whole]
 
-    def _may_share(self, row: Row) -> bool:
-        """Whether a row's whole prompt may be in an array with others."""
-        return row.answer.prompt_scores is None and (self._exact is None or _prompt(row).rows > 1)
-
-    def _parts(self, group: list[Chunk]) -> list[list[Chunk]]:
-        """A group in parts that fit the array in which prompts of their length always are."""
-        size = _prompt(self.rows[group[0].request_id]).rows
-        return [group[start : start + size] for start in range(0, len(group), size)]
+    def _is_shared(self, row: Row, chunk: Chunk) -> bool:
+        """Whether a chunk is a whole prompt that may be in an array with others, or always is."""
+        return _prompt(row).rows != 1 and (chunk.start, chunk.end) == (0, row.facts.length)
 
     def _run_group(self, group: Sequence[Chunk]) -> list[tuple[Row, mx.array]]:
         chunks = [chunk for chunk in group if chunk.request_id in self.rows]
@@ -140,7 +111,7 @@ class Prefill:
 
     def _run_alone(self, row: Row, chunk: Chunk) -> mx.array | None:
         """Launch one row's chunk, beside idle rows where its prompt always has some; the logits (1, V) if it ended that."""
-        if _prompt(row).rows > 1 and (chunk.start, chunk.end) == (0, row.facts.length):
+        if _prompt(row).rows > 1 and self._is_shared(row, chunk):
             (logits,) = self._taken([row], *self._launch([row]))
             return logits
         return self._run_chunk(row, chunk)
@@ -159,43 +130,15 @@ class Prefill:
 
     def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> mx.array | None:
         prompt, length = _prompt(row), row.facts.length
-        prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._keeps_rows), length
+        prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._shapes.layout is Placement.ROWS), length
         trim(prompt.cache, width - length)
         return self._settle(row, logits)
 
     def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
-        """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
-
-        Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones,
-        up to the number that an array of such prompts always has where answers are reproducible.
-        """
-        cache, ends = self._fresh_cache(), [row.length for row in rows]
-        width = padded_length(max(ends), self._pad_to)
-        fixed = None if self._exact is None else self._exact.rows(rows[0].length, rows[0].atomic)
-        idle = (fixed or padded_count(len(rows), self._pad_to)) - len(rows)  # places that run and are thrown away
-        rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
-        if any(end < width for end in ends) or (fixed or 1) > 1:  # of these each prompt's last position is looked up
-            return self.adapter.prefill_padded(rows, cache, 0, ends, width), cache, width
-        if len(rows) > 1:
-            return self.adapter.prefill_together(rows, cache), cache, width
-        return self.adapter.prefill(rows[0], cache, 0, width), cache, width
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, positions) of the arrays that whole prompts of one chunk come in; the longest where they are of any length."""
-        most = self._longest if self.adapter.max_context is None else min(self._longest, self.adapter.max_context - 1)
-        if not self._pad_to:
-            return [(1, most)]
-        widths = sorted({padded_length(length, self._pad_to) for length in range(1, most + 1)})
-        if self._exact is not None:
-            return [(1, width) for width in widths]  # beside as many idle ones as it always has
-        counts = sorted({padded_count(count, self._pad_to) for count in range(1, self._most_together + 1)})
-        tokens = self._most_tokens or self._longest
-        return [(count, width) for count in counts for width in widths if count == 1 or count * width <= tokens]
-
-    def _fresh_cache(self) -> list[Any]:
-        fresh = self.adapter.make_cache()
-        return fresh if self._kv is None else self._kv.caches(fresh)
+        """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it."""
+        count, end, call = self._shapes.prefill_call(0, [row.length for row in rows], is_whole=True)
+        cache = self.adapter.make_cache(self._kv)
+        return self.adapter.prefill([*rows, *[rows[-1]] * (count - len(rows))], cache, 0, end, call), cache, end
 
     def _run_chunk(self, row: Row, chunk: Chunk) -> mx.array | None:
         """Launch a chunk; the logits (1, V) if it ended the row's prompt."""
@@ -212,15 +155,10 @@ class Prefill:
 
     def _forward(self, encoded: Encoded, cache: list[Any], chunk: Chunk, *, is_scored: bool) -> mx.array:
         """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
-        start, end = chunk.start, chunk.end
-        if is_scored:
-            prefill = self.adapter.prefill_scored if self.adapter.scores_chunks else self.adapter.prefill
-            return prefill(encoded, cache, start, end)
-        width = padded_length(end - start, self._pad_to)
-        if start + width == end:
-            return self.adapter.prefill(encoded, cache, start, end)
-        logits = self.adapter.prefill_padded([encoded], cache, start, [end], width)
-        trim(cache, start + width - end)
+        is_scored = is_scored and self.adapter.scores_chunks
+        _, end, call = self._shapes.prefill_call(chunk.start, [chunk.end], is_scored=is_scored)
+        logits = self.adapter.prefill([encoded], cache, chunk.start, end, call)
+        trim(cache, end - chunk.end)
         return logits
 
     def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> mx.array | None:
@@ -236,16 +174,6 @@ class Prefill:
         # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
         self._launched[row] = [*(last or state), *kept, *scored]
         return logits if is_done else None
-
-
-def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
-    """Whether whole prompts of one length may be prefilled as one array, into such fresh caches."""
-    return adapter.shares_prefill and can_share(fresh)
-
-
-def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
-    """Whether positions may stand behind a chunk, in such caches, that belong to no prompt."""
-    return adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
 
 
 def _prompt(row: Row) -> Prompt:

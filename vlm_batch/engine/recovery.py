@@ -90,9 +90,8 @@ class Recovery:
 
     def set_apart(self) -> None:
         """Give rows that a failed forward may be the fault of a forward of their own, and let those back that are past it."""
-        for row in [row for row in self._batch.rows if row.suspected is not None]:
-            if row.is_suspect is not self._batch.is_apart(row):
-                self.guard(row, self._batch.move, row, apart=row.is_suspect)
+        for row in self._batch.misplaced():
+            self.guard(row, self._batch.move, row)
 
     def keep_within_memory(self) -> None:
         """Have the last in line wait where rows have grown beyond the bound; one that has done so alone ends."""

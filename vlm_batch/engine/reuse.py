@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.layers import is_whole_kind
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
+from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import give_back
@@ -81,8 +81,8 @@ def if_it_can_be(book: RowReuse) -> Iterator[None]:
 class Reuse:
     """Gives rows the states that earlier rows have left, and keeps theirs for later ones.
 
-    ``identity`` tells the model and the settings with which rows are made here. ``budget`` bounds all that is kept. With
-    ``exact`` a row continues only from a place at which its own cold run would have had the same bits.
+    ``identity`` tells the model and the settings with which rows are made here. ``budget`` bounds all that is kept. ``shapes``
+    say from where a row may go on.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Reuse:
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
-        exact: Exact | None = None,
+        shapes: Shapes = FreeShapes(),
     ) -> None:
         self.adapter = adapter
         self.prefix = prefix
-        self.exact = exact
+        self.shapes = shapes
         self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, and not waited for yet
@@ -175,7 +175,7 @@ class Reuse:
                 raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
             return 0
         found = self._continued(book) if book.continues is not None else self._found(book.key)
-        if self.exact is None and any(not is_whole_kind(cache) for cache in fresh):
+        if not all(map(is_whole_kind, fresh)):
             common = 0 if found is None else found.common
             book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
         if found is None or not found.length:
@@ -239,7 +239,7 @@ class Reuse:
     def wants(self, row: Row) -> bool:
         """Whether the caches of a row that leaves are wanted."""
         book = row.reuse
-        keeps = self.prefix is not None and self.exact is None  # what a decode step computed is no prompt's beginning
+        keeps = self.prefix is not None and self.shapes.goes_on_anywhere
         return book is not None and book.key is not None and (book.is_returned or keeps)
 
     def forget(self, row: Row) -> None:
@@ -289,8 +289,7 @@ class Reuse:
             row.reuse = RowReuse()
         inputs = None if row.prompt is None else row.prompt.inputs
         if row.reuse.key is None and self.adapter.no_prefix_reuse is None and inputs is not None:
-            key = self.adapter.prompt_key(inputs)
-            row.reuse.key = key if self.exact is None else self.exact.key(key)
+            row.reuse.key = self.shapes.key(self.adapter.prompt_key(inputs))
         return row.reuse
 
     def _found(self, key: PromptKey) -> Match | None:
@@ -307,7 +306,8 @@ class Reuse:
                 f"the cache is longer than the prompt: it holds {saved.length} tokens, the prompt has {book.key.length}"
             )
         found = match(saved, book.key)
-        if not found.length and not (self.exact and common_length(saved.keys[:, :1], book.key.positions[:, :1])):
+        is_other = self.shapes.goes_on_anywhere or not common_length(saved.keys[:, :1], book.key.positions[:, :1])
+        if not found.length and is_other:
             raise InvalidCache(
                 f"the prompt does not continue the cache: they differ from position {found.common} on, and the cache "
                 f"of {saved.length} tokens cannot be cut back to that"

@@ -10,18 +10,17 @@ ones, and long ones do not wait for ever. Age lifts a row by one priority for ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vlm_batch.checks import seconds_option, whole_option
 from vlm_batch.engine.limit import RowLimit
+from vlm_batch.engine.shapes import chunk_end, padded_length
 
 #: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
 DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
 #: Rows of a scheduler whose config neither says how many nor was filled in.
 DEFAULT_ROWS = 8
-#: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
-STEPS = 4
 _OPTIONAL = (
     "prefill_budget",
     "idle_budget",
@@ -190,7 +189,9 @@ class Scheduler:
                 ):
                     break
                 room = rest if rest <= budget + self.config.slack else self._rounded(budget)
-                end = chunk_end(row, min(room, self.config.max_chunk or room))
+                room = min(room, self.config.max_chunk or room)
+                fixed = next((end for end in row.ends if end > row.done), None)
+                end = fixed or chunk_end(row.done, row.length, room, row.atomic, row.stops)
                 chunks.append(Chunk(row.request_id, row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
@@ -212,79 +213,3 @@ class Scheduler:
     def _prefill_urgency(self, row: PrefillRow) -> tuple[float, float]:
         level = row.priority + row.waited // self.config.ageing_seconds
         return (-level, -row.waited / max(row.length - row.done, 1))
-
-
-def chunk_end(row: PrefillRow, budget: int) -> int:
-    """The end of a chunk of at most ``budget`` positions that begins at ``row.done``.
-
-    If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
-    """
-    if row.ends:
-        return next((end for end in row.ends if end > row.done), row.length)
-    end = min([row.length, row.done + budget, *(stop for stop in row.stops if stop > row.done)])
-    for start, stop in row.atomic:
-        if start < end < stop:
-            return start if start > row.done else min(stop, row.length)
-    return end
-
-
-def together(
-    plan: Sequence[Chunk],
-    lengths: Mapping[str, int],
-    most: int,
-    most_tokens: int | None = None,
-    pad_to: int = 0,
-    fill: int = 0,
-) -> list[list[Chunk]]:
-    """The plan in groups of at most ``most``: whole prompts of one length, padded to multiples of ``pad_to``, share a group.
-
-    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt. Shorter prompts join longer ones
-    where that takes less than ``fill`` further positions for each group that is saved.
-    """
-    groups: list[list[Chunk]] = []
-    whole: list[tuple[int, list[Chunk]]] = []  # those of whole prompts, with their widths
-    open_groups: dict[int, list[Chunk]] = {}
-
-    def has_room(count: int, width: int) -> bool:
-        places = padded_count(count, pad_to)
-        return places <= most and (most_tokens is None or places * width <= most_tokens)
-
-    for chunk in plan:
-        length = lengths[chunk.request_id]
-        if (chunk.start, chunk.end) != (0, length):
-            groups.append([chunk])
-            continue
-        width = padded_length(length, pad_to)
-        group = open_groups.get(width)
-        if group is None or not has_room(len(group) + 1, width):
-            open_groups[width] = group = []
-            whole.append((width, group))
-            groups.append(group)
-        group.append(chunk)
-    widest, longer = 0, list[Chunk]()
-    for width, group in sorted(whole, key=lambda pair: -pair[0]) if fill else ():
-        count = len(longer) + len(group)
-        apart = padded_count(len(longer), pad_to) * widest + padded_count(len(group), pad_to) * width
-        if longer and has_room(count, widest) and padded_count(count, pad_to) * widest - apart < fill:
-            longer.extend(group)
-            group.clear()
-        else:
-            widest, longer = width, group
-    return [group for group in groups if group]
-
-
-def padded_length(length: int, pad_to: int) -> int:
-    """Positions that a chunk of ``length`` is computed in: a multiple of ``pad_to``, and of a quarter of the power of two
-    below. As many as it has where ``pad_to`` is 0."""
-    if not pad_to or not length:
-        return length
-    step = max(pad_to, (1 << (length - 1).bit_length()) // (2 * STEPS))
-    return -(-length // step) * step
-
-
-def padded_count(count: int, pad_to: int) -> int:
-    """Rows that ``count`` prompts are computed in as one array: a power of two, or one and a half times one."""
-    if not pad_to or count < 4:
-        return count
-    power = 1 << (count - 1).bit_length()
-    return power - power // 4 if count <= power - power // 4 else power

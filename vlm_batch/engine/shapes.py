@@ -10,14 +10,23 @@ Nobody else asks which of the two an engine has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from vlm_batch.arrays import round_up
-from vlm_batch.caches import LayerCache, Placement, can_share, can_trim, fix_shapes, make_layer_cache, read_few_bits
-from vlm_batch.caches import slab
+from vlm_batch.caches import (
+    LayerCache,
+    Placement,
+    always_mask,
+    can_share,
+    can_trim,
+    make_layer_cache,
+    read_few_bits,
+    set_columns,
+    slab,
+)
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.policy import PACKED, POLICIES, Policy
@@ -81,13 +90,18 @@ class FreeShapes:
 
     @classmethod
     def of(
-        cls, adapter: ModelAdapter, kv: KVQuantisation | None, config: SchedulerConfig, policy: Policy
+        cls,
+        adapter: ModelAdapter,
+        kv: KVQuantisation | None,
+        config: SchedulerConfig,
+        policy: Policy,
+        layout: Placement | None = None,
     ) -> FreeShapes:
         """Those of a model with a policy, of which a config has set what it sets (``for_policy``)."""
         fresh = adapter.make_cache(kv)
         pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
         return cls(
-            Placement(policy.placement),
+            layout or Placement(policy.placement),
             policy.few_bits,
             pad_to,
             (config.prefill_together or 1) if shares(adapter, fresh) else 1,
@@ -136,7 +150,7 @@ class FreeShapes:
         self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
     ) -> tuple[int, int, Call]:
         """(rows, end, what the forward must know) of a call with the positions [begin, ends[i]) of each row: idle rows and
-        positions of no prompt fill it up. ``is_whole``: these are whole prompts. ``is_scored``: each position is answered for."""
+        positions of no prompt fill it up. ``is_whole``: these are whole prompts. ``is_scored``: each position has logits."""
         rows = padded_count(len(ends), self.pad_to)
         return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, Call(is_scored=is_scored))
 
@@ -167,13 +181,13 @@ class FreeShapes:
         """Rows of so many tokens decode in one forward with those of the same number alone."""
         return 0
 
-    def columns(self, tokens: int, group: int = 0) -> int:
-        """Columns of a slab whose longest row, of a group, has so many tokens."""
-        return round_up(tokens, slab.CAPACITY_STEP)
+    def columns(self, tokens: int, least: int = 0) -> int:
+        """Columns of a slab whose longest row has so many tokens; ``least`` where a group has its own."""
+        return max(least, slab.capacity_for(tokens))
 
-    def layers(self, caches: Sequence[Any], places: int, group: int = 0) -> list[LayerCache]:
-        """The layers of an empty batch of a group, by a row's caches."""
-        return _layers(caches, self.layout, places, self.few_bits)
+    def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
+        """The layers of an empty batch, by a row's caches; slabs have at least so many columns."""
+        return _layers(caches, self.layout, places, self.few_bits, partial(self.columns, least=least))
 
     def decode_call(self) -> Call:
         return Call()
@@ -190,12 +204,13 @@ class FixedShapes:
     """Shapes by which a row's numbers are a function of its request.
 
     ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``widths``: numbers of columns
-    of a slab, ascending, that do so; longer rows decode beside those alone that need as many. None: nothing goes by columns. ``grid``: positions between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of
-    that, have the same room whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts,
-    settings as well (where quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its
-    own length; 0 for none. A call holds short prompts of one length, or small pictures of one shape, up to ``call_tokens`` or
-    ``call_patches``, where ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were shown to have the
-    same bits. ``products``: kinds of products that are computed in numbers of rows of their own, and those.
+    of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. None:
+    nothing goes by columns. ``grid``: positions between a prompt's cuts: a multiple of 256, so that single-row caches, which
+    grow in steps of that, have the same room whether a prompt was run from its beginning or from one of the cuts. ``stops``:
+    further cuts, settings as well (where quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in,
+    each by its own length; 0 for none. A call holds short prompts of one length, or small pictures of one shape, up to
+    ``call_tokens`` or ``call_patches``, where ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were
+    shown to have the same bits. ``products``: kinds of products that are computed in numbers of rows of their own, and those.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -332,16 +347,15 @@ class FixedShapes:
         is_slab = self.layout is Placement.SLAB and self.widths
         return self.columns(tokens) if is_slab and tokens > self.widths[-1] else 0
 
-    def columns(self, tokens: int, group: int = 0) -> int:
-        """The least of those that agree, beyond them a power of two, or that of the group."""
-        steps = (max(tokens, 1) - 1) // slab.CAPACITY_STEP
-        least = slab.CAPACITY_STEP << steps.bit_length()
-        return max(group, next((width for width in self.widths if width >= tokens), least))
+    def columns(self, tokens: int, least: int = 0) -> int:
+        """The least of those that agree, and beyond them a power of two."""
+        power = slab.CAPACITY_STEP << ((max(tokens, 1) - 1) // slab.CAPACITY_STEP).bit_length()
+        return max(least, next((width for width in self.widths if width >= tokens), power))
 
-    def layers(self, caches: Sequence[Any], places: int, group: int = 0) -> list[LayerCache]:
-        layers = _layers(caches, self.layout, places, self.few_bits)
+    def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
+        layers = _layers(caches, self.layout, places, self.few_bits, partial(self.columns, least=least))
         for layer in layers:
-            fix_shapes(layer, lambda tokens: self.columns(tokens, group))
+            always_mask(layer)
         return layers
 
     def decode_call(self) -> Call:
@@ -443,8 +457,12 @@ def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
     return sorted({padded_length(length, pad_to) for length in range(1 if pad_to else most, most + 1)})
 
 
-def _layers(caches: Sequence[Any], layout: Placement, places: int, few_bits: str) -> list[LayerCache]:
+def _layers(
+    caches: Sequence[Any], layout: Placement, places: int, few_bits: str, columns: Callable[[int], int]
+) -> list[LayerCache]:
     layers = [make_layer_cache(single, layout, places) for single in caches]
-    for layer in layers if few_bits != PACKED else ():
-        read_few_bits(layer, few_bits)
+    for layer in layers:
+        set_columns(layer, columns)
+        if few_bits != PACKED:
+            read_few_bits(layer, few_bits)
     return layers
