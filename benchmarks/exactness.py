@@ -30,12 +30,15 @@ from benchmarks.compare import measure  # noqa: E402
 from benchmarks.compare.engines import Driven  # noqa: E402
 from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
+from vlm_batch.engine.defaults import for_policy  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
 from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
+from vlm_batch.engine.shapes import FixedShapes, FreeShapes, Shapes  # noqa: E402
 from vlm_batch.exactness import fixed_shapes, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
 from vlm_batch.policy import POLICIES  # noqa: E402
+from vlm_batch.records import Call  # noqa: E402
 from vlm_batch.runtime.device import device  # noqa: E402
 
 REPRODUCIBLE = "reproducible"
@@ -72,7 +75,7 @@ PARTS = {
     "decode": ("", "_launch"),
     "wait": ("", "_await"),
 }
-CALLS = ("encode", "encode_together", "prefill", "prefill_together", "prefill_padded", "decode")
+CALLS = ("encode", "encode_together", "prefill", "decode")
 
 
 @dataclass
@@ -103,24 +106,38 @@ class Spent:
         return counted
 
 
+class ByShapes(FreeShapes):
+    """Free shapes whose kernels go by the shapes of one call alone."""
+
+    def encode_call(self) -> Call:
+        return replace(super().encode_call(), is_fixed=True)
+
+    def prefill_call(self, *args: Any, **how: Any) -> tuple[int, int, Call]:
+        rows, end, call = super().prefill_call(*args, **how)
+        return rows, end, replace(call, is_fixed=True)
+
+    def decode_call(self) -> Call:
+        return Call(is_fixed=True)
+
+
 class Engine(Driven):
     """The engine set in a way, and watched. ``benchmarks.compare`` drives it."""
 
     def __init__(self, model: Any, workload: Workload, way: Way) -> None:
-        adapter = adapt(model)
+        adapter: Any = adapt(model)
         config = replace(SchedulerConfig(max_rows=workload.rows), **way.config)
         policy = replace(POLICIES[device()], **way.policy)
-        shapes = fixed_shapes(adapter, policy=policy, max_rows=workload.rows) if way.exact else None
-        if shapes is not None and way.most is not None:
-            shapes = replace(shapes, counts=tuple(count for count in shapes.counts if count <= way.most))
+        kind = ByShapes if way.by_shapes else FreeShapes
+        self._shapes: Shapes = kind.of(adapter, None, for_policy(config, policy), policy)
+        if way.exact:
+            shapes = fixed_shapes(adapter, policy=policy, max_rows=workload.rows)
+            counts = tuple(count for count in shapes.counts if count <= (way.most or count))
+            adapter = shapes.adapter(adapter)  # with its products, before its calls are watched
+            self._shapes = replace(shapes, counts=counts, products=())
         self.spent = Spent()
-        watched: Any = adapter
         for name in CALLS:
-            setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
-        self.generator = BatchGenerator(adapter, config=config, shapes=shapes)
-        if way.by_shapes:
-            adapter.go_by_shapes()
-        self._shapes = shapes
+            setattr(adapter, name, self.spent.counted(name, getattr(adapter, name)))
+        self.generator = BatchGenerator(adapter, config=config, shapes=self._shapes)
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator
             setattr(owner, name, self.spent.timed(said, getattr(owner, name)))
@@ -128,7 +145,7 @@ class Engine(Driven):
     @property
     def joint(self) -> dict[str, str]:
         """Prompts and pictures that were to go together, and what spoke against it."""
-        joint = self._shapes.joint if self._shapes is not None else None
+        joint = self._shapes.joint if isinstance(self._shapes, FixedShapes) else None
         return {} if joint is None else dict(joint.found)
 
 

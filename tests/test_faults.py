@@ -47,7 +47,6 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import recovery
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
@@ -55,6 +54,7 @@ from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
@@ -556,8 +556,8 @@ def test_a_row_whose_logits_are_not_finite_ends_with_an_error(value: float, monk
         generator.step()
     decode = adapter.decode
 
-    def spoilt(step: Any) -> mx.array:
-        logits = decode(step)
+    def spoilt(step: Any, call: Any) -> mx.array:
+        logits = decode(step, call)
         rows = [row is not None and row.request_id == "bad" for row in generator.batch.places]
         return mx.where(mx.array(rows)[:, None], value, logits)
 
@@ -622,12 +622,12 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     decode = adapter.decode
     forwards: list[list[str]] = []
 
-    def breaks(step: Any) -> mx.array:
+    def breaks(step: Any, call: Any) -> mx.array:
         group = next(group for group in generator.batch.groups if group.layers is step.caches)
         names = [row.request_id for row in group.rows]
         forwards.append(names)
         row = next((row for row in group.rows if row.request_id == "bad"), None)
-        decoded = decode(step)
+        decoded = decode(step, call)
         if row is not None and row.answer.num_sampled >= 3:
             for layer in step.caches[1:]:  # as they are when the second layer's attention raises
                 for array in layer.arrays():
@@ -666,13 +666,13 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
         results: dict[str, Result] = {}
         streams: dict[str, list[int | None]] = {name: [] for name in FOUR}
 
-        def flaky(step: Any) -> mx.array:
+        def flaky(step: Any, call: Any) -> mx.array:
             nonlocal count, failed
             count += 1
             if fails and step.tokens.shape[0] > 1 and failed < 2 and count >= (3, 20)[failed]:
                 failed += 1
                 raise RuntimeError("a device had a bad moment")
-            return decode(step)
+            return decode(step, call)
 
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "decode", flaky)
@@ -767,13 +767,13 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed), priority=name == "c")
     decode, most = adapter.decode, 0
 
-    def full(step: Any) -> mx.array:
+    def full(step: Any, call: Any) -> mx.array:
         nonlocal most
         live = len(generator.batch)
         if live > fits:
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
         most = max(most, live)
-        return decode(step)
+        return decode(step, call)
 
     monkeypatch.setattr(adapter, "decode", full)
     ended: list[str] = []
@@ -967,16 +967,15 @@ def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) ->
     adapter = shared_adapter(FAMILY)
     memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
     memory.probe(adapter, kv)
-    encoded, fresh = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache()
-    caches = fresh if kv is None else kv.caches(fresh)
-    adapter.prefill(encoded, caches, 0, encoded.length)
+    encoded, caches = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache(kv)
+    adapter.prefill([encoded], caches, 0, encoded.length)
     assert memory.of(26) == sum(cache.nbytes for cache in caches)
 
 
 def adapter_caches(adapter: Any, family: str) -> list[Any]:
     """A row's caches after a prompt of 26 tokens."""
     encoded, caches = adapter.encode(as_mlx(inputs_of(family, "text:5:26"))), adapter.make_cache()
-    adapter.prefill(encoded, caches, 0, encoded.length)
+    adapter.prefill([encoded], caches, 0, encoded.length)
     return caches
 
 
@@ -1114,12 +1113,12 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
         beside: list[int] = []
         encode = generator.adapter.encode
 
-        def watched(inputs: Any, cached: int = 0) -> Any:
+        def watched(inputs: Any, *given: Any) -> Any:
             if "pixel_values" in inputs:
                 beside.append(len(generator.batch) + len(generator.prefill))
-            return encode(inputs, cached)
+            return encode(inputs, *given)
 
-        generator.adapter.encode = watched  # type: ignore[method-assign]
+        generator.adapter.encode = watched  # type: ignore[assignment,method-assign]
         full_again = own.generate(asks)
     assert [result.token_ids for result in full_again] == [result.token_ids for result in alone]
     assert beside == [0, 0]
@@ -1130,10 +1129,10 @@ def test_what_never_fits_ends_alone_with_the_numbers(monkeypatch: pytest.MonkeyP
     generator = BatchGenerator(adapter, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
     prefill = adapter.prefill
 
-    def full(encoded: Any, *given: Any) -> mx.array:
-        if encoded.length == 26:
+    def full(rows: Any, *given: Any) -> mx.array:
+        if any(row.length == 26 for row in rows):
             raise MemoryError("[malloc_or_wait] Unable to allocate 99 bytes")
-        return prefill(encoded, *given)
+        return prefill(rows, *given)
 
     monkeypatch.setattr(adapter, "prefill", full)
     for name, key in FOUR.items():
@@ -1161,12 +1160,12 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
         calm = own.generate(asks)
         decode, count = adapter.decode, 0
 
-        def flaky(step: Any) -> mx.array:
+        def flaky(step: Any, call: Any) -> mx.array:
             nonlocal count
             count += 1
             if count % 7 == 0 and count < 60 and step.tokens.shape[0] > 1:
                 raise RuntimeError("a device had a bad moment")
-            return decode(step)
+            return decode(step, call)
 
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "decode", flaky)

@@ -16,10 +16,10 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
 from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.models import adapter_for
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device

@@ -83,7 +83,6 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         config = replace(config, max_rows=min(config.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
-    adapter.most_patches = policy.most_patches
     shapes = None
     if options.reproducible:
         shapes = fixed_shapes(adapter, options.kv, policy, max_rows=config.max_rows or policy.most_rows)

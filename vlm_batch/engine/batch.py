@@ -19,8 +19,8 @@ FEW = 4
 class DecodeBatch:
     """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
 
-    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it. ``shapes``
-    say how many there are; places without a row run and are thrown away. Slabs have at least ``least`` columns.
+    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it. How many
+    there are, ``shapes`` say; places without a row run and are thrown away. Slabs have at least ``least`` columns.
     """
 
     def __init__(self, shapes: Shapes, max_rows: int, least: int = 0) -> None:

@@ -74,7 +74,8 @@ class BatchGenerator:
         shapes: Shapes | None = None,
     ) -> None:
         if policy is None:
-            policy = policy_for((placement or Placement.for_device()).value, device())
+            layout = placement or (Placement.for_device() if shapes is None else shapes.layout)
+            policy = policy_for(layout.value, device())
         config = for_policy(config or SchedulerConfig(), policy)
         shapes = shapes or FreeShapes.of(adapter, kv, config, policy, placement)
         self.reuse = reuse or Reuse(adapter, shapes=shapes)

@@ -334,7 +334,9 @@ class FixedShapes:
     def graphs(self, asked: bool | None) -> bool | None:
         """Raises ValueError where they are asked for."""
         if asked:
-            raise ValueError("compile_decode: graphs are made of steps that come back, and may round otherwise; not exact")
+            raise ValueError(
+                "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
+            )
         return None if self.can_graph else False
 
     def most(self, rows: int) -> int:

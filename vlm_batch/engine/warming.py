@@ -20,9 +20,7 @@ from vlm_batch.types import SamplingParams
 LENGTH = 32
 
 
-def forwards(
-    trial: Trial, decode: Callable[[DecodeStep], mx.array], sampler: Sampler, most: int
-) -> Iterator[None]:
+def forwards(trial: Trial, decode: Callable[[DecodeStep], mx.array], sampler: Sampler, most: int) -> Iterator[None]:
     """Run one forward for each ``next``, prompts of one row first, and wait for it: of each shape that prompts come in, and of
     decode steps, and the choice of their tokens, of up to ``most`` rows over slabs of each width that such prompts come to.
     Raises what the model raises."""
