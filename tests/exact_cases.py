@@ -122,7 +122,7 @@ def exact_of(
 def joined(exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | None = None) -> FixedShapes:
     """The same with calls that hold several prompts or pictures."""
     adapter = adapter_of(name, precision)
-    exact = replace(exact, **JOINED, joint=Joint(exact.adapter(adapter), kv))
+    exact = replace(exact, **JOINED, joint=Joint(adapter.with_products(dict(exact.products)), kv))
     return exact if pads(adapter, adapter.make_cache(kv)) else replace(exact, pad_to=0)
 
 

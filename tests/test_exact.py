@@ -50,10 +50,11 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of, decode_bits, moving_product, numbers_apart
+from vlm_batch.engine.proof import best_class, classes_of, moving_product, numbers_apart, step_bits
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.exactness import Joint, fixed_shapes, prove
 from vlm_batch.loading import load_model
@@ -211,6 +212,75 @@ def test_groups_and_idle_places(counts: tuple[int, ...]) -> None:
         assert answer.bits == alone(name, precision, key, proven).bits
 
 
+#: Two rows by which a slab grows twice, beside short ones, of which one is decoding when they come.
+GROWING = [Arrival("text:4:9", tokens=12), *(Arrival(key, at=2) for key in ("text:6:300", "text:5:26", "text:7:560"))]
+
+
+def decode_by_columns(patch: pytest.MonkeyPatch, least: int) -> None:
+    """Make up kernels such as CUDA has for float32: attention of one query has other bits over fewer columns than ``least``."""
+    attend = kernels.attend
+
+    def moved(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
+        found = attend(queries, keys, values, scale, mask)
+        is_moved = queries.shape[2] == 1 and isinstance(mask, mx.array)
+        return found * (1 + min(keys.shape[2], least) / 2**13) if is_moved else found
+
+    patch.setattr(kernels, "attend", moved)
+
+
+@pytest.mark.parametrize(
+    ("least", "widths"), [(256, (256, 512, 1024, 2048)), (512, (512, 1024, 2048)), (4096, (2048,))]
+)
+def test_columns_are_a_shape(
+    least: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A slab that grows changes no bit of the rows in it, whatever attention's kernels go by."""
+    name, precision = "qwen2_vl", "bfloat16"
+    adapter = adapter_of(name, precision)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    decode_by_columns(monkeypatch, least)
+    proven = exact_of(name, precision, Placement.SLAB)
+    assert proven.widths == widths and len(proven.counts) > 1
+    assert grown(name, adapter, proven) == (True, 1)
+    assert grown(name, adapter, replace(proven, widths=(256,))) == (True, 3), "a forward for each number of columns"
+    claimed = replace(proven, widths=(256, 512, 1024))
+    assert grown(name, adapter, claimed) == (least == 256, 1), "what is not asked for moves bits"
+
+
+def grown(name: str, adapter: Any, exact: FixedShapes) -> tuple[bool, int]:
+    """(whether rows have the bits that each has alone, the most forwards of a step)"""
+    right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [replace(one, at=0)])[0] for one in GROWING]
+    engine, groups = engine_of(adapter, exact, Way(max_rows=8)), list[int]()
+    decode = engine._launch
+
+    def watched(rows: Any) -> Any:
+        groups.append(len(engine.batch.groups))
+        return decode(rows)
+
+    engine._launch = watched  # type: ignore[method-assign]
+    return all(map(is_same, play(name, engine, GROWING), right)), max(groups)
+
+
+def test_a_row_that_outgrows_its_columns_joins_those_that_have_as_many() -> None:
+    """Rows of 250 and 300 tokens: the first decodes apart until it has 256, and beside the other then."""
+    name, precision = "qwen2_vl", "bfloat16"
+    exact = replace(exact_of(name, precision, Placement.SLAB), widths=(256,))
+    engine, found = engine_of(adapter_of(name, precision), exact, Way(max_rows=4)), list[list[int]]()
+    step = engine.step
+
+    def watched() -> Any:
+        events = step()
+        found.append([len(group) for group in engine.batch.groups])
+        return events
+
+    engine.step = watched  # type: ignore[method-assign]
+    arrivals = [Arrival("text:5:250", tokens=16), Arrival("text:6:300", tokens=16)]
+    answers = play(name, engine, arrivals)
+    assert [1, 1] in found and [2] in found
+    for arrival, answer in zip(arrivals, answers, strict=True):
+        assert is_same(answer, alone(name, precision, arrival.key, exact, arrival.tokens))
+
+
 def joined_of(name: str, precision: str) -> FixedShapes:
     """What was proven of a model in slabs, with calls that hold several prompts or pictures."""
     return joined(exact_of(name, precision, Placement.SLAB), name, precision)
@@ -333,15 +403,16 @@ def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeyp
     monkeypatch.setattr(adapter, "forward", by_place)
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}"))
     assert exact.prompts(9) == (8 if is_attention else 1)
-    assert exact.attends_apart(8, 16) is is_attention
-    assert exact.joint is not None and "goes by the place" in next(iter(exact.joint.found.values()))
+    assert exact.joint is not None and exact.joint.attends_apart(8, 16) is is_attention
+    assert "goes by the place" in next(iter(exact.joint.found.values()))
     keys = [f"text:{seed}:9" for seed in (5, 6, 7)]
     right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [Arrival(key)])[0] for key in keys]
     answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in keys])
     assert all(map(is_same, answers, right))
     monkeypatch.setattr(adapter, "forward", forward)
     kept = joined_of(name, "bfloat16")
-    assert (kept.prompts(9), kept.attends_apart(8, 16)) == (exact.prompts(9), is_attention)
+    assert kept.joint is not None and kept.prompts(9) == exact.prompts(9)
+    assert kept.joint.attends_apart(8, 16) is is_attention
 
 
 def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +445,7 @@ def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "not kept"))
-    monkeypatch.setattr("vlm_batch.exactness.decode_bits", fails)
+    monkeypatch.setattr("vlm_batch.exactness.step_bits", fails)
     adapter = adapter_of("lfm2_vl", "bfloat16")
     with pytest.raises(OutOfMemory, match="too little memory to try numbers of rows"):
         fixed_shapes(adapter)
@@ -405,8 +476,8 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
         1,
         1,
     ]
-    assert replace(exact, pad_to=0).rows(64) == replace(exact, joint=None).rows(64) == 1
-    assert replace(exact, stops=(32,)).rows(64) == 1, "two chunks"
+    assert replace(exact, pad_to=0).prompts(64) == replace(exact, joint=None).prompts(64) == 1
+    assert replace(exact, stops=(32,)).prompts(64) == 1, "two chunks"
     config = SchedulerConfig(prefill_together=32, encode_together=16)
     assert (exact.config(config).prefill_together, exact.config(config).encode_together) == (32, 1)
     assert FixedShapes().config(config).prefill_together == 1
@@ -586,10 +657,10 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
     assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == ((name, (32, 64)),)
     few, many = (FixedShapes(one.best(slab), slab, products=one.products) for one in (proof, more))
     assert few.settings == many.settings
-    held = decode_bits(adapter.with_products(dict(few.products)), slab, None, (2, 64))
-    assert held[2] == held[64]
-    loose = decode_bits(adapter, slab, None, (2, 32))
-    assert loose[2] != loose[32]
+    held = step_bits(Trial(few.adapter(adapter), None, few), (2, 64))
+    assert held[256][2] == held[256][64]
+    loose = step_bits(Trial(adapter, None, few), (2, 32))
+    assert loose[256][2] != loose[256][32]
     assert (
         products_of(adapter.with_products(dict(proof.products)).language)
         and prove(adapter, None, slab, max_rows=64) == more
@@ -628,7 +699,7 @@ def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytes
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
         "vlm_batch.exactness.read_proof",
-        lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": []},
+        lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": [], "widths": []},
     )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
         assert fixed_shapes(adapter).counts == (1,)
@@ -691,7 +762,7 @@ def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.
     monkeypatch.setenv(FOLDER, str(tmp_path / "third"))
     monkeypatch.setattr(CompiledDecode, "__call__", lambda self, step: 1 / 0)
     assert prove(adapter, None, Placement.SLAB).classes == proof.classes  # rows decode together all the same
-    decoders = [BatchGenerator(adapter, exact=FixedShapes(can_graph=graphs))._decoder for graphs in (False, True)]
+    decoders = [BatchGenerator(adapter, shapes=FixedShapes(can_graph=graphs))._decoder for graphs in (False, True)]
     assert [decoder._compiled is not None for decoder in decoders] == [False, True]
 
 
@@ -699,7 +770,7 @@ def test_graphs_and_exactness_exclude_each_other() -> None:
     adapter, exact = adapter_of("qwen2_vl", "bfloat16"), FixedShapes()
     with pytest.raises(ValueError, match="compile_decode"):
         BatchGenerator(adapter, compile_decode=True, shapes=exact)
-    with pytest.raises(ValueError, match="need the same exact"):
+    with pytest.raises(ValueError, match="need the same shapes"):
         BatchGenerator(adapter, reuse=Reuse(adapter), shapes=exact)
 
 

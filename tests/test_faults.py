@@ -54,7 +54,8 @@ from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.engine.shapes import FixedShapes, FreeShapes
+from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
@@ -966,7 +967,7 @@ def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) ->
     """By steps of 256 positions, not by the positions that are filled."""
     adapter = shared_adapter(FAMILY)
     memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
-    memory.probe(adapter, kv)
+    memory.probe(Trial(adapter, kv, FreeShapes()))
     encoded, caches = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache(kv)
     adapter.prefill([encoded], caches, 0, encoded.length)
     assert memory.of(26) == sum(cache.nbytes for cache in caches)

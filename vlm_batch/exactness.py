@@ -112,7 +112,7 @@ def fixed_shapes(
         )
     shapes = replace(shapes, counts=counts, widths=proof.widths, can_graph=proof.graphs, products=proof.products)
     is_joint = policy.call_tokens > 0 or policy.call_patches > 0
-    return replace(shapes, joint=Joint(shapes.adapter(adapter), kv)) if is_joint else shapes
+    return replace(shapes, joint=Joint(adapter.with_products(dict(shapes.products)), kv)) if is_joint else shapes
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class Joint:
     """
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
+        self._language = adapter.language
         self._trial = Trial(adapter, kv, FixedShapes())
         self._key = _model_key(adapter, kv)
         fresh = adapter.make_cache(kv)
@@ -180,7 +181,7 @@ class Joint:
         return self._found[what]
 
     def _of_prompts(self, count: int, length: int) -> Together:
-        if moves := moving_product(products_of(self._trial.adapter.language), count, length):
+        if moves := moving_product(products_of(self._language), count, length):
             return Together(1, against=moves)
         if prefill_is_still(self._trial, count, length):
             return Together(count)

@@ -30,8 +30,8 @@ LARGER = {Placement.ROWS: (), Placement.SLAB: (64,)}
 WIDTHS = (256, 512, 1024, 2048)
 #: Bytes of the slabs in which a number of rows is tried: beyond them the smaller numbers speak for the larger ones.
 MOST_BYTES = 2**30
-#: Tokens of the prompts.
-LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
+#: Tokens of the prompts; in slabs such that all columns of each width have been read.
+LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 250, 500, 1000)}
 STEPS = 2
 #: Tokens of a made-up prompt that differ; a longer one repeats them.
 TOKENS = 64
