@@ -146,7 +146,7 @@ def play(
             recorded[row.seed].append(logits[place])
         return sample(logits, rows)
 
-    engine.chooser.sampler = recording
+    engine.sampler = recording
     step = 0
     while engine.has_work or step <= max(arrival.at for arrival in arrivals):
         for index, arrival in enumerate(arrivals):

@@ -94,7 +94,7 @@ def test_a_join_copies_at_most_one_row_and_a_leave_nothing(placement: Placement,
 
     def make(model: Any, workload: Workload, contexts: Contexts | None = None) -> ThisLibrary:
         engine = ThisLibrary(model, workload, contexts)
-        engine.generator.batch = DecodeGroups(placement, workload.rows)
+        engine.generator.rows.batch = DecodeGroups(placement, workload.rows)
         return engine
 
     found = probe.copied_bytes(make, model, workload, Contexts(model, workload.asks))

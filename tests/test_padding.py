@@ -17,13 +17,13 @@ from mlx_vlm.models.cache import RotatingKVCache
 from tests.exact_cases import KEYS, Arrival, Way, alone, engine_of, exact_of, play
 from tests.exact_cases import adapter_of as adapter_in
 from tests.harness import Ask, check, run_family, shared_adapter
+from tests.test_scheduler import chunk_of
 from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.scheduler import (
-    Chunk,
     PrefillRow,
     Scheduler,
     SchedulerConfig,
@@ -80,10 +80,10 @@ def test_rows_of_one_array_are_few() -> None:
 
 def test_prompts_whose_padded_lengths_agree_go_together() -> None:
     lengths = {"a": 300, "b": 281, "c": 400, "d": 290, "e": 295, "f": 310}
-    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
+    plan = [chunk_of(name, 0, length) for name, length in lengths.items()]
 
     def groups(*limits: int) -> list[str]:
-        return ["".join(chunk.request_id for chunk in group) for group in together(plan, lengths, *limits)]
+        return ["".join(chunk.rows[0] for chunk in group) for group in together(plan, lengths, *limits)]
 
     assert groups(8, 4096, 64) == ["abdef", "c"]
     assert groups(8, 4 * 320, 64) == ["abde", "c", "f"]
@@ -93,11 +93,11 @@ def test_prompts_whose_padded_lengths_agree_go_together() -> None:
 
 def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_padding() -> None:
     lengths = {"a": 300, "b": 40, "c": 1200, "d": 290, "e": 60, "f": 400}
-    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
+    plan = [chunk_of(name, 0, length) for name, length in lengths.items()]
 
     def groups(most: int, most_tokens: int, fill: int) -> list[str]:
         found = together(plan, lengths, most, most_tokens, 64, fill)
-        return ["".join(chunk.request_id for chunk in group) for group in found]
+        return ["".join(chunk.rows[0] for chunk in group) for group in found]
 
     assert groups(8, 4096, 0) == ["ad", "be", "c", "f"]
     assert groups(8, 4096, 256) == ["ad", "be", "c", "f"], "two of 320 beside one of 448 are 256 further positions"
@@ -106,9 +106,9 @@ def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_pa
     assert groups(3, 4096, 1024) == ["ad", "be", "cf"]
     assert groups(8, 1280, 1024) == ["adbe", "c", "f"]
     assert groups(8, 9000, 9000) == ["cfadbe"]
-    assert together([Chunk("a", 0, 64), Chunk("b", 0, 40)], lengths, 8, 4096, 64, 9000) == [
-        [Chunk("a", 0, 64)],
-        [Chunk("b", 0, 40)],
+    assert together([chunk_of("a", 0, 64), chunk_of("b", 0, 40)], lengths, 8, 4096, 64, 9000) == [
+        [chunk_of("a", 0, 64)],
+        [chunk_of("b", 0, 40)],
     ], "a part of a prompt is no whole one"
 
 
@@ -129,7 +129,7 @@ def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
 
     def plan(budget: int, pad_to: int, *left: PrefillRow) -> list[tuple[str, int]]:
         config = SchedulerConfig(max_rows=4, pad_to=pad_to, smallest_chunk=1024, slack=64, ageing_seconds=100.0)
-        return [(chunk.request_id, chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
+        return [(chunk.rows[0], chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
 
     assert plan(1100, 0) == [("a", 300), ("b", 800)]
     assert plan(1100, 64) == [("a", 300), ("c", 90)]
@@ -227,13 +227,13 @@ def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]])
 def rows_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The prompts of each forward of whole prompts from now on."""
     counts: list[int] = []
-    computed = Prefill.computed
+    computed = Runner.computed
 
-    def watched(self: Prefill, rows: Sequence[Encoded]) -> Any:
+    def watched(self: Runner, rows: Sequence[Encoded]) -> Any:
         counts.append(len(rows))
         return computed(self, rows)
 
-    monkeypatch.setattr(Prefill, "computed", watched)
+    monkeypatch.setattr(Runner, "computed", watched)
     return counts
 
 

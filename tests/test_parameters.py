@@ -90,9 +90,9 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params)
     generator.add(row)
     if name == "bad_words":
-        row.answer.rules = replace(row.answer.rules, bad_words=BAD)
+        row.answer.bad_words = BAD
     form = Residues() if name in ("form", "thinking_then_form") else None
-    row.answer.guide = Guide.of(params, form, THINKS if name.startswith("thinking") else None, row.answer.rules.end_ids)
+    row.answer.guide = Guide.of(params, form, THINKS if name.startswith("thinking") else None, row.answer.end_ids)
     return row
 
 

@@ -23,7 +23,6 @@ from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.prefill import pads, shares
 from vlm_batch.engine.proof import (
     Classes,
     Found,
@@ -39,6 +38,7 @@ from vlm_batch.engine.proof import (
     prefill_is_still,
     product_bits,
 )
+from vlm_batch.engine.runner import pads, shares
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_for
 from vlm_batch.runtime import blas

@@ -304,7 +304,7 @@ def _play(engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_token
             recorded[row.seed].append(taken[place])
         return sampled
 
-    engine.chooser.sampler = recording
+    engine.sampler = recording
     order = list(range(len(inputs)))[:: -1 if way.backwards else 1]
     due = [(position * way.apart, index) for position, index in enumerate(order)]
     step = 0

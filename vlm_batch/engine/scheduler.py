@@ -15,9 +15,12 @@ from dataclasses import dataclass, replace
 
 from vlm_batch.checks import seconds_option, whole_option
 from vlm_batch.engine.limit import RowLimit
+from vlm_batch.engine.work import Kind, Work
 
 #: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
 DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
+#: Prompt tokens of a step in which nothing decodes, where the config leaves it open.
+IDLE_BUDGET = 2048
 #: Rows of a scheduler whose config neither says how many nor was filled in.
 DEFAULT_ROWS = 8
 #: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
@@ -96,15 +99,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Prompt positions [start, end) of one row, to be prefilled in this step."""
-
-    request_id: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class PrefillRow:
     """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
 
@@ -131,6 +125,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.idle_budget = config.idle_budget or IDLE_BUDGET
         self.most_rows = config.max_rows or DEFAULT_ROWS
         first = config.first_rows
         self.limit = (
@@ -170,36 +165,49 @@ class Scheduler:
         if self._ended >= self.most_live:
             self.most_live, self._ended = self.most_live + 1, 0
 
-    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
+    def most_encoded(self, is_decoding: bool, seconds: float, pending: int, *, has_begun: bool) -> int:
+        """The requests whose pictures may be encoded in the next call; 0 once a step that has begun to has done enough.
+
+        Beside decoding rows it goes on for the config's ``encode_seconds``, so that there are rows to choose from; else until
+        ``pending`` prompt tokens, which have places, fill a step.
+        """
+        config, most = self.config, self.config.encode_together or 1
+        if is_decoding:
+            is_enough, most = seconds >= (config.encode_seconds or 0.0), -(-most // (config.beside_decode or 1))
+        else:
+            is_enough = pending >= self.idle_budget
+        return 0 if has_begun and is_enough else most
+
+    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Work, ...]:
         """The chunks to prefill, most urgent row first, within the step's budget; of equals the first.
 
         A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt. Where chunks are padded,
         what others leave of a budget is not made a part of a prompt unless it is worth a forward.
         """
-        chunks: list[Chunk] = []
-        least = (self.config.smallest_chunk or 0) if self.config.pad_to else 0
+        chunks: list[Work] = []
+        pad_to = self.config.pad_to or 0
+        least = (self.config.smallest_chunk or 0) if pad_to else 0
         for row in sorted(prefill, key=self._prefill_urgency):
             if row.done == row.length:  # found whole: it needs no budget, and waits for none
-                chunks.append(Chunk(row.request_id, row.done, row.done))
+                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, row.done))
             while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
                 if (
                     budget < least
                     and rest > budget + self.config.slack
-                    and any(chunk.end > chunk.start for chunk in chunks)
+                    and any(chunk.end > chunk.begin for chunk in chunks)
                 ):
                     break
-                room = rest if rest <= budget + self.config.slack else self._rounded(budget)
+                room = rest
+                if (
+                    rest > budget + self.config.slack
+                ):  # with the positions that would be padding, if it is worth a chunk
+                    room = padded_length(budget, pad_to) if budget >= pad_to else budget
                 end = chunk_end(row, min(room, self.config.max_chunk or room))
-                chunks.append(Chunk(row.request_id, row.done, end))
+                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)
-
-    def _rounded(self, budget: int) -> int:
-        """A budget with the positions that would be padding behind it, if it is worth a chunk."""
-        pad_to = self.config.pad_to or 0
-        return padded_length(budget, pad_to) if budget >= pad_to else budget
 
     def urgency(self, priority: int, submitted: float) -> float:
         """The key that sorts waiting rows, the smallest first; it stays the same while a row waits.
@@ -229,29 +237,29 @@ def chunk_end(row: PrefillRow, budget: int) -> int:
 
 
 def together(
-    plan: Sequence[Chunk],
+    plan: Sequence[Work],
     lengths: Mapping[str, int],
     most: int,
     most_tokens: int | None = None,
     pad_to: int = 0,
     fill: int = 0,
-) -> list[list[Chunk]]:
+) -> list[list[Work]]:
     """The plan in groups of at most ``most``: whole prompts of one length, padded to multiples of ``pad_to``, share a group.
 
     ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt. Shorter prompts join longer ones
     where that takes less than ``fill`` further positions for each group that is saved.
     """
-    groups: list[list[Chunk]] = []
-    whole: list[tuple[int, list[Chunk]]] = []  # those of whole prompts, with their widths
-    open_groups: dict[int, list[Chunk]] = {}
+    groups: list[list[Work]] = []
+    whole: list[tuple[int, list[Work]]] = []  # those of whole prompts, with their widths
+    open_groups: dict[int, list[Work]] = {}
 
     def has_room(count: int, width: int) -> bool:
         places = padded_count(count, pad_to)
         return places <= most and (most_tokens is None or places * width <= most_tokens)
 
     for chunk in plan:
-        length = lengths[chunk.request_id]
-        if (chunk.start, chunk.end) != (0, length):
+        length = lengths[chunk.rows[0]]
+        if (chunk.begin, chunk.end) != (0, length):
             groups.append([chunk])
             continue
         width = padded_length(length, pad_to)
@@ -261,7 +269,7 @@ def together(
             whole.append((width, group))
             groups.append(group)
         group.append(chunk)
-    widest, longer = 0, list[Chunk]()
+    widest, longer = 0, list[Work]()
     for width, group in sorted(whole, key=lambda pair: -pair[0]) if fill else ():
         count = len(longer) + len(group)
         apart = padded_count(len(longer), pad_to) * widest + padded_count(len(group), pad_to) * width

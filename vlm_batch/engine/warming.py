@@ -16,8 +16,8 @@ from vlm_batch.caches.slab import CAPACITY_STEP
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.port import ModelAdapter, Sampler
-from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.row import Facts, Prompt, Row, new_row
+from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.sampling import SamplingRow
 from vlm_batch.records import Encoded
 from vlm_batch.types import SamplingParams
@@ -30,7 +30,7 @@ LENGTH = 32
 
 def forwards(
     adapter: ModelAdapter,
-    prefill: Prefill,
+    prefill: Runner,
     decoder: Decoder,
     batch: Callable[[], DecodeGroups],
     sampler: Sampler,
@@ -58,7 +58,7 @@ def forwards(
         yield
 
 
-def _prompts(adapter: ModelAdapter, prefill: Prefill, rows: int, width: int) -> None:
+def _prompts(adapter: ModelAdapter, prefill: Runner, rows: int, width: int) -> None:
     """Prompts of one position less than ``width``, which are padded to it where the family pads."""
     encoded = [_encoded(adapter, max(1, width - 1))] * rows
     with adapter.making_plans():
@@ -67,7 +67,7 @@ def _prompts(adapter: ModelAdapter, prefill: Prefill, rows: int, width: int) -> 
 
 def _step(
     adapter: ModelAdapter,
-    prefill: Prefill,
+    prefill: Runner,
     decoder: Decoder,
     batch: DecodeGroups,
     sampler: Sampler,
