@@ -152,9 +152,8 @@ def decode_of(
     batch = DecodeBatch(Placement(args.placement), rows, few_bits=few_bits)
     dtype = adapter.model.language_model.model.embed_tokens.weight.dtype
     for index in range(rows):
-        fresh = adapter.make_cache()
         row = new_row(str(index), Prompt(), SamplingParams())
-        own = fresh if kv is None else kv.caches(fresh)
+        own = adapter.make_cache(kv)
         for cache in own:
             keys, values = (
                 mx.random.normal((1, args.kv_heads, context, WIDTH // HEADS)).astype(dtype) for _ in range(2)

@@ -36,6 +36,7 @@ from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
 from vlm_batch.exactness import exact_for, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
 from vlm_batch.policy import POLICIES  # noqa: E402
+from vlm_batch.records import Call  # noqa: E402
 from vlm_batch.runtime.device import device  # noqa: E402
 
 REPRODUCIBLE = "reproducible"
@@ -72,7 +73,7 @@ PARTS = {
     "decode": ("", "_launch"),
     "wait": ("", "_await"),
 }
-CALLS = ("encode", "encode_together", "prefill", "prefill_together", "prefill_padded", "decode")
+CALLS = ("encode", "encode_together", "prefill", "decode")
 
 
 @dataclass
@@ -119,7 +120,8 @@ class Engine(Driven):
             setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
         self.generator = BatchGenerator(adapter, config=config, exact=exact)
         if way.by_shapes:
-            adapter.go_by_shapes()
+            fixed = Call(is_fixed=True)
+            self.generator.runner.call = self.generator.runner.call = self.generator._decoder._call = fixed
         self._exact = exact
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator

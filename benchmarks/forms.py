@@ -68,7 +68,7 @@ def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool)
         generator.add(row)
         if is_held and index >= PLAIN:
             form = forms.compiled(SamplingParams(json_schema=SCHEMA))
-            row.answer.guide = Guide.of(params, form, None, row.answer.rules.end_ids)
+            row.answer.guide = Guide.of(params, form, None, row.answer.end_ids)
     walls, works = [], []
     while len(generator.rows.batch) < PLAIN + extra:
         generator.step()

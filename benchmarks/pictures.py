@@ -38,6 +38,7 @@ from vlm_batch.arrays import on_host, settled  # noqa: E402
 from vlm_batch.assets import default_checkpoint  # noqa: E402
 from vlm_batch.inputs.images import load_image  # noqa: E402
 from vlm_batch.loading import EngineOptions, load_model, make_engine  # noqa: E402
+from vlm_batch.records import Call  # noqa: E402
 from vlm_batch.store.digest import digest  # noqa: E402
 
 PROMPT = "describe the picture"
@@ -185,15 +186,15 @@ def stages(engine: Any, path: Path) -> dict[str, tuple[float, float]]:
     grid = given["image_grid_thw"]
     stage("tower", lambda: tower(half, grid))
     stage("tower, again", lambda: tower(half, grid))
-    if adapter.most_patches >= 2 * half.shape[0]:
+    if Call().most_patches >= 2 * half.shape[0]:
         pair = mx.concatenate([half, half]), mx.concatenate([grid, grid])
         stage("tower, two pictures", lambda: tower(*pair))
         stage("tower, two pictures, again", lambda: tower(*pair))
     encoded = adapter.encode(given)
     stage("encode, with the tower", lambda: adapter.encode(given).inputs_embeds)
     caches = [adapter.make_cache() for _ in range(2)]
-    stage("prefill", lambda: adapter.prefill(encoded, caches[0], 0, encoded.length))
-    stage("prefill, again", lambda: adapter.prefill(encoded, caches[1], 0, encoded.length))
+    stage("prefill", lambda: adapter.prefill([encoded], caches[0], 0, encoded.length))
+    stage("prefill, again", lambda: adapter.prefill([encoded], caches[1], 0, encoded.length))
     return found
 
 

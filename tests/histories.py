@@ -363,10 +363,10 @@ class FaultySampled(Sampled):
             raise RuntimeError("the device failed")
         return super().arrays()
 
-    def are_finite(self) -> list[bool]:
+    def read(self) -> Any:
         if self.where == "read":
             raise RuntimeError("the device failed")
-        return super().are_finite()
+        return super().read()
 
 
 class FaultyAdapter:
@@ -379,26 +379,25 @@ class FaultyAdapter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
-    def encode(self, inputs: Any, cached: int = 0) -> Any:
-        self._history.fail_by(self._history.current, "encode")
-        return self._adapter.encode(inputs, cached)
+    def with_products(self, numbers: Any) -> FaultyAdapter:
+        return FaultyAdapter(self._adapter.with_products(numbers), self._history)
 
-    def encode_together(self, requests: Any) -> Any:
+    def encode(self, inputs: Any, call: Any, cached: int = 0) -> Any:
+        self._history.fail_by(self._history.current, "encode")
+        return self._adapter.encode(inputs, call, cached)
+
+    def encode_together(self, requests: Any, call: Any) -> Any:
         if self._history.befalls("together"):
             raise Injected("together")
-        return self._adapter.encode_together(requests)
+        return self._adapter.encode_together(requests, call)
 
-    def prefill_padded(self, rows: Any, cache: Any, start: int, ends: Any, width: int) -> mx.array:
+    def prefill(self, rows: Any, cache: Any, begin: int, end: int, call: Any) -> mx.array:
         if len(rows) > 1:
             self._fail_together(rows)
-        logits = self._adapter.prefill_padded(rows, cache, start, ends, width)
+        logits = self._adapter.prefill(rows, cache, begin, end, call)  # its caches are written by then
         if len(rows) == 1:
             self._fail_alone()
         return logits
-
-    def prefill_together(self, rows: Any, cache: Any) -> Any:
-        self._fail_together(rows)
-        return self._adapter.prefill_together(rows, cache)
 
     def _fail_together(self, rows: Any) -> None:
         if self._history.befalls("together"):
@@ -407,20 +406,15 @@ class FaultyAdapter:
             if row.prompt is not None and any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
 
-    def prefill(self, encoded: Any, cache: Any, start: int, end: int) -> mx.array:
-        logits = self._adapter.prefill(encoded, cache, start, end)  # its caches are written by then
-        self._fail_alone()
-        return logits
-
     def _fail_alone(self) -> None:
         self._history.fail_by(self._history.current, "prefill")
         if len(self._history.generator.rows.batch) and self._history.befalls("memory of one"):
             raise RuntimeError(WANT)
 
-    def decode(self, step: Any) -> mx.array:
+    def decode(self, step: Any, call: Any) -> mx.array:
         history = self._history
         group = next(group for group in history.generator.rows.batch.groups if group.layers is step.caches)
-        logits = self._adapter.decode(step)
+        logits = self._adapter.decode(step, call)
         for row in group.rows:
             history.fail_by(row, "decode")
         if len(group.rows) > 1:
@@ -828,9 +822,8 @@ def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory
     memory = RowMemory(2**62, (lambda _: ROWS) if placement is Placement.SLAB else None)
     for key in (*TEXTS, *PICTURES):
         encoded = adapter.encode(as_mlx(inputs_of(family, key)))
-        fresh, kv = adapter.make_cache(), _kv(is_quantised)
-        caches = fresh if kv is None else kv.caches(fresh)
-        adapter.prefill(encoded, caches, 0, encoded.length)
+        caches = adapter.make_cache(_kv(is_quantised))
+        adapter.prefill([encoded], caches, 0, encoded.length)
         adapter.finish_prefill(encoded, caches)
         memory.learn(caches, encoded.length)
     return memory

@@ -176,16 +176,16 @@ class PretendedBallast:
     def __init__(self, adapter: Any) -> None:
         self.limit: int | None = None
         self.most = 0
-        for name in ("decode", "prefill", "prefill_padded", "prefill_together"):
+        for name in ("decode", "prefill"):
             setattr(adapter, name, self._watched(getattr(adapter, name)))
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*given: Any) -> Any:
+        def watched(*given: Any, **named: Any) -> Any:
             held = _held()
             self.most = max(self.most, held)
             if self.limit is not None and held > self.limit:
                 raise RuntimeError(f"[malloc] Unable to allocate {held - self.limit} bytes.")
-            return forward(*given)
+            return forward(*given, **named)
 
         return watched
 

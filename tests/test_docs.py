@@ -157,14 +157,14 @@ def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
         assert (ROOT / adapter).is_file() and (ROOT / tiny).is_file()
         assert Path(adapter).stem in adapters and Path(tiny).stem in FAMILIES
     for kind, is_of_it in {
-        "plain": lambda one: not issubclass(one, MRoPEAdapter) and one.make_cache is Adapter.make_cache,
+        "plain": lambda one: not issubclass(one, MRoPEAdapter) and one.row_caches is Adapter.row_caches,
         "M-RoPE": lambda one: issubclass(one, MRoPEAdapter),
         "two-way": lambda one: one.atomic_spans is not Adapter.atomic_spans,
         "cross-attention": lambda one: one.split is not Adapter.split or one.decode_extras is not Adapter.decode_extras,
         "recurrent": lambda one: any(
             type(cache) is ArraysCache for cache in shared_adapter(one.spec.family).make_cache()
         ),
-        "own caches": lambda one: one.make_cache is not Adapter.make_cache,
+        "own caches": lambda one: one.row_caches is not Adapter.row_caches,
     }.items():
         assert is_of_it(adapters[kinds[kind]]), kind
 

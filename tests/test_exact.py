@@ -41,7 +41,7 @@ from tests.exact_table import DATA, Record
 from tests.zoo import FAMILIES
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.hooks import attends_apart
+from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.products import hold_products, in_numbers, products_of
 from vlm_batch.arrays import as_mlx, map_arrays
 from vlm_batch.assets import default_checkpoint, sample_images
@@ -59,7 +59,7 @@ from vlm_batch.exactness import Joint, exact_for, prove
 from vlm_batch.loading import load_model
 from vlm_batch.models import _kimi_k3
 from vlm_batch.policy import POLICIES
-from vlm_batch.records import DecodeStep, PromptKey
+from vlm_batch.records import Call, DecodeStep, PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
@@ -326,7 +326,7 @@ def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeyp
     forward = adapter.forward
 
     def by_place(ids: mx.array, embeds: mx.array | None, cache: Any, extra: Any) -> mx.array:
-        if embeds is not None and not (is_attention and attends_apart()):
+        if embeds is not None and not (is_attention and current().attends_apart):
             embeds = embeds * (1 + mx.arange(embeds.shape[0])[:, None, None] / 64)
         return forward(ids, embeds, cache, extra)
 
@@ -586,16 +586,15 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
     assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == ((name, (32, 64)),)
     few, many = (Exact(one.best(slab), slab, products=one.products) for one in (proof, more))
     assert few.settings == many.settings
-    adapter.go_by_shapes(True, few)
-    held = decode_bits(adapter, slab, None, (2, 64))
+    held = decode_bits(adapter.with_products(dict(few.products)), slab, None, (2, 64))
     assert held[2] == held[64]
-    adapter.go_by_shapes(False)
     loose = decode_bits(adapter, slab, None, (2, 32))
     assert loose[2] != loose[32]
-    hold_products(adapter.language, dict(proof.products))
-    assert products_of(adapter.language) and prove(adapter, None, slab, max_rows=64) == more
+    assert (
+        products_of(adapter.with_products(dict(proof.products)).language)
+        and prove(adapter, None, slab, max_rows=64) == more
+    )
     assert not differences("qwen2_vl", precision, "company", layout=slab)
-    adapter.go_by_shapes(False)
 
 
 @pytest.mark.parametrize("precision", ["float32", "4 bits"])
@@ -649,7 +648,7 @@ def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys = mx.zeros((1, 2, 5, 16)), mx.zeros((1, 2, 9, 16))
     kernels.attend(queries, keys, keys, 1.0, None)
     assert not spelled
-    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
     kernels.attend(queries, keys, keys, 1.0, None)
     kernels.attend(queries[:, :, :1], keys, keys, 1.0, None)  # a lone query without a mask, too
     assert spelled == [(1, 2, 5, 16), (1, 2, 1, 16)]

@@ -236,8 +236,8 @@ def test_a_graph_has_no_kernels_that_the_step_has_not(monkeypatch: pytest.Monkey
     for kv in (None, UNIFORM):
         batch = DecodeBatch(Placement.SLAB, 2, few_bits="kernel")
         for name in "ab":
-            caches = adapter.make_cache() if kv is None else kv.caches(adapter.make_cache())
-            adapter.prefill(adapter.encode(as_mlx(request("qwen2_vl", TEXT))), caches, 0, 4)
+            caches = adapter.make_cache(kv)
+            adapter.prefill([adapter.encode(as_mlx(request("qwen2_vl", TEXT)))], caches, 0, 4)
             batch.join(new_row(name, Prompt(), SamplingParams()), caches)
         assert CompiledDecode.can_compile(batch.layers, [{}, {}], is_plain=True)
         step = DecodeStep(mx.array([[3], [4]]), mx.array([4, 4]), batch.layers, [{}, {}])

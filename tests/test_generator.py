@@ -19,6 +19,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
 from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
+from vlm_batch.records import Call
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.types import Event, Result, SamplingParams
@@ -283,11 +284,11 @@ def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
     assert kept is not None and all(kept[name] is array for name, array in given.items())
     decode, fails = generator.adapter.decode, [True]
 
-    def once(step: Any) -> mx.array:
+    def once(step: Any, call: Any) -> mx.array:
         if fails and len(generator.rows.by_id["a"].answer.token_ids) == 2:
             fails.clear()
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
-        return decode(step)
+        return decode(step, call)
 
     monkeypatch.setattr(generator.adapter, "decode", once)
     result = finish(generator)["a"]
@@ -342,15 +343,16 @@ SAME = ("image:1:1", "image:2:1", "image:3:1")
 def together_and_apart(monkeypatch: pytest.MonkeyPatch, prefill: int, fails: bool = False) -> list[int]:
     """Three prompts of one length through an engine; how many rows each shared prefill had."""
     adapter, shared = shared_adapter(FAMILY), []
-    whole = adapter.prefill_together
+    whole = adapter.prefill
 
-    def watched(rows: Sequence[Any], cache: list[Any]) -> mx.array:
-        shared.append(len(rows))
-        if fails:
-            raise RuntimeError("not together")
-        return whole(rows, cache)
+    def watched(rows: Sequence[Any], *rest: Any) -> mx.array:
+        if len(rows) > 1:
+            shared.append(len(rows))
+            if fails:
+                raise RuntimeError("not together")
+        return whole(rows, *rest)
 
-    monkeypatch.setattr(adapter, "prefill_together", watched)
+    monkeypatch.setattr(adapter, "prefill", watched)
     check(FAMILY, run_family(FAMILY, [Ask(key) for key in SAME], config=SchedulerConfig(prefill_together=prefill)))
     return shared
 
@@ -382,11 +384,10 @@ def test_a_picture_that_comes_twice_is_not_encoded_twice(monkeypatch: pytest.Mon
     assert results == [right_tokens(key) for key in keys]
 
 
-def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_pictures_are_encoded_in_one_call_as_have_room_there() -> None:
     sides = np.array(inputs(SAME[0])["image_grid_thw"])
-    monkeypatch.setattr(shared_adapter(FAMILY), "most_patches", 2 * int(sides.prod()))
     given = [inputs(key) for key in SAME]
-    looked = shared_adapter(FAMILY).encode_together(given)
+    looked = shared_adapter(FAMILY).encode_together(given, Call(most_patches=2 * int(sides.prod())))
     assert [new is old for new, old in zip(looked, given, strict=True)] == [False, False, True]
 
 
@@ -395,9 +396,9 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
     seen: list[int] = []
     encode = shared_adapter(FAMILY).encode_together
 
-    def counted(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def counted(requests: Sequence[Mapping[str, Any]], call: Call) -> list[Mapping[str, Any]]:
         seen.append(len(requests))
-        return encode(requests)
+        return encode(requests, call)
 
     monkeypatch.setattr(shared_adapter(FAMILY), "encode_together", counted)
     generator = engine(config=SchedulerConfig(encode_together=3, max_rows=3))
@@ -421,7 +422,7 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
 
 def row_with_picture(key: str) -> Row:
     """A prepared row, whose picture has a known size."""
-    row = new_row(key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS), decode=lambda ids: "")
+    row = new_row(key, Prompt(inputs=inputs(key)), SamplingParams(max_tokens=NUM_TOKENS))
     row.image_sizes = ((8, 8),)
     return row
 
@@ -433,9 +434,9 @@ def looked_at(
     adapter, seen = shared_adapter(FAMILY), []
     encode = adapter.encode_together
 
-    def counted(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def counted(requests: Sequence[Mapping[str, Any]], call: Call) -> list[Mapping[str, Any]]:
         seen.append(len(requests))
-        return encode(requests)
+        return encode(requests, call)
 
     monkeypatch.setattr(adapter, "encode_together", counted)
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**24))) if keeps else None

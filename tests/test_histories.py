@@ -34,6 +34,7 @@ from tests.histories import (
 from tests.many_histories import How, News, Played, play_some, read_record, record_of, show, tell_fault
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
+from vlm_batch.records import Call, DecodeStep
 
 #: Drawn histories of 120 operations each, 10,080 in all: seven of both placements of every kind.
 HISTORIES = 12 * 7
@@ -201,14 +202,14 @@ def test_a_history_of_threads() -> None:
         adapter = batcher._loop.generator.adapter
         decode, calls = adapter.decode, 0
 
-        def flaky(step: object) -> mx.array:
+        def flaky(step: DecodeStep, call: Call) -> mx.array:
             nonlocal calls
             calls += 1
-            if calls % 40 == 0 and step.tokens.shape[0] > 1:  # type: ignore[attr-defined]
+            if calls % 40 == 0 and step.tokens.shape[0] > 1:
                 raise RuntimeError("[malloc] Unable to allocate 1 bytes" if calls % 80 else "a bad moment")
-            return decode(step)  # type: ignore[arg-type]
+            return decode(step, call)
 
-        adapter.decode = flaky  # type: ignore[method-assign]
+        adapter.decode = flaky  # type: ignore[assignment,method-assign]
         wrong: list[str] = []
 
         def ask(seed: int) -> None:

@@ -23,13 +23,14 @@ from tests.harness import Ask, inputs_of, run
 from tests.zoo import family
 from vlm_batch.adapters import kernels, rotary
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.base import RUNS_MODEL, Adapter
-from vlm_batch.adapters.hooks import check_attention, hook, put_hooks, runs_model
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.hooks import check_attention, current, hook, put_hooks, running
 from vlm_batch.adapters.rotary import APPLY, Turn
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models import adapter_for, families
+from vlm_batch.records import Call
 
 IMAGE = "image:4:1"
 
@@ -82,12 +83,12 @@ def test_a_hook_asks_its_own_thread() -> None:
     either = hook(lambda: "theirs", lambda: "ours").either
     answers: list[str] = []
 
-    @runs_model
     def within() -> str:
         other = threading.Thread(target=lambda: answers.append(either()))
-        other.start()
-        other.join()
-        return str(either())
+        with running(Call()):
+            other.start()
+            other.join()
+            return str(either())
 
     assert (either(), within(), either(), answers) == ("theirs", "ours", "theirs", ["theirs"])
 
@@ -95,17 +96,16 @@ def test_a_hook_asks_its_own_thread() -> None:
 def test_a_call_within_a_call_leaves_the_mark_and_an_error_takes_it_away() -> None:
     either = hook(lambda: "theirs", lambda: "ours").either
 
-    @runs_model
-    def outer(fails: bool) -> str:
-        assert runs_model(either)() == "ours"
-        if fails:
+    def outer() -> None:
+        with running(Call(is_fixed=True)):
+            with running(Call()):
+                assert (either(), current().is_fixed) == ("ours", False)
+            assert (either(), current().is_fixed) == ("ours", True)
             raise ValueError("no")
-        return str(either())
 
-    assert outer(False) == "ours"
     with pytest.raises(ValueError, match="no"):
-        outer(True)
-    assert either() == "theirs"
+        outer()
+    assert (either(), current().is_fixed) == ("theirs", False)
 
 
 def test_hooks_hold_mlx_vlms_functions() -> None:
@@ -122,14 +122,11 @@ def test_metal_functions_are_replaced_in_adapters_only() -> None:
         assert inspect.unwrap(bound) is own
 
 
-def test_every_familys_own_calls_are_marked() -> None:
-    """What a family overrides of the calls that run the model is wrapped as the defaults are."""
+def test_no_family_has_its_own_of_the_calls_that_mark_the_thread() -> None:
     for spec in families():
         assert spec.adapter is not None
-        for base in spec.adapter.__mro__:
-            if issubclass(base, Adapter):
-                for name in RUNS_MODEL & vars(base).keys():
-                    assert inspect.unwrap(vars(base)[name]) is not vars(base)[name], f"{base.__name__}.{name}"
+        for name in ("prefill", "decode"):
+            assert getattr(spec.adapter, name) is getattr(Adapter, name), f"{spec.family}.{name}"
 
 
 # The next mlx-vlm
@@ -264,7 +261,7 @@ def test_a_prompts_rotation_is_two_kernels_where_launches_count(name: str, monke
     def keys() -> list[np.ndarray]:
         adapter = adapter_for(name)(family(name).build())
         cache = adapter.make_cache()
-        adapter.prefill(adapter.encode(inputs), cache, 0, inputs["input_ids"].shape[1])
+        adapter.prefill([adapter.encode(inputs)], cache, 0, inputs["input_ids"].shape[1])
         return [np.array(array) for array in arrays_of([layer.state for layer in cache])]
 
     monkeypatch.setattr(kernels, "counts_launches", lambda: True)
@@ -291,7 +288,8 @@ def test_a_decode_steps_rotation_is_an_adapters_alone(monkeypatch: pytest.Monkey
     apply = vars(sys.modules["mlx_vlm.models.qwen2_vl.language"])[APPLY]
     states = mx.ones((2, 1, 1, 4))
     turn = Turn(mx.array([3, 5]), mx.array([1.0, 2.0]), is_traditional=False)
-    queries, keys = runs_model(apply)(states, states, turn, None)
+    with running(Call()):
+        queries, keys = apply(states, states, turn, None)
     assert mx.array_equal(queries, turn(states)) and mx.array_equal(keys, turn(states))
     with pytest.raises((TypeError, AttributeError)):  # mlx-vlm's own function, which knows no Turn
         apply(states, states, turn, None)

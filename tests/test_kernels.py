@@ -14,6 +14,7 @@ from mlx_vlm.models.qwen2_5_vl.vision import VisionModel
 from tests.zoo import family
 from vlm_batch.adapters import kernels, windows
 from vlm_batch.models._qwen2_5_vl import WindowRuns
+from vlm_batch.records import Call
 
 SCALE = 0.25
 
@@ -120,12 +121,12 @@ def test_a_tower_makes_plans_for_shapes_that_keep_coming(spelled: list[int], mon
             kernels.attend_all(queries, keys, values, SCALE)
     assert Counter(spelled) == {256: 100, 512: 25, 64: 120}
     spelled.clear()
-    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
     for length in (256, 64):
         queries, keys, values = random(*[(9, 1, length, 8)] * 3)
         kernels.attend_all(queries, keys, values, SCALE)
     assert spelled == [64]
-    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: False)
+    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=False))
     spelled.clear()
     queries, keys, values = random(*[(3, 1, 300, 8)] * 3)  # one by one: a plan then holds for any number of them
     right = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
@@ -155,7 +156,7 @@ def test_pictures_of_many_sizes_are_filled_up_to_few(spelled: list[int], monkeyp
     assert planned == sorted(planned, reverse=True)  # once its own, always its own
     spelled.clear()
     planned.clear()
-    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
     queries, keys, values = random(*[(1, 2, 193, 8)] * 3)
     kernels.attend_all(queries, keys, values, SCALE)
     assert planned == [256] and not spelled
@@ -230,7 +231,7 @@ def test_windows_of_one_size_in_one_call_see_what_mlx_vlms_see(
 ) -> None:
     """With and without the plans of few shapes, in which windows and pictures are filled up."""
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: by_plans)
-    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: by_plans)
+    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=by_plans))
     monkeypatch.setattr(kernels, "MAX_SCORES", 0)
     tower: Any = family("qwen2_5_vl").build().vision_tower
     config = tower.config
@@ -286,7 +287,7 @@ def test_a_windows_kernel_goes_by_its_size_and_not_by_its_place(
         return attend(queries, *rest, mask=mask, **options)
 
     monkeypatch.setattr(kernels, "takes_plans", lambda queries: True)
-    monkeypatch.setattr(kernels, "goes_by_shapes", lambda: True)
+    monkeypatch.setattr(kernels, "current", lambda: Call(is_fixed=True))
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     made = windows.windows_of(runs, 4)
     assert largest(windows.attend_windows(both, values, runs, 4, SCALE), right) < 2e-6

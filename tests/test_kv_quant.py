@@ -135,13 +135,13 @@ def test_equal_prompts_are_prefilled_together(
     """In one array, whose rows read what is stored as each alone does; nothing of the others stays with a row."""
     name, shared = "qwen2_vl", []
     adapter = shared_adapter(name)
-    whole = adapter.prefill_together
+    whole = adapter.prefill
 
-    def watched(rows: Sequence[Any], cache: list[Any]) -> mx.array:
+    def watched(rows: Sequence[Any], cache: list[Any], *rest: Any) -> mx.array:
         shared.append((len(rows), {type(layer) for layer in cache}))
-        return whole(rows, cache)
+        return whole(rows, cache, *rest)
 
-    monkeypatch.setattr(adapter, "prefill_together", watched)
+    monkeypatch.setattr(adapter, "prefill", watched)
     asks = [Ask(f"image:{seed}:1") for seed in (1, 2, 3)]
     engine = generator(name, kv, placement=placement, config=SchedulerConfig(prefill_together=8, idle_budget=512))
     answers = run(adapter, lambda key: request(name, key), asks, generator=engine)
@@ -151,7 +151,13 @@ def test_equal_prompts_are_prefilled_together(
 
 def test_rows_that_stay_exact_at_first_are_prefilled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = shared_adapter("qwen2_vl")
-    monkeypatch.setattr(adapter, "prefill_together", lambda *_: pytest.fail("a chunk has to end where bits begin"))
+    whole = adapter.prefill
+
+    def watched(rows: Sequence[Any], *rest: Any) -> mx.array:
+        assert len(rows) == 1, "a chunk has to end where bits begin"
+        return whole(rows, *rest)
+
+    monkeypatch.setattr(adapter, "prefill", watched)
     asks = [Ask(f"image:{seed}:1") for seed in (1, 2)]
     engine = generator("qwen2_vl", LATE, config=SchedulerConfig(prefill_together=8, idle_budget=512))
     check("qwen2_vl", run(adapter, lambda key: request("qwen2_vl", key), asks, generator=engine), LATE)

@@ -87,7 +87,7 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     """A row as the batcher would make it of a request, without its tokenizer."""
     key, params = ASKED[name]
     params = replace(params, max_tokens=TOKENS, seed=len(name))
-    row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params)
+    row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params, text=generator.text)
     generator.add(row)
     if name == "bad_words":
         row.answer.bad_words = BAD

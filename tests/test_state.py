@@ -219,7 +219,7 @@ def test_two_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
 
     adapter = shared_adapter("qwen3_5")  # keys and values in every other layer
     caches = adapter.make_cache()
-    mx.eval(adapter.prefill(adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9"))), caches, 0, 9))
+    mx.eval(adapter.prefill([adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9")))], caches, 0, 9))
     batch = DecodeBatch(Placement.ROWS, 1)
     row = new_row("a", Prompt(), SamplingParams())
     own = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length

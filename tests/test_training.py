@@ -96,7 +96,7 @@ def test_training_sees_what_the_checkpoint_computes(family: Any, tmp_path: Path)
 def prefilled(adapter: Adapter, inputs: dict[str, Any]) -> np.ndarray:
     """(V,): this library's logits after the prompt."""
     encoded = adapter.encode({name: value for name, value in inputs.items() if value is not None})
-    return np.array(adapter.prefill(encoded, adapter.make_cache(), 0, inputs["input_ids"].shape[1]))[0]
+    return np.array(adapter.prefill([encoded], adapter.make_cache(), 0, inputs["input_ids"].shape[1]))[0]
 
 
 def inputs_of(model: Any, processor: Any, record: scenes.Record) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -15,10 +14,9 @@ import numpy as np
 
 from vlm_batch._version import __version__
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import attending_apart
 from vlm_batch.adapters.joint import TowerCall
 from vlm_batch.adapters.modules import RememberingGridTower
-from vlm_batch.adapters.products import Product, hold_products, products_of, shapes_of, size_of
+from vlm_batch.adapters.products import Product, products_of, shapes_of, size_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
@@ -104,7 +102,7 @@ def exact_for(
         policy.pad_to,
         policy.call_tokens,
         policy.call_patches,
-        Joint(adapter, kv) if is_joint else None,
+        Joint(adapter.with_products(dict(products)), kv) if is_joint else None,
         graphs,
         products,
     )
@@ -132,11 +130,10 @@ class Joint:
     """
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
-        self._adapter = weakref.proxy(adapter)
+        self._adapter = adapter
         self._kv = kv
         self._key = _model_key(adapter, kv)
-        fresh = adapter.make_cache()
-        fresh = fresh if kv is None else kv.caches(fresh)
+        fresh = adapter.make_cache(kv)
         # Where prompts are padded, they come in few lengths.
         self._shares = shares(adapter, fresh) and pads(adapter, fresh)
         self._found: dict[tuple[Any, ...], Together] = {}
@@ -181,9 +178,8 @@ class Joint:
             return Together(1, against=moves)
         if prefill_is_still(self._adapter, self._kv, count, length):
             return Together(count)
-        with attending_apart(True):
-            if prefill_is_still(self._adapter, self._kv, count, length):
-                return Together(count, is_apart=True, against="attention together goes by the place: apart")
+        if prefill_is_still(self._adapter, self._kv, count, length, attends_apart=True):
+            return Together(count, is_apart=True, against="attention together goes by the place: apart")
         return Together(1, against="the model's own prefill goes by the place")
 
     def _of_pictures(self, count: int, call: TowerCall) -> Together:
@@ -214,7 +210,6 @@ def prove(
     few_bits: str | None = None,
 ) -> Proof:
     """The proof for a model on this device: from its file, or measured."""
-    adapter.go_by_shapes()
     few_bits = PACKED if kv is None else few_bits or policy_for(layout.value, device()).few_bits
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
@@ -254,10 +249,10 @@ def _measured(
         else:
             classes, steps = found
             said += f", of which {' and '.join(own)} have numbers of rows of their own,"
-        graphs = layout is Placement.SLAB and kv is None and _graphs_agree(adapter, steps, best_class(classes, layout))
+        held = adapter.with_products(own)
+        graphs = layout is Placement.SLAB and kv is None and _graphs_agree(held, steps, best_class(classes, layout))
         return Proof(classes, f"{said} and its decode step were compared", graphs, tuple(own.items()))
     except Exception as error:  # what it raises for a request, the request is told
-        hold_products(adapter.language, {})
         if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
             raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
         return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
@@ -277,15 +272,13 @@ def _with_products_apart(
     single: Mapping[str, Found],
     own: Mapping[str, tuple[int, ...]],
 ) -> tuple[Classes, Found] | None:
-    """The classes, and the bits of decode steps, of a model some of whose products have numbers of rows of their own: held to
-    them from now on. None where a step would need no fewer forwards; the products are as they were then."""
-    hold_products(adapter.language, own)
-    steps = decode_bits(adapter, layout, kv, counts, few_bits=few_bits)
+    """The classes, and the bits of decode steps, of a model some of whose products have numbers of rows of their own. None
+    where a step would need no fewer forwards."""
+    steps = decode_bits(adapter.with_products(own), layout, kv, counts, few_bits=few_bits)
     classes = classes_of(*(found for name, found in single.items() if name not in own), steps)
     without = best_class(classes_of(*single.values()), layout)
     if forwards(best_class(classes, layout), layout) < forwards(without, layout):
         return classes, steps
-    hold_products(adapter.language, {})
     return None
 
 

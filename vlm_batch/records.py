@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,41 @@ class DecodeStep:
     positions: Any  # (B,) int32, the position of each row's token: the tokens in its cache + its delta
     caches: Sequence[Any]  # one LayerCache a layer
     extras: Sequence[Mapping[str, Any]]  # each row's Encoded.decode
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a forward must know beside its arrays.
+
+    An adapter's calls take it as an argument. mlx-vlm's signatures do not let it through: further down it is the mark of the
+    thread (``vlm_batch.adapters.hooks``).
+    """
+
+    #: Prefill: where each row's own positions end; its logits are of the position before. None: at the call's end.
+    ends: tuple[int, ...] | None = None
+    #: Prefill of one row: logits of every position.
+    is_scored: bool = False
+    #: Kernels go by the shapes of this call alone, and not by what was called before.
+    is_fixed: bool = False
+    #: Rows of a prefill attend in calls of the shape that each has alone.
+    attends_apart: bool = False
+    #: On CUDA a shape of attention has its plan at its first call.
+    makes_plans: bool = False
+    #: Encode: patches of several requests' pictures in one call of a tower.
+    most_patches: int = 8192
+    #: Encode: pictures, idle ones among them, in every call of a tower with one of such a call's shape; None: one alone where
+    #: kernels go by shapes, and as many as come otherwise.
+    pictures: Callable[[Any], int] | None = None
+
+    # What the adapter adds while it runs.
+    #: Prefill: the position that the call begins at.
+    begin: int = 0
+    #: Prefill: the length of each row's whole prompt.
+    lengths: tuple[int, ...] = ()
+    #: Decode: each row's position (B,), the same on all axes.
+    positions: Any = None
+    #: Encode: what towers answered when pictures of several requests were encoded together.
+    answers: Any = None
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def measure(
         sizes = []
     chunks = {size: clock.timed(partial(_in_chunks, adapter, kv, prompt, size)) for size in sizes}
     prompts: dict[int, float] = {}
-    if adapter.shares_prefill and can_share(_fresh(adapter, kv)):
+    if adapter.shares_prefill and can_share(adapter.make_cache(kv)):
         say("prompts in one array")
         short = _encoded(adapter, min(SHORT, prompt.length))
         prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, kv, short, n))
@@ -224,11 +224,6 @@ def _encoded(adapter: Adapter, length: int) -> Encoded:
     return adapter.encode(adapter.probe(mx.array(ids[None], dtype=mx.int32)))
 
 
-def _fresh(adapter: Adapter, kv: KVQuantisation | None) -> list[Any]:
-    fresh = adapter.make_cache()
-    return fresh if kv is None else kv.caches(fresh)
-
-
 @dataclass(frozen=True)
 class _Row:
     """A prefilled row, of which there can be as many copies as are wanted."""
@@ -238,8 +233,8 @@ class _Row:
 
     @classmethod
     def prefilled(cls, adapter: Adapter, kv: KVQuantisation | None, length: int) -> _Row:
-        encoded, caches = _encoded(adapter, length), _fresh(adapter, kv)
-        logits = adapter.prefill(encoded, caches, 0, encoded.length)
+        encoded, caches = _encoded(adapter, length), adapter.make_cache(kv)
+        logits = adapter.prefill([encoded], caches, 0, encoded.length)
         adapter.finish_prefill(encoded, caches)
         mx.eval(logits, [cache.state for cache in caches])
         copied = tuple(CopiedState.of(cache, encoded.length) for cache in caches)
@@ -271,18 +266,15 @@ def _step(adapter: Adapter, layout: Placement, rows: Sequence[_Row], count: int)
 
 
 def _in_chunks(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, size: int) -> None:
-    caches = _fresh(adapter, kv)
+    caches = adapter.make_cache(kv)
     for start in range(0, prompt.length, size):
-        logits = adapter.prefill(prompt, caches, start, min(start + size, prompt.length))
+        logits = adapter.prefill([prompt], caches, start, min(start + size, prompt.length))
         mx.eval(logits, arrays_of([cache.state for cache in caches]))
 
 
 def _together(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, count: int) -> None:
-    cache = _fresh(adapter, kv)
-    if count == 1:
-        logits = adapter.prefill(prompt, cache, 0, prompt.length)
-    else:
-        logits = adapter.prefill_together([prompt] * count, cache)
+    cache = adapter.make_cache(kv)
+    logits = adapter.prefill([prompt] * count, cache, 0, prompt.length)
     mx.eval(logits, arrays_of([layer.state for layer in cache]))
 
 

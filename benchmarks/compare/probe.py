@@ -77,8 +77,6 @@ def own_share(make: Any, model: Any, workload: Workload, contexts: Any) -> dict[
             "encode",
             "encode_together",
             "prefill",
-            "prefill_together",
-            "prefill_padded",
             "finish_prefill",
             "decode",
             "make_cache",

@@ -66,8 +66,8 @@ class RecallingAdapter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
-    def prefill(self, encoded: Any, cache: list[Any], start: int, end: int) -> Any:
-        return self._contexts.recall(int(encoded.input_ids[0, 0].item()), cache, start, end)
+    def prefill(self, rows: Any, cache: list[Any], begin: int, end: int, call: Any) -> Any:
+        return self._contexts.recall(int(rows[0].input_ids[0, 0].item()), cache, begin, end)
 
 
 class RecallingLanguageModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -17,26 +17,17 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.hooks import (
-    attending_apart,
-    attends_apart,
-    check_attention,
-    files_of,
-    making_plans,
-    put_hooks,
-    runs_model,
-)
-from vlm_batch.adapters.joint import Answers, Desk, Looked, Proven, TowerCall, advance, hands_out, make_calls
+from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, running
+from vlm_batch.adapters.joint import Answers, Looked, TowerCall, advance, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.products import hold_products
 from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
 from vlm_batch.adapters.towers import Inner, widen
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.policy import POLICIES
-from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState, PromptKey
+from vlm_batch.records import Call, DecodeStep, Encoded, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
-from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest, sourced
 from vlm_batch.store.features import FeatureStore
 
@@ -45,11 +36,6 @@ VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "vi
 #: Values of each weight that go into a model's fingerprint.
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-
-#: The calls that run the model: mlx-vlm's files take our functions in them (``vlm_batch.adapters.hooks``).
-RUNS_MODEL = frozenset(
-    {"encode", "encode_together", "prefill", "prefill_scored", "prefill_together", "prefill_padded", "decode"}
-)
 
 #: Beginnings of the names under which processors give pictures and videos, or their features.
 PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features", "image_embeds", "encoder_outputs")
@@ -100,22 +86,8 @@ class Adapter:
     #: The reason why a row cannot continue from another row's caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
-    #: Whether kernels are chosen by the shapes of one call alone (``go_by_shapes``).
-    goes_by_shapes: bool = False
-    #: Then the numbers of prompts and of pictures that are always in a call of their shape; one without it.
-    _proven: Proven | None = None
-
-    #: Patches of pictures that go through the tower in one call, where several requests' do.
-    most_patches: int = POLICIES[Device.CUDA].most_patches
-
     #: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
     caches_without_attention: ClassVar[frozenset[str]] = frozenset()
-
-    def __init_subclass__(cls) -> None:
-        """Mark a family's own versions of the calls that run the model, as ``runs_model`` does."""
-        for name in RUNS_MODEL & vars(cls).keys():
-            call = hands_out(vars(cls)[name]) if name == "encode" else vars(cls)[name]
-            setattr(cls, name, runs_model(call))
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model, self.on_disk())
@@ -124,9 +96,9 @@ class Adapter:
         for owner, name in self.towers() if self.inner_layers else ():
             widen(owner[name], self.inner_layers)
         self.language: Any = self.model.language_model
-        self.desk = Desk()
         self.hook_functions()
         self.last_position_logits()
+        self.remember_features(None)
 
     def hook_functions(self) -> None:
         """Put our functions in the place of mlx-vlm's in the language model's files; refuse a model that calls others."""
@@ -134,18 +106,14 @@ class Adapter:
         hooked = HOOKS["scaled_dot_product_attention"]
         check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
 
-    def go_by_shapes(self, is_exact: bool = True, proven: Proven | None = None) -> None:
-        """From now on, or no longer, choose kernels by the shapes of one call alone, not by what was called before, and encode
-        each picture in a call of its own, or of as many of its shape as are ``proven``, idle ones among them: what else is
-        asked, or kept, cannot change it then. Products that have numbers of rows of their own are held to them."""
-        self.goes_by_shapes, self._proven = is_exact, proven
-        hold_products(self.language, {} if proven is None else dict(proven.products))
-        towers = self.towers()
-        if proven is not None and not all(isinstance(owner[name], RememberingTower) for owner, name in towers):
-            self.remember_features(None)
-        for owner, name in towers:
-            if isinstance(owner[name], RememberingTower):
-                owner[name].goes_by_shapes, owner[name].proven = is_exact, proven
+    def with_products(self, numbers: Mapping[str, Sequence[int]]) -> Adapter:
+        """A copy, with modules of its own, whose products of some kinds are held to numbers of rows; itself for none."""
+        if not numbers:
+            return self
+        twin = copy.copy(self)
+        vars(twin).update(clone_modules(vars(self)))
+        hold_products(twin.language, numbers)
+        return twin
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -191,9 +159,7 @@ class Adapter:
         for owner, name in self.towers():
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
-            made = self.tower_class(tower, store, self.read_features, self.desk)
-            made.goes_by_shapes, made.proven = self.goes_by_shapes, self._proven
-            setattr(owner, name, made)
+            setattr(owner, name, self.tower_class(tower, store, self.read_features))
 
     def towers(self) -> list[tuple[nn.Module, str]]:
         """The modules that encode pictures: each the attribute of another."""
@@ -224,69 +190,75 @@ class Adapter:
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
-    @runs_model
-    @hands_out
-    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
+    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
         """Turn a processor's output for one request (input_ids (1, L), pictures, ...) into a row ready for prefill.
 
         The first ``cached`` positions are in the row's caches already; if all of its pictures are among them, none is
         encoded. Raises InvalidPrompt for a key that the family does not know.
         """
-        try:
-            ids, extra = self._read(inputs)
-            with self._fitting(ids, extra):
-                is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
-                features = (
-                    self.features_after(ids, extra, cached) if is_text_left else self.features(ids, sourced(extra))
-                )
-            embeds = features.pop("inputs_embeds")
-            dtype = self.token_dtype if self.goes_by_shapes and embeds.dtype == mx.float32 else None
-            if dtype is not None:
-                embeds = embeds.astype(dtype)  # rows of two types in one batch are computed in the wider one
-            prefill, decode = self.split(features)
-            return Encoded(
-                input_ids=ids,
-                inputs_embeds=embeds,
-                position=self.positions(ids, extra, features),
-                prefill=prefill,
-                decode=decode,
-                atomic=self.atomic_spans(ids, extra),
-                image_tokens=self.count_image_tokens(ids, extra),
-                model_image_sizes=self.model_image_sizes(extra),
-                cached=cached,
-                vocabulary=self.vocabulary(extra),
-            )
-        finally:
-            self.forget()  # also of a request that raised, whose positions the next one must not meet
+        if isinstance(inputs, Looked):
+            if inputs.answers.result is not None and not cached:
+                return inputs.answers.result
+            inputs.answers.place = 0
+            call = replace(call, answers=inputs.answers)
+        with running(call):
+            try:
+                return self._encoded(inputs, call, cached)
+            finally:
+                self.forget()  # also of a request that raised, whose positions the next one must not meet
 
-    @runs_model
-    def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
+        ids, extra = self._read(inputs)
+        with self._fitting(ids, extra):
+            is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
+            features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, sourced(extra))
+        embeds = features.pop("inputs_embeds")
+        dtype = self.token_dtype if call.is_fixed and embeds.dtype == mx.float32 else None
+        if dtype is not None:
+            embeds = embeds.astype(dtype)  # rows of two types in one batch are computed in the wider one
+        prefill, decode = self.split(features)
+        return Encoded(
+            input_ids=ids,
+            inputs_embeds=embeds,
+            position=self.positions(ids, extra, features),
+            prefill=prefill,
+            decode=decode,
+            atomic=self.atomic_spans(ids, extra),
+            image_tokens=self.count_image_tokens(ids, extra),
+            model_image_sizes=self.model_image_sizes(extra),
+            cached=cached,
+            vocabulary=self.vocabulary(extra),
+        )
+
+    def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
         """Make the tower's calls for several requests as one, where they fit each other: of as many of the first requests as
-        have ``most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
+        have ``call.most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
         is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
-        if self.goes_by_shapes:
-            is_apart = is_apart or self._proven is None or self.tower_class.apart is RememberingTower.apart
+        if call.is_fixed:
+            is_apart = is_apart or call.pictures is None or self.tower_class.apart is RememberingTower.apart
         if is_apart or self.max_rows == 1 or not self.towers():
             return list(requests)
-        if any(not isinstance(owner[name], RememberingTower) for owner, name in self.towers()):
-            self.remember_features(None)
         answers = {at: Answers() for at, inputs in enumerate(requests) if has_pictures(inputs)}
-        encode = type(self).encode  # not what others have put around this one's
+
+        def encode(at: int, answers: Answers) -> Encoded:
+            return Adapter.encode(self, requests[at], replace(call, answers=answers))
+
         calls: dict[int, TowerCall] = {}
-        room = self.most_patches
+        room = call.most_patches
         for at, theirs in answers.items():
-            call = advance(self.desk, theirs, partial(encode, self, requests[at]))
-            if call is not None:
-                room -= call.tower.count_patches(call, self._values_of_patch)
+            asked = advance(theirs, partial(encode, at))
+            if asked is not None:
+                room -= asked.tower.count_patches(asked, self._values_of_patch)
                 if room < 0 and calls:
                     break
-                calls[at] = call
+                calls[at] = asked
         while len(calls) > 1:
-            found = make_calls(calls, by_shapes=self.goes_by_shapes)
+            with running(call):
+                found = make_calls(calls, by_shapes=call.is_fixed)
             for at, answer in found.items():
                 answers[at].found.append(answer)
-            again = {at: advance(self.desk, answers[at], partial(encode, self, requests[at])) for at in found}
-            calls = {at: call for at, call in again.items() if call is not None}
+            again = {at: advance(answers[at], partial(encode, at)) for at in found}
+            calls = {at: asked for at, asked in again.items() if asked is not None}
         return [
             Looked(inputs, answers[at]) if at in answers and answers[at].is_any else inputs
             for at, inputs in enumerate(requests)
@@ -478,61 +450,42 @@ class Adapter:
         """The smallest request with the prompt ``ids`` (1, L), by which a model's abilities are tried."""
         return {"input_ids": ids}
 
-    def making_plans(self) -> AbstractContextManager[None]:
-        """For as long as it lasts, whatever takes long at a shape's first calls is done at its first."""
-        return making_plans()
+    def make_cache(self, kv: KVQuantisation | None = None) -> list[Any]:
+        """A fresh single-row cache, one entry a layer; of few bits where ``kv`` says so."""
+        fresh = self.row_caches()
+        return fresh if kv is None else kv.caches(fresh)
 
-    def make_cache(self) -> list[Any]:
-        """A fresh single-row cache, one entry a layer, of the kinds that the model asks for."""
+    def row_caches(self) -> list[Any]:
+        """A fresh single-row cache of the kinds that the model asks for."""
         return make_prompt_cache(self.language)
 
-    @runs_model
-    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
-        """Run prompt positions [start, end) of one row into its cache; logits (1, V) of the last of them."""
-        ids, embeds = encoded.input_ids[:, start:end], encoded.inputs_embeds[:, start:end]
-        return self.forward(ids, embeds, cache, self.chunk(encoded, start, end))
+    def prefill(self, rows: Sequence[Encoded], cache: list[Any], begin: int, end: int, call: Call = Call()) -> mx.array:
+        """Run prompt positions [begin, end) of one row into its cache, or whole prompts into a fresh cache of R rows.
 
-    @runs_model
-    def prefill_scored(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
-        """``prefill`` with the logits of every position of the chunk, (end - start, V), where ``scores_chunks`` is true."""
-        with self._answering("is_apart", True):
-            return self.prefill(encoded, cache, start, end)
+        Returns logits (R, V) of each row's last position before ``call.ends``; (end - begin, V) of one row that is scored,
+        where ``scores_chunks`` is true. What lies behind a row's end is padding, in the caches, too: for families that pad.
+        """
+        with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
+            return self.run_chunk([self.padded(row, end) for row in rows], cache, begin, end)
 
-    @property
-    def scores_chunks(self) -> bool:
-        """Whether one forward can answer for all positions of a chunk."""
-        return bool(self._last_positions)
-
-    @cached_property
-    def _last_positions(self) -> list[LastPosition]:
-        return [module for _, module in self.language.named_modules() if isinstance(module, LastPosition)]
-
-    @runs_model
-    def prefill_together(self, rows: Sequence[Encoded], cache: list[Any]) -> mx.array:
-        """Run whole prompts of one length into a fresh cache of R rows; logits (R, V). For families that share a prefill."""
+    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+        """The forward of ``prefill``, of rows that are long enough."""
+        if len(rows) == 1:
+            (row,) = rows
+            ids, embeds = row.input_ids[:, start:end], row.inputs_embeds[:, start:end]
+            return self.forward(ids, embeds, cache, self.chunk(row, start, end))
         ids = mx.concatenate([row.input_ids for row in rows])
         embeds = mx.concatenate([row.inputs_embeds for row in rows])
-        is_apart = self._proven is not None and self._proven.attends_apart(*ids.shape)
-        with attending_apart(is_apart or attends_apart()):
-            return self.forward(ids, embeds, cache, self.positions_together(rows))
+        return self.forward(ids, embeds, cache, self.positions_together(rows))
+
+    @cached_property
+    def scores_chunks(self) -> bool:
+        """Whether one forward can answer for all positions of a chunk."""
+        return any(isinstance(module, LastPosition) for _, module in self.language.named_modules())
 
     def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
         """The positions of prompts of one length, for families that take them."""
         return {}
-
-    @runs_model
-    def prefill_padded(
-        self, rows: Sequence[Encoded], cache: list[Any], start: int, ends: Sequence[int], width: int
-    ) -> mx.array:
-        """Run ``width`` positions from ``start`` on of one row, or of several from their beginnings into a fresh cache of R
-        rows; logits (R, V) of the last before each row's end. What lies behind the ends is padding, in the caches, too. For
-        families that pad."""
-        lasts = mx.array([end - start - 1 for end in ends])
-        padded = [self.padded(row, start + width) for row in rows]
-        with self._answering("at", lasts):
-            if len(rows) > 1:
-                return self.prefill_together(padded, cache)
-            return self.prefill(padded[0], cache, start, start + width)
 
     def padded(self, encoded: Encoded, length: int) -> Encoded:
         """A row with at least ``length`` positions: behind its own its last one is repeated, as text."""
@@ -552,19 +505,6 @@ class Adapter:
         """A row's positions with ``count`` more, for families that take them; the others count what is in the cache."""
         return position
 
-    @contextmanager
-    def _answering(self, name: str, value: Any) -> Iterator[None]:
-        """Let the trunk answer for other positions than its last one (``LastPosition``)."""
-        parts = self._last_positions
-        before = [vars(part)[name] for part in parts]
-        for part in parts:
-            vars(part)[name] = value  # an array would be taken for a weight
-        try:
-            yield
-        finally:
-            for part, was in zip(parts, before, strict=True):
-                vars(part)[name] = was
-
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         """Called once the whole prompt is in the row's cache, before the row joins the batch."""
 
@@ -580,9 +520,13 @@ class Adapter:
         """The positions of a chunk, for families that take them; the others count what is in the cache."""
         return {}
 
-    @runs_model
-    def decode(self, step: DecodeStep) -> mx.array:
+    def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array:
         """One token for every place of the batch: logits (B, V)."""
+        with running(replace(call, positions=step.positions)):
+            return self.run_step(step)
+
+    def run_step(self, step: DecodeStep) -> mx.array:
+        """The forward of ``decode``."""
         return self.forward(step.tokens, None, step.caches, self.decode_extras(step))
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class CrossingAdapter(Adapter):
     def last_position_logits(self) -> None:
         """The family's ``answer`` gives the last position's logits only."""
 
-    def make_cache(self) -> list[Any]:
+    def row_caches(self) -> list[Any]:
         layers = self.language.model.decoder.layers
         return [KVCache() for _ in layers] + [CrossCache() for _ in layers]
 

@@ -84,11 +84,7 @@ class MRoPEAdapter(GridAdapter):
     def hook_functions(self) -> None:
         """Hook attention, and M-RoPE for decode steps."""
         super().hook_functions()
-        self._decoding = hook_rotary(self.language, family=self.spec.family)
-
-    def decode(self, step: DecodeStep) -> mx.array:
-        with self._decoding.at(step.positions):
-            return super().decode(step)
+        hook_rotary(self.language, family=self.spec.family)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """A video goes through the model as one picture for each of its time steps, which is what the towers make of it.

@@ -2,8 +2,8 @@
 
 mlx-vlm's modules call functions of their files by name. What runs that code unmodified on rows apart, and by cheaper kernels,
 is another function under that name; but a file's names are the whole process's, and mlx-vlm's own models use them, too. So a
-name is bound to a function that goes by a mark of the thread: it is there during an adapter's calls that run its model, and
-without it mlx-vlm's own function is called as if nothing had happened.
+name is bound to a function that goes by a mark of the thread, the ``Call`` that an adapter runs: without it mlx-vlm's own
+function is called as if nothing had happened. The mark also carries what mlx-vlm's signatures do not let through (``current``).
 
 mlx-vlm renames and moves its functions between versions. A hook that finds nothing to replace would leave a family on a path
 that is slow, or wrong for rows apart; so both a name that is bound to something else (``put_hooks``) and attention that calls
@@ -20,89 +20,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import CodeType, FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import mlx.nn as nn
 
 from vlm_batch.errors import UnsupportedModel
-
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
+from vlm_batch.records import Call
 
 
 class _Thread(threading.local):
-    runs_adapter = False
-    goes_by_shapes = False
-    attends_apart = False
-    makes_plans = False
+    call: Call | None = None  # None: no adapter runs
 
     def __init__(self) -> None:
         self.token = object()
 
 
 _thread = _Thread()
+_NOTHING = Call()
 
 #: Every function that a hook has put somewhere.
 _put: WeakSet[Callable[..., Any]] = WeakSet()
 
 
-def goes_by_shapes() -> bool:
-    """Whether the adapter that runs its model on this thread chooses kernels by the shapes of one call alone."""
-    return _thread.goes_by_shapes
-
-
-def attends_apart() -> bool:
-    """Whether the rows of a prefill on this thread attend in calls of their own."""
-    return _thread.attends_apart
-
-
 @contextmanager
-def attending_apart(is_apart: bool) -> Iterator[None]:
-    """For as long as it lasts, let each row of a prefill on this thread attend in a call of the shape that it has alone."""
-    before, _thread.attends_apart = _thread.attends_apart, is_apart
+def running(call: Call) -> Iterator[None]:
+    """For as long as it lasts, an adapter runs its model on this thread: hooks take our functions."""
+    before, _thread.call = _thread.call, call
     try:
         yield
     finally:
-        _thread.attends_apart = before
+        _thread.call = before
+
+
+def current() -> Call:
+    """The call that an adapter runs on this thread; one that asks for nothing while none does."""
+    return _thread.call or _NOTHING
 
 
 def this_thread() -> object:
     """An object that is this thread's, and no later one's."""
     return _thread.token
-
-
-def makes_plans() -> bool:
-    """Whether attention on this thread is given plans at its first call, where shapes have plans."""
-    return _thread.makes_plans
-
-
-@contextmanager
-def making_plans() -> Iterator[None]:
-    """For as long as it lasts, give each shape of attention on this thread its plan at once."""
-    before, _thread.makes_plans = _thread.makes_plans, True
-    try:
-        yield
-    finally:
-        _thread.makes_plans = before
-
-
-def runs_model(call: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """A call of an adapter, its first argument if it has any, in which hooks take our functions."""
-
-    @wraps(call)
-    def marked(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-        before = _thread.runs_adapter, _thread.goes_by_shapes
-        _thread.runs_adapter, _thread.goes_by_shapes = (
-            True,
-            bool(getattr(args[:1] and args[0], "goes_by_shapes", False)),
-        )
-        try:
-            return call(*args, **kwargs)
-        finally:
-            _thread.runs_adapter, _thread.goes_by_shapes = before
-
-    return marked
 
 
 @dataclass(frozen=True)
@@ -118,7 +76,7 @@ def hook(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Hook:
 
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _thread.runs_adapter else theirs)(*args, **kwargs)
+        return (theirs if _thread.call is None else ours)(*args, **kwargs)
 
     _put.add(either)
     return Hook(theirs, either)

@@ -7,10 +7,8 @@ the call out. Calls of several requests that fit each other are made as one, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -68,20 +66,6 @@ class TowerCall:
         return (self.kind.settings, self.kind.dtypes, str(arrays))
 
 
-class Proven(Protocol):
-    """The shapes of calls in which neither a place nor who is beside it changes a bit (``vlm_batch.engine.exact``)."""
-
-    @property
-    def products(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The kinds of products that are computed in numbers of rows of their own, and those."""
-
-    def pictures(self, call: TowerCall) -> int:
-        """The pictures in every call with one of such a call's shape."""
-
-    def attends_apart(self, rows: int, length: int) -> bool:
-        """Whether so many prompts of one length in an array attend in calls of their own."""
-
-
 class Awaited(BaseException):
     """Leaves an encoding at a call of a tower. Nothing but ``advance`` is to catch it."""
 
@@ -124,23 +108,6 @@ class Answers:
         return map_arrays(found, _handle)
 
 
-class Desk:
-    """The answers that an adapter's towers hand out while it encodes a request; none at other times."""
-
-    def __init__(self) -> None:
-        self.answers: Answers | None = None
-
-    @contextmanager
-    def at(self, answers: Answers) -> Iterator[None]:
-        """Begin with the first of a request's answers."""
-        answers.place = 0
-        before, self.answers = self.answers, answers
-        try:
-            yield
-        finally:
-            self.answers = before
-
-
 class Looked(dict[str, Any]):
     """A request's inputs, with answers of towers to its first calls."""
 
@@ -149,28 +116,12 @@ class Looked(dict[str, Any]):
         self.answers = answers
 
 
-def hands_out(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """An adapter's ``encode``, during which its towers hand out what was found for the request."""
-
-    @wraps(encode)
-    def handing(self: Any, inputs: Mapping[str, Any], cached: int = 0) -> Any:
-        if not isinstance(inputs, Looked) or self.desk.answers is not None:
-            return encode(self, inputs, cached)
-        if inputs.answers.result is not None and not cached:
-            return inputs.answers.result
-        with self.desk.at(inputs.answers):
-            return encode(self, inputs, cached)
-
-    return handing
-
-
-def advance(desk: Desk, answers: Answers, encode: Callable[[], Any]) -> TowerCall | None:
+def advance(answers: Answers, encode: Callable[[Answers], Any]) -> TowerCall | None:
     """Run a request's encoding to its first call without an answer, or to its end. What is wrong with a request is said when
     it is encoded by itself."""
-    answers.awaits = True
+    answers.place, answers.awaits = 0, True
     try:
-        with desk.at(answers):
-            answers.result = encode()
+        answers.result = encode(answers)
     except Awaited as awaited:
         return awaited.call
     except Exception:

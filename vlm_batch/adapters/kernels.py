@@ -22,6 +22,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
-from vlm_batch.adapters.hooks import attending_apart, attends_apart, goes_by_shapes, makes_plans, this_thread
+from vlm_batch.adapters.hooks import current, running, this_thread
 from vlm_batch.caches.quantized import QuantizedStates
 
 #: Calls of a shape before it is given a plan: in about 30 forwards of 36 layers a plan pays for itself.
@@ -112,14 +113,15 @@ def takes_powers(array: mx.array) -> bool:
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` of (B, H, L, D) queries over (B, H_kv, K, D) keys, by the cheaper way."""
-    if attends_apart() and queries.shape[0] > 1:
+    call = current()
+    if call.attends_apart and queries.shape[0] > 1:
         return attend_apart(queries, keys, values, scale, mask)
     if takes_plans(queries):
         if is_groupable(queries, keys, mask):
             return attend_groups(queries, keys, values, scale, mask)
-        if spells_out(queries, keys, mask) if goes_by_shapes() else queries.shape[2] > 1 and is_rare(queries, keys):
+        if spells_out(queries, keys, mask) if call.is_fixed else queries.shape[2] > 1 and is_rare(queries, keys):
             return attend_spelled_out(queries, keys, values, scale, mask)
-        if not goes_by_shapes() and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
+        if not call.is_fixed and isinstance(mask, str) and queries.shape[2] > 1 and is_early(queries, keys):
             return attend_before(queries, keys, values, scale)
     elif (mask is None or isinstance(mask, str)) and takes_powers(queries) and is_long(queries, keys):
         return attend_in_blocks(queries, keys, values, scale, is_causal=mask is not None)
@@ -149,7 +151,7 @@ def planned_length(shape: tuple[int, ...]) -> int | None:
     batch, heads, length, width = shape
     filled = few_from(length, LENGTH_STEP) if length > FEW_KEYS else length
     few = (batch, heads, filled, width)
-    if goes_by_shapes():
+    if current().is_fixed:
         is_light = batch * heads * length**2 <= MAX_SCORES or length <= FEW_KEYS
         return None if is_light else filled
     is_own, is_filled = not is_new(shape, times=FILLED_TIMES if few in _filled else 1), not is_new(few, True)
@@ -207,7 +209,7 @@ def few_to(count: int, step: int) -> int:
 def attend_apart(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
     """``attend`` for each row by itself, in the shapes that the row has alone: (B, H, L, D_v)."""
     is_each = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] == queries.shape[0]
-    with attending_apart(False):
+    with running(replace(current(), attends_apart=False)):
         rows = [
             attend(queries[i : i + 1], keys[i : i + 1], values[i : i + 1], scale, mask[i : i + 1] if is_each else mask)
             for i in range(queries.shape[0])
@@ -242,7 +244,7 @@ def is_rare(queries: mx.array, keys: mx.array) -> bool:
 def has_plans(shapes: Sequence[tuple[int, ...]]) -> bool:
     """Count the first of the shapes of attention calls that are made together. True if they are made by plans: it has come
     often enough for those of all, or shapes alone decide."""
-    return goes_by_shapes() or not is_new(shapes[0], True, times=len(shapes))
+    return current().is_fixed or not is_new(shapes[0], True, times=len(shapes))
 
 
 def is_early(queries: mx.array, keys: mx.array) -> bool:
@@ -268,7 +270,7 @@ def _count(shape: tuple[Any, ...]) -> int:
         _uses.clear()
         _filled.clear()
     own = (this_thread(), shape)  # as MLX keeps plans
-    _uses[own] += OFTEN if makes_plans() else 1
+    _uses[own] += OFTEN if current().makes_plans else 1
     return _uses[own]
 
 

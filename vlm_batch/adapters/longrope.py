@@ -11,7 +11,8 @@ import mlx.nn as nn
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.records import Encoded, PromptKey
+from vlm_batch.adapters.hooks import current
+from vlm_batch.records import PromptKey
 from vlm_batch.store.digest import as_words, digest
 
 #: For ``ModelSpec.notes``.
@@ -25,11 +26,9 @@ class RowLongRoPE(SuScaledRoPE):
     """Upstream takes the farthest row's factors for all, chunk by chunk (rope_utils.py:176); transformers goes by
     the whole sequence that is run (modeling_rope_utils.py, longrope_frequency_update)."""
 
-    prompt = 0  # the length of the prompt that is being prefilled, if one is
-
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """(B, H, L, D) -> the same; offset is an int, or (B,)."""
-        end = mx.maximum(mx.array(offset) + x.shape[-2], self.prompt)
+        end = mx.maximum(mx.array(offset) + x.shape[-2], mx.array(current().lengths or 0))
         is_long = (end > self.original_max_position_embeddings).reshape(-1, 1, 1, 1)
         short = self._rotated(x, offset, self._short_freqs, self._short_scale)
         return mx.where(is_long, self._rotated(x, offset, self._long_freqs, self._long_scale), short)
@@ -58,13 +57,3 @@ class LongRoPEAdapter(Adapter):
         content = as_words(digest("long factors"))
         key.positions[:, 1:] ^= content
         return replace(key, answer=content)
-
-    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
-        """A prompt is turned by one choice of factors, whatever its chunks."""
-        for rope in self._long_ropes:
-            rope.prompt = encoded.length
-        try:
-            return super().prefill(encoded, cache, start, end)
-        finally:
-            for rope in self._long_ropes:
-                rope.prompt = 0

@@ -9,14 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.joint import Desk, Kind, TowerCall, join_calls
+from vlm_batch.adapters.hooks import current
+from vlm_batch.adapters.joint import Kind, TowerCall, join_calls
 from vlm_batch.arrays import arrays_of, is_array_tree, join_rows, launch, split_rows
 from vlm_batch.store.digest import digest, split_known
 from vlm_batch.store.features import FeatureStore
 
 
-def clone_modules(module: nn.Module, patches: Mapping[type, type] | None = None) -> nn.Module:
-    """A structural copy of a module tree: the same weight arrays, own modules and attributes.
+def clone_modules(module: Any, patches: Mapping[type, type] | None = None) -> Any:
+    """A structural copy of a module tree, or of several in a list or dict: the same weight arrays, own modules and attributes.
 
     What a forward pass leaves on a module (mlx-vlm keeps positions there) stays on the copy, and so do our changes.
     ``patches`` maps a module class to the subclass that takes its place.
@@ -43,23 +44,24 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
 
 
 class LastPosition(nn.Module):
-    """A language model's trunk that answers for its last position only, so that the LM head runs once per prompt.
+    """A language model's trunk that answers for the positions that a ``Call`` says, so that the LM head runs once per prompt.
 
-    Everything else (embedding table, layers, norm) is the trunk's own. While ``is_apart`` is set, each position of one row
-    is answered for as the last position of a row of its own; while ``at`` (B,) is set, each row is by that position.
+    Everything else (embedding table, layers, norm) is the trunk's own.
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
-        self.__dict__.update(is_apart=False, at=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row whose positions are wanted apart."""
+        """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row that is scored."""
         hidden: mx.array = self.trunk(*args, **kwargs)
-        if self.is_apart:
+        call = current()
+        if call.is_scored:
             return hidden[0][:, None]
-        return hidden[:, -1:] if self.at is None else mx.take_along_axis(hidden, self.at[:, None, None], axis=1)
+        if call.ends is None:
+            return hidden[:, -1:]
+        return mx.take_along_axis(hidden, mx.array([end - call.begin - 1 for end in call.ends])[:, None, None], axis=1)
 
     def __getattr__(self, name: str) -> Any:
         if name == "trunk":
@@ -70,8 +72,8 @@ class LastPosition(nn.Module):
 class RememberingTower(nn.Module):
     """A vision tower that looks at a picture once: features are kept by the digest of everything that it is given.
 
-    ``keep`` takes out of the tower's result what the model reads of it; without a ``store`` nothing is kept. On a ``desk``
-    may lie answers that were found together with those of other requests. All else is the tower's own.
+    ``keep`` takes out of the tower's result what the model reads of it; without a ``store`` nothing is kept. All else is the
+    tower's own.
     """
 
     def __init__(
@@ -79,15 +81,14 @@ class RememberingTower(nn.Module):
         tower: nn.Module,
         store: FeatureStore | None,
         keep: Callable[[Any, Mapping[str, Any]], Any],
-        desk: Desk | None = None,
     ) -> None:
         super().__init__()
         self.tower = tower
-        self.__dict__.update(_store=store, _keep=keep, _desk=desk or Desk(), goes_by_shapes=False, proven=None)
+        self.__dict__.update(_store=store, _keep=keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The tower's answer: one that lies on the desk, remembered or new."""
-        answers = self._desk.answers
+        """The tower's answer: found together with those of other requests, remembered or new."""
+        answers = current().answers
         return self.look(args, kwargs) if answers is None else answers.next(self, args, kwargs)
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -236,12 +237,12 @@ class RememberingGridTower(RememberingTower):
     """The same for towers that take the patches of several pictures in a row, with a grid for each: (N, ...), (P, 3).
 
     Every picture is remembered by itself; those that are new go through the tower together, each of them once. Calls of
-    several requests are one with more pictures. Where the adapter goes by shapes, a picture is always in a call of as many of
-    its shape as are ``proven``, beside others or repeats of one, or alone.
+    several requests are one with more pictures. Where a ``Call`` is fixed, a picture is always in a call of as many of its
+    shape as that says, beside others or repeats of one, or alone.
     """
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.goes_by_shapes:
+        if current().is_fixed:
             kind = self.kind(args, kwargs)
             return super().look(args, kwargs) if kind is None else self.apart([self._call(args, kwargs, kind)])[0]
         if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
@@ -308,8 +309,9 @@ class RememberingGridTower(RememberingTower):
         shapes: dict[tuple[Any, ...], list[int]] = {}
         for at in new.values():
             shapes.setdefault(calls[at].shape, []).append(at)
+        pictures = current().pictures
         for places in shapes.values():
-            count = 1 if self.proven is None else self.proven.pictures(calls[places[0]])
+            count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
                 for at, features in zip(part, self.as_one([calls[at] for at in part], count), strict=True):

@@ -152,8 +152,8 @@ def _plain_class(module: nn.Module) -> type:
 
 
 def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> None:
-    """From now on compute the products of these kinds, by their names, in these numbers of rows alone, and all others as they
-    come. ``model`` is an adapter's own copy."""
+    """Let the products of these kinds, by their names, be computed in these numbers of rows alone, and all others as they come.
+    ``model`` is a copy that nobody else has."""
     for path, module in model.named_modules():
         if (product := _product_of(path, module, None)) is None:
             continue

@@ -34,7 +34,7 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
     _run(adapter, fresh)
     kv.check_shapes(fresh)
     try:
-        _run(adapter, KVQuantisation(kv.bits, kv.group_size, kv.scheme).caches(adapter.make_cache()))
+        _run(adapter, adapter.make_cache(KVQuantisation(kv.bits, kv.group_size, kv.scheme)))
     except Exception as error:
         raise UnsupportedModel(
             f"{family} cannot be run with kv_bits={kv.bits:g} ({kv.scheme}): its attention does not take quantised keys "
@@ -50,5 +50,5 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
 
 def _run(adapter: Adapter, caches: list[Any]) -> None:
     encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)))
-    logits = [adapter.prefill(encoded, caches, 0, 1), adapter.prefill(encoded, caches, 1, 2)]
+    logits = [adapter.prefill([encoded], caches, at, at + 1) for at in (0, 1)]
     mx.eval(logits, [cache.state for cache in caches])

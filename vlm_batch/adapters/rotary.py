@@ -9,8 +9,7 @@ factors that are made once for all layers, in the kernel that turns pictures' pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +18,12 @@ import mlx.nn as nn
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from vlm_batch.adapters import kernels
-from vlm_batch.adapters.hooks import files_of, hook, is_hook, is_replacement, put_hooks
+from vlm_batch.adapters.hooks import current, files_of, hook, is_hook, is_replacement, put_hooks
 from vlm_batch.errors import UnsupportedModel
 
 APPLY = "apply_multimodal_rotary_pos_emb"
 #: Of mlx-vlm's ways to lay out the axes' frequencies, those whose cosines (B, L, D) go with halves of a head.
 PLAIN_STYLES = ("chunked", "interleaved")
-
-
-class DecodePositions:
-    """The positions of the decode step that is being made, for the rotary embeddings of one model."""
-
-    def __init__(self) -> None:
-        self.positions: mx.array | None = None  # (B,)
-
-    @contextmanager
-    def at(self, positions: mx.array) -> Iterator[None]:
-        """Mark a forward as a decode step, a token a row, at ``positions`` (B,)."""
-        self.positions = positions
-        try:
-            yield
-        finally:
-            self.positions = None
 
 
 @dataclass(frozen=True)
@@ -90,27 +73,25 @@ class PromptTurn:
         return found if width == x.shape[-1] else mx.concatenate([found, x[..., width:]], axis=-1)
 
 
-def hook_rotary(module: nn.Module, *, family: str) -> DecodePositions:
+def hook_rotary(module: nn.Module, *, family: str) -> None:
     """Let the M-RoPE of a model of ours (mlx-vlm's classes, our copy) turn a decode step's tokens in one operation.
 
     The function that applies it is hooked in each file that has one; for whatever is given cosines it is mlx-vlm's. Raises
     UnsupportedModel, naming the family, where a module with such an embedding lies in a file without that function.
     """
-    step = DecodePositions()
     found = [child for _, child in module.named_modules() if isinstance(child, MRoPERotaryEmbedding)]
     found = [child for child in found if not child.fused_apply and child.attention_scaling == 1.0]
     for child in found:
         periods = 1.0 / child.inv_freq
         mx.eval(periods)
         child.__class__ = turning(type(child))
-        child.__dict__.update(_step=step, _periods=periods)
+        child.__dict__.update(_periods=periods)
     if found:
         for file in files_of(module):
             theirs = vars(sys.modules[file]).get(APPLY)
             if theirs is not None and not is_hook(theirs):
                 put_hooks([file], {APPLY: hook(theirs, applying(theirs))}, family=family)
         check_applied(module, found, family=family)
-    return step
 
 
 def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> None:
@@ -130,7 +111,7 @@ def turning(parent: type) -> type:
 
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
-            positions = self._step.positions
+            positions = current().positions
             if positions is None or not kernels.counts_launches():
                 cos, sin = super().__call__(x, position_ids)
                 is_plain = self.style in PLAIN_STYLES and cos.ndim == 3 and kernels.counts_launches()

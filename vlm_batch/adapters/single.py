@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ import mlx.nn as nn
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import files_of, put_hooks
-from vlm_batch.records import DecodeStep, Encoded
+from vlm_batch.records import Call, DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec
 
 
@@ -50,18 +50,19 @@ class SingleRow(Adapter):
     def forget(self) -> None:
         """Keep the positions, which this row's decode steps read on the model. The next row's ``encode`` clears them."""
 
-    def encode(self, inputs: Mapping[str, Any], cached: int = 0) -> Encoded:
+    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
         Adapter.forget(self)
-        return super().encode(inputs, cached)
+        return super().encode(inputs, call, cached)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The whole prompt is one chunk."""
         return ((0, 2**31),)
 
-    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+        (encoded,) = rows
         return self.forward(encoded.input_ids, encoded.inputs_embeds, cache, encoded.prefill)
 
-    def decode(self, step: DecodeStep) -> mx.array:
+    def run_step(self, step: DecodeStep) -> mx.array:
         """Decode with the row's own caches, of whatever kind, and put them back into the batch of one."""
         own = [layer.take(0) for layer in step.caches]
         logits = self.forward(step.tokens, None, own, {})

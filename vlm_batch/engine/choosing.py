@@ -14,7 +14,7 @@ from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.port import Sampler
 from vlm_batch.engine.row import Row, Status
-from vlm_batch.engine.sampling import Sampled, SamplingRow, needs_processing, process, to_list
+from vlm_batch.engine.sampling import Sampled, SamplingRow, changes_logits, process
 from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.types import TokenLogprobs
 
@@ -43,9 +43,7 @@ class Flight:
 
     def read(self) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
         """Wait for it: (tokens, whether each row's logits were finite, log-probabilities by index)."""
-        tokens = to_list(self.sampled.tokens)
-        logprobs = {} if self.is_known else self.sampled.read_logprobs([row.params for row in self.rows], tokens)
-        return tokens, self.sampled.are_finite(), logprobs
+        return self.sampled.read()
 
 
 def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
@@ -85,10 +83,10 @@ def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, li
     """Rows with their logits (R, V), after the rows' own penalties and processors, of which only those stay that the rows'
     forms allow; and who failed."""
     failed: list[Failed] = []
-    if any(needs_processing(row.params) for row in rows):
+    if any(changes_logits(row.params) for row in rows):
         made = [
             attempt([row], process, logits[index : index + 1], _sampling_row(row))
-            if needs_processing(row.params)
+            if changes_logits(row.params)
             else logits[index : index + 1]
             for index, row in enumerate(rows)
         ]

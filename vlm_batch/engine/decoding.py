@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -10,17 +11,18 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
-from vlm_batch.records import DecodeStep
+from vlm_batch.records import Call, DecodeStep
 
 
 class Decoder:
     """Runs a model's decode step, compiled where that is asked for and the family allows it; ``None`` leaves it to the adapter,
     and to slabs of plain keys and values."""
 
-    def __init__(self, adapter: ModelAdapter, *, compile_decode: bool | None = False) -> None:
+    def __init__(self, adapter: ModelAdapter, call: Call = Call(), *, compile_decode: bool | None = False) -> None:
         self._adapter = adapter
+        self._call = call
         compiles = adapter.graphs_pay if compile_decode is None else compile_decode and adapter.compiles
-        self._compiled = CompiledDecode(adapter.decode) if compiles else None
+        self._compiled = CompiledDecode(partial(adapter.decode, call=call)) if compiles else None
         self._is_plain = compile_decode is None
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
@@ -33,7 +35,7 @@ class Decoder:
         if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras, is_plain=self._is_plain):
             logits = self._compiled(step)  # (B, V)
         else:
-            logits = self._adapter.decode(step)
+            logits = self._adapter.decode(step, self._call)
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
 

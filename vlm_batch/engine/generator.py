@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
 from vlm_batch.engine.warming import forwards
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt, raised_in
 from vlm_batch.policy import Policy, policy_for
+from vlm_batch.records import Call
 from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
@@ -70,7 +72,6 @@ class BatchGenerator:
         sampler: Sampler = sample,
         exact: Exact | None = None,
     ) -> None:
-        self.adapter = adapter
         self.kv = kv
         self.reuse = reuse or Reuse(adapter, exact=exact)
         if exact != self.reuse.exact:
@@ -80,16 +81,18 @@ class BatchGenerator:
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
             )
         self.text = text or AnswerText()
-        self._decoder = Decoder(adapter, compile_decode=compile_decode if exact is None or exact.graphs else False)
         if policy is None:
             policy = policy_for((placement or Placement.for_device()).value, device())
         placement = placement or Placement(policy.placement)
         config = for_policy(config or SchedulerConfig(), policy)
         if exact is not None:
             config = exact.config(config)
-            adapter.go_by_shapes(True, exact)
-        else:
-            adapter.go_by_shapes(False)  # also if an engine before this one did
+            adapter = adapter.with_products(dict(exact.products))
+        self.adapter = adapter
+        call = Call(is_fixed=exact is not None)
+        self._decoder = Decoder(
+            adapter, call, compile_decode=compile_decode if exact is None or exact.graphs else False
+        )
         self.scheduler = Scheduler(config)
         self.sampler = sampler
         self._placement = placement
@@ -101,7 +104,11 @@ class BatchGenerator:
         self.retry = Retry(self.rows, self.scheduler, self.memory, self.reuse.budget)
         layout = placement if exact is None else exact.layout
         keeps_rows = layout is Placement.ROWS
-        self.runner = Runner(adapter, self.rows, self.reuse, self._decoder, config, kv, exact, keeps_rows=keeps_rows)
+        pictures = None if exact is None else exact.pictures
+        call = replace(call, most_patches=policy.most_patches, pictures=pictures)
+        self.runner = Runner(
+            adapter, self.rows, self.reuse, self._decoder, config, kv, call, exact, keeps_rows=keeps_rows
+        )
         self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
 
     def warm_up(self) -> Iterator[None]:
@@ -135,7 +142,7 @@ class BatchGenerator:
             request_id,
             Prompt(inputs=as_mlx(inputs)),
             params or SamplingParams(),
-            decode=self.text.decode,
+            text=self.text,
             priority=priority,
             cache=cache,
             return_cache=return_cache,
@@ -145,8 +152,6 @@ class BatchGenerator:
 
     def add(self, row: Row) -> None:
         """Queue a row; one that has a question waits until ``take_in``. Raises ValueError for an id in use."""
-        eos = () if row.params.ignore_eos else self.text.eos_token_ids
-        row.answer.end_ids = (*eos, *row.params.stop_token_ids)
         self.rows.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:

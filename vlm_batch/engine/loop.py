@@ -9,7 +9,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -110,7 +110,7 @@ class EngineLoop:
             handle.request_id,
             Prompt(question=question),
             request.params,
-            decode=self.generator.text.decode,
+            text=self.generator.text,
             priority=request.priority,
             cache=request.cache,
             return_cache=request.return_cache,
@@ -205,7 +205,7 @@ class EngineLoop:
 
     def learn_row_bytes(self) -> None:
         """Learn what a row takes, before the first one comes. What a model keeps of a forward belongs to its thread."""
-        self.generator.memory.probe(self.generator.adapter, self.generator.kv)
+        self.generator.memory.probe(self.generator.adapter, self.generator.kv, self.generator.runner.call)
 
     def run(self) -> None:
         """Serve until ``stop``."""
@@ -359,44 +359,53 @@ class HasLoop(Protocol):
 
 
 Made = TypeVar("Made", bound=HasLoop)
+#: Raises once nobody waits for an engine that is being made.
+Look = Callable[[], None]
 
 
-def start(make: Callable[[], Made]) -> tuple[Made, threads.Running]:
-    """Make an engine on a thread of its own, which then runs it. Raises what ``make`` raises."""
+def start(make: Callable[[Look], Made]) -> tuple[Made, threads.Running]:
+    """Make an engine on a thread of its own, which then runs it. Raises what ``make`` raises.
+
+    ``make`` calls the look that it is given between its stages: it raises once nobody waits for the engine any more.
+    """
     threads.check_not_forked()
     ready: Future[Made] = Future()
-    running = threads.start(partial(_work, make, ready), name="vlm-batch-engine", is_awaited=True)
-    give_up = partial(_give_up, ready, running)
-    running.watch(stop=give_up, after=give_up)
+    running = threads.start(
+        partial(_work, make, ready),
+        name="vlm-batch-engine",
+        is_awaited=True,
+        stop=partial(_end, ready, EngineLoop.stop),
+        after=partial(_end, ready, EngineLoop.abandon),
+    )
     try:
         threads.look_until(lambda seconds: wait((ready,), seconds).done or None)
-        engine = ready.result()
+        return ready.result(), running
     except BaseException:
-        give_up()  # nobody waits for it any more
+        ready.cancel()  # nobody waits for it any more
         raise
-    running.watch(stop=engine.loop.stop, after=engine.loop.abandon)
-    return engine, running
 
 
-def _give_up(ready: Future[Made], running: threads.Running) -> None:
-    """Have the making of an engine end soon; nothing happens if it is made."""
-    if ready.cancel():
-        running.interrupt()
+def _end(ready: Future[Made], end: Callable[[EngineLoop], None]) -> None:
+    """End an engine's loop; or have its making end at the next look."""
+    if not ready.cancel() and ready.exception() is None:
+        end(ready.result().loop)
 
 
-def _work(make: Callable[[], Made], ready: Future[Made]) -> None:
+def _look(ready: Future[Made]) -> None:
+    if ready.cancelled():
+        raise CancelledError
+
+
+def _work(make: Callable[[Look], Made], ready: Future[Made]) -> None:
+    look = partial(_look, ready)
     try:
-        engine = make()
-        loop = engine.loop
-        loop.learn_row_bytes()
+        engine = make(look)
+        look()
+        engine.loop.learn_row_bytes()
+        ready.set_result(engine)
     except BaseException as error:
         with contextlib.suppress(InvalidStateError):  # it was given up
             ready.set_exception(error)
         return
-    try:
-        ready.set_result(engine)
-    except InvalidStateError:
-        return
-    del make, engine, ready
     with wired():
-        loop.run()
+        engine.loop.run()

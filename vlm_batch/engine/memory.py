@@ -12,6 +12,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
 from vlm_batch.errors import DoesNotFit
+from vlm_batch.records import Call
 from vlm_batch.runtime.memory import begin_peak
 
 #: Lengths at which a row's bytes are noted, to be read off between them.
@@ -39,7 +40,7 @@ class RowMemory:
         self._at: tuple[int, ...] = ()
         self._is_probed = False  # by a prompt without pictures, and not by a row
 
-    def probe(self, adapter: ModelAdapter, kv: KVQuantisation | None) -> None:
+    def probe(self, adapter: ModelAdapter, kv: KVQuantisation | None, call: Call = Call()) -> None:
         """Learn what a row takes from the shapes of a short prompt's caches, of which nothing is computed.
 
         A family that takes no prompt without a picture is learned from its first row.
@@ -47,10 +48,9 @@ class RowMemory:
         if self.max_bytes is None:
             return
         try:
-            encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)))
-            fresh = adapter.make_cache()
-            caches = fresh if kv is None else kv.caches(fresh)
-            adapter.prefill(encoded, caches, 0, encoded.length)
+            encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)), call)
+            caches = adapter.make_cache(kv)
+            adapter.prefill([encoded], caches, 0, encoded.length, call)
             self.learn(caches, encoded.length)
         except Exception:
             return

@@ -8,7 +8,8 @@ the other, and no row's numbers change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.compiled import CompiledDecode, Decode
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.policy import PACKED
-from vlm_batch.records import DecodeStep, Encoded
+from vlm_batch.records import Call, DecodeStep, Encoded
 from vlm_batch.store.digest import array_bytes
 
 #: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
@@ -40,6 +41,9 @@ FORWARD = {Placement.ROWS: 4, Placement.SLAB: 1000}
 JUDGED_BY = (1, 8, 32)
 #: The kinds of products that may have numbers of rows of their own; where more of them disagree, whole steps are kept apart.
 MOST_APART = 2
+
+#: What is proven is proven of calls whose kernels go by shapes.
+FIXED = Call(is_fixed=True)
 
 #: Numbers of rows that agree, each class ascending.
 Classes = tuple[tuple[int, ...], ...]
@@ -85,7 +89,8 @@ def decode_bits(
     Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
     anything is left out. Raises what the model raises.
     """
-    decode = CompiledDecode(adapter.decode, uses_before_graph=0) if is_compiled else adapter.decode
+    plain = partial(adapter.decode, call=FIXED)
+    decode = CompiledDecode(plain, uses_before_graph=0) if is_compiled else plain
     lengths = [n for n in LENGTHS[layout] if adapter.max_context is None or n + STEPS < adapter.max_context]
     prompts = [_prefilled(adapter, kv, number, length) for number, length in enumerate(lengths)]
     found: dict[int, tuple[bytes, ...]] = {}
@@ -148,18 +153,19 @@ def moving_product(products: Sequence[Rows], places: int, length: int, *, is_pac
     return ""
 
 
-def prefill_is_still(adapter: ModelAdapter, kv: KVQuantisation | None, places: int, length: int) -> bool:
+def prefill_is_still(
+    adapter: ModelAdapter, kv: KVQuantisation | None, places: int, length: int, *, attends_apart: bool = False
+) -> bool:
     """Whether a model's own prefill of so many prompts of one length leaves the same of a prompt at every place, whoever is
     beside it: logits, and what is in its caches."""
     random, two = np.random.RandomState(length), []
     for _ in range(2):
         ids = mx.array(random.randint(FIRST_ID, LAST_ID + 1, size=(1, length)), dtype=mx.int32)
-        two.append(adapter.encode(adapter.probe(ids)))
+        two.append(adapter.encode(adapter.probe(ids), FIXED))
     found = []
     for turn in (0, 1):
-        fresh = adapter.make_cache()
-        caches = fresh if kv is None else kv.caches(fresh)
-        logits = adapter.prefill_padded(by_turns(two, places, turn), caches, 0, [length] * places, length)
+        caches, call = adapter.make_cache(kv), replace(FIXED, ends=(length,) * places, attends_apart=attends_apart)
+        logits = adapter.prefill(by_turns(two, places, turn), caches, 0, length, call)
         found.append([logits, *arrays_of([cache.state for cache in caches])])
     return is_still(*found)
 
@@ -245,10 +251,9 @@ def _cost(counts: Sequence[int], forward: int) -> float:
 def _prefilled(adapter: ModelAdapter, kv: KVQuantisation | None, number: int, length: int) -> _Prompt:
     random = np.random.RandomState(number)
     ids = random.randint(FIRST_ID, LAST_ID + 1, size=length + STEPS)
-    encoded = adapter.encode(adapter.probe(mx.array(ids[None, :length], dtype=mx.int32)))
-    fresh = adapter.make_cache()
-    caches = fresh if kv is None else kv.caches(fresh)
-    logits = adapter.prefill(encoded, caches, 0, encoded.length)
+    encoded = adapter.encode(adapter.probe(mx.array(ids[None, :length], dtype=mx.int32)), FIXED)
+    caches = adapter.make_cache(kv)
+    logits = adapter.prefill([encoded], caches, 0, encoded.length, FIXED)
     adapter.finish_prefill(encoded, caches)
     mx.eval(logits, [cache.state for cache in caches])
     copied = tuple(CopiedState.of(cache, encoded.length) for cache in caches)

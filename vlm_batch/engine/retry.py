@@ -36,13 +36,14 @@ class Retry:
     def settle(self, failed: Failed) -> None:
         """Have each of the rows begin again, or end with the error."""
         rows, error, batch = failed.rows, failed.error, self._rows.batch
+        let_go(error)  # the calls that it came through hold what they had made
         is_want = is_out_of_memory(error)
         if not failed.is_shared:
             if is_want and not isinstance(error, OutOfMemory):
                 self._wait_for_memory(rows, error)
-            else:
-                for row in rows:
-                    self._rows.end(row, "error", error)
+                return
+            for row in rows:
+                self._rows.end(row, "error", error)
             return
         is_alone = len(rows) == 1 and (batch.is_apart(rows[0]) or rows[0].is_suspect)
         found = dict.fromkeys([*rows, *batch.drop(rows)])
@@ -96,7 +97,6 @@ class Retry:
             if row not in never:
                 row.was_alone = live == 1
                 self._begin_again(row, error)
-        let_go(error)  # the calls that it came through hold what they had made
         give_back()
         for row in never:
             self._rows.end(row, "error", _too_large(row, error))
@@ -108,6 +108,7 @@ class Retry:
         if row.given is None:
             self._rows.end(row, "error", error)
             return
+        error.__traceback__ = None  # nobody is told of it, and it would hold the step in which it was raised
         self._rows.put_back(row)
         self.num_recomputed += 1
 

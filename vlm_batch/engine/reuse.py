@@ -199,7 +199,7 @@ class Reuse:
         return length
 
     def keep(self, row: Row, logits: mx.array | None) -> list[mx.array]:
-        """Save where a chunk ended, before anything is dropped from a row's caches: the state of the prompt, with its ``logits``
+        """Save where a chunk ended, before anything is dropped from a row's caches: the prompt's state, with its ``logits``
         (1, V), or a snapshot for layers that cannot be cut back to it later. Returns what is to be evaluated.
 
         Of a whole prompt ``settle`` makes it known then.

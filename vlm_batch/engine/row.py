@@ -14,9 +14,9 @@ import mlx.core as mx
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
 from vlm_batch.engine.constraints import Guide
-from vlm_batch.engine.penalties import NO_RULES, RowRules
-from vlm_batch.engine.port import Loading
-from vlm_batch.engine.prompt_scores import PromptScores
+from vlm_batch.engine.logprobs import PromptScores
+from vlm_batch.engine.port import NO_TEXT, AnswerText, Loading
+from vlm_batch.engine.sampling import NO_RULES, RowRules
 from vlm_batch.engine.text import Detokenizer, StopStrings
 from vlm_batch.errors import describe
 from vlm_batch.records import Encoded, PromptKey
@@ -101,9 +101,9 @@ class Answer:
     num_sampled: int = 0  # the last of them perhaps not read yet
     num_fed: int = 0  # of them in its caches: all that were sampled when its last forward was launched
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
-    end_ids: tuple[int, ...] = ()  # the tokens that end it
+    end_ids: frozenset[int] = frozenset()  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...] = ()
-    rules: RowRules = NO_RULES  # made of these once its prompt is encoded
+    rules: RowRules = NO_RULES  # made of these two when its prompt is encoded
     guide: Guide | None = None  # for rows whose last token decides what may be the next
     is_whole: bool = False  # it has the form that it is held to, and can only end
     parsed: Any = None
@@ -271,7 +271,7 @@ class Row:
         answer.token_ids.append(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
-        is_stop = token in answer.rules.end_ids
+        is_stop = token in answer.end_ids
         if guide is not None:
             guide.feed(token)
             answer.is_whole = guide.is_whole
@@ -342,9 +342,15 @@ class Row:
         self.answer, self.facts = new_answer(self.params), Facts()
 
 
-def new_answer(params: SamplingParams, decode: Callable[[Sequence[int]], str] = lambda ids: "") -> Answer:
+def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
     """An empty answer to a request with ``params``."""
-    return Answer(Detokenizer(decode), StopStrings(params.stop), params.max_tokens, min_tokens=params.min_tokens)
+    return Answer(
+        Detokenizer(text.decode),
+        StopStrings(params.stop),
+        params.max_tokens,
+        end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.eos_token_ids),
+        min_tokens=params.min_tokens,
+    )
 
 
 def new_row(
@@ -352,7 +358,7 @@ def new_row(
     prompt: Prompt,
     params: SamplingParams,
     *,
-    decode: Callable[[Sequence[int]], str] = lambda ids: "",
+    text: AnswerText = NO_TEXT,
     priority: int = 0,
     cache: PromptCache | None = None,
     return_cache: bool = False,
@@ -361,12 +367,12 @@ def new_row(
     """A row that waits, with a seed of its own if its parameters name none. ``given`` is what it may begin again from, if that
     is on the host; otherwise its inputs are copied there."""
     seed = fresh_seed() if params.seed is None else params.seed
-    row = Row(request_id, params, seed, new_answer(params, decode), prompt, priority)
+    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority)
     row.keep_given(prompt.inputs if given is None else given)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
     row.siblings = tuple(
-        Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, decode))
+        Row(sibling_id(request_id, index), params, (seed + index) % 2**64, new_answer(params, text))
         for index in range(1, params.n)
     )
     return row
@@ -389,7 +395,7 @@ def fork(row: Row) -> list[Row]:
         sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules
-        answer.prompt_scores = given.prompt_scores
+        answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

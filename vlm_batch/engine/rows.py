@@ -18,7 +18,7 @@ from vlm_batch.types import Event, FinishReason
 
 
 class Rows:
-    """The rows of an engine. Each is in one place: it waits, is in prefill, is a fork or decodes; or its last token is on its way.
+    """The rows of an engine. Each waits, is in prefill, is a fork, or decodes; or its last token is on its way.
 
     ``waiting`` has those without a place, ``prefilling`` and ``batch`` those with one. ``forks`` are further answers to
     prefilled prompts, with those prompts' logits (1, V): they wait for a place and nothing else.
@@ -65,8 +65,8 @@ class Rows:
         self.prefilling[row.request_id] = row
 
     def join(self, row: Row, logits: mx.array, others: int) -> None:
-        """Move a row whose prompt is done to the decoding batch, which ``others`` will join at once; its embeddings and features
-        are freed here. Its siblings become forks."""
+        """Move a row whose prompt is done to the decoding batch, which ``others`` will join at once; its embeddings and
+        features are freed here. Its siblings become forks."""
         for sibling in fork(row) if row.siblings else ():
             self.by_id[sibling.request_id] = sibling
             self.forks.append((sibling, logits))
@@ -90,7 +90,7 @@ class Rows:
         self.waiting.add(row)
 
     def finish(self, row: Row, ending: Ending) -> None:
-        """End a row whose answer is complete, unless its user wants its caches and there is no memory for them: that is raised."""
+        """End a row whose answer is complete. Raises where its user wants its caches and there is no memory for them."""
         row.answer.ending = ending
         cache = self._saved(row)
         self._scheduler.end()

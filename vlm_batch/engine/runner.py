@@ -19,18 +19,17 @@ from vlm_batch.caches import can_share, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.exact import Exact
+from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory
-from vlm_batch.engine.penalties import RowRules
 from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.engine.prompt_scores import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Prompt, Row
 from vlm_batch.engine.rows import Rows
-from vlm_batch.engine.sampling import needs_history
+from vlm_batch.engine.sampling import RowRules, reads_history
 from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, padded_count, padded_length, together
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
 from vlm_batch.errors import InvalidParameters, PromptTooLong
-from vlm_batch.records import Encoded
+from vlm_batch.records import Call, Encoded
 from vlm_batch.runtime.memory import usual_limit
 
 #: The longest chunk that is warmed up where chunks have no bound.
@@ -49,6 +48,7 @@ class Runner:
         decoder: Decoder,
         config: SchedulerConfig,
         kv: KVQuantisation | None,
+        call: Call,
         exact: Exact | None = None,
         *,
         keeps_rows: bool = True,
@@ -60,9 +60,10 @@ class Runner:
         self._decoder = decoder
         self._config = config
         self._kv = kv
+        self.call = call
         self._exact = exact
         self._keeps_rows = keeps_rows
-        fresh = self._fresh_cache()
+        fresh = adapter.make_cache(kv)
         self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
         self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
@@ -108,7 +109,7 @@ class Runner:
         return [attempt([row], self._encode_row, row) for row in rows[: max(1, count)]]
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
-        """Encode pictures of the first rows in one call, where that can be done and has room; the number of these rows, or 0."""
+        """Encode pictures of the first rows in one call, where that can be done and has room; how many rows, or 0."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
         count = next((at for at, nbytes in enumerate(sizes) if at and not self.encoding.fits(nbytes)), len(rows))
         if count < 2:
@@ -117,7 +118,7 @@ class Runner:
         prompts = [_prompt(row) for row in rows[:count]]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
-            found = self.adapter.encode_together(given)
+            found = self.adapter.encode_together(given, self.call)
         except Exception:
             return 0  # each of them is encoded alone and told its own error
         for prompt, inputs in zip(prompts, found, strict=True):
@@ -134,8 +135,8 @@ class Runner:
         prompt, answer, params = _prompt(row), row.answer, row.params
         assert prompt.inputs is not None
         begin = time.perf_counter()
-        cached = self._reuse.begin(row, self._fresh_cache())
-        encoded = self.adapter.encode(prompt.inputs, cached)
+        cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
+        encoded = self.adapter.encode(prompt.inputs, self.call, cached)
         if params.prompt_logprobs is not None:
             answer.prompt_scores = self._scores(params.prompt_logprobs, prompt.inputs, encoded)
         context = self.adapter.max_context
@@ -147,9 +148,10 @@ class Runner:
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
         row.facts = Facts.of(encoded)
         answer.max_tokens = params.max_tokens if context is None else min(params.max_tokens, context - encoded.length)
-        known = [token for token in encoded.input_ids[0].tolist() if token >= 0] if needs_history(params) else []
-        answer.history = mx.array(known, dtype=mx.int32) if needs_history(params) else None
-        answer.rules = RowRules(answer.end_ids, answer.bad_words, len(known))
+        answer.rules = RowRules(answer.end_ids, answer.bad_words)
+        if reads_history(params):
+            known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
+            answer.history = mx.array(known, dtype=mx.int32)
         if row.reuse is not None and row.reuse.continues is not None:
             row.reuse.continues.take()  # it is spent
             row.reuse.continues = None
@@ -173,10 +175,6 @@ class Runner:
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
             )
         return scores
-
-    def _fresh_cache(self) -> list[Any]:
-        fresh = self.adapter.make_cache()
-        return fresh if self._kv is None else self._kv.caches(fresh)
 
     # Prompts, into caches
 
@@ -244,14 +242,15 @@ class Runner:
 
     def _forward(self, encoded: Encoded, cache: list[Any], begin: int, end: int, *, is_scored: bool) -> mx.array:
         """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
+        call = self.call
         if is_scored:
-            prefill = self.adapter.prefill_scored if self.adapter.scores_chunks else self.adapter.prefill
-            return prefill(encoded, cache, begin, end)
-        width = padded_length(end - begin, self._pad_to)
-        if begin + width == end:
-            return self.adapter.prefill(encoded, cache, begin, end)
-        logits = self.adapter.prefill_padded([encoded], cache, begin, [end], width)
-        trim(cache, begin + width - end)
+            call = replace(call, is_scored=self.adapter.scores_chunks)
+            return self.adapter.prefill([encoded], cache, begin, end, call)
+        stop = begin + padded_length(end - begin, self._pad_to)
+        if stop > end:
+            call = replace(call, ends=(end,))
+        logits = self.adapter.prefill([encoded], cache, begin, stop, call)
+        trim(cache, stop - end)
         return logits
 
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
@@ -279,22 +278,25 @@ class Runner:
         # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
         return Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
 
-    def computed(self, rows: Sequence[Encoded]) -> tuple[mx.array, list[Any], int]:
+    def computed(self, rows: Sequence[Encoded], *, makes_plans: bool = False) -> tuple[mx.array, list[Any], int]:
         """Whole prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
 
         Behind a prompt there is padding up to the longest, or to one of the few lengths; behind the rows there are idle ones,
         up to the number that an array of such prompts always has where answers are reproducible.
         """
-        cache, ends = self._fresh_cache(), [row.length for row in rows]
+        cache, ends = self.adapter.make_cache(self._kv), [row.length for row in rows]
         width = padded_length(max(ends), self._pad_to)
         fixed = None if self._exact is None else self._exact.rows(rows[0].length, rows[0].atomic)
         idle = (fixed or padded_count(len(rows), self._pad_to)) - len(rows)  # places that run and are thrown away
         rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
-        if any(end < width for end in ends) or (fixed or 1) > 1:  # of these each prompt's last position is looked up
-            return self.adapter.prefill_padded(rows, cache, 0, ends, width), cache, width
-        if len(rows) > 1:
-            return self.adapter.prefill_together(rows, cache), cache, width
-        return self.adapter.prefill(rows[0], cache, 0, width), cache, width
+        is_looked_up = any(end < width for end in ends) or (fixed or 1) > 1
+        call = replace(
+            self.call,
+            ends=tuple(ends) if is_looked_up else None,
+            attends_apart=self._exact is not None and self._exact.attends_apart(len(rows), width),
+            makes_plans=makes_plans,
+        )
+        return self.adapter.prefill(rows, cache, 0, width, call), cache, width
 
     @property
     def shapes(self) -> list[tuple[int, int]]:

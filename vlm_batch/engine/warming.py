@@ -60,9 +60,8 @@ def forwards(
 
 def _prompts(adapter: ModelAdapter, prefill: Runner, rows: int, width: int) -> None:
     """Prompts of one position less than ``width``, which are padded to it where the family pads."""
-    encoded = [_encoded(adapter, max(1, width - 1))] * rows
-    with adapter.making_plans():
-        mx.eval(prefill.computed(encoded)[0])
+    encoded = [_encoded(adapter, prefill, max(1, width - 1))] * rows
+    mx.eval(prefill.computed(encoded, makes_plans=True)[0])
 
 
 def _step(
@@ -75,7 +74,7 @@ def _step(
     length: int = LENGTH,
 ) -> None:
     """A decode step with places for so many rows, and the choice of their tokens: so many short ones, or one of ``length``."""
-    encoded = _encoded(adapter, length)
+    encoded = _encoded(adapter, prefill, length)
     logits, cache, width = prefill.computed([encoded])
     cache = cache if len(logits) == 1 else take_row(cache, 0)
     trim(cache, width - length)
@@ -89,8 +88,8 @@ def _step(
         mx.eval(sampler(logits, chosen[: len(group)]).arrays())
 
 
-def _encoded(adapter: ModelAdapter, length: int) -> Encoded:
-    return adapter.encode(adapter.probe(mx.full((1, length), TOKEN, dtype=mx.int32)))
+def _encoded(adapter: ModelAdapter, prefill: Runner, length: int) -> Encoded:
+    return adapter.encode(adapter.probe(mx.full((1, length), TOKEN, dtype=mx.int32)), prefill.call)
 
 
 def _row(encoded: Encoded) -> Row:

@@ -60,7 +60,7 @@ class DeepseekV4(Adapter):
     def last_position_logits(self) -> None:
         """The trunk answers for its last position by itself."""
 
-    def make_cache(self) -> list[Any]:
+    def row_caches(self) -> list[Any]:
         """A window for each layer, and beside it the pools, and the indexer's own, where the layer has them."""
         caches: list[Any] = []
         for layer in self.language.layers:

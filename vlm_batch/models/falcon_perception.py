@@ -76,10 +76,10 @@ class FalconPerception(FalconOCR):
             return PositionState()
         return PositionState(prompt=features["position_ids"], delta=int(features["rope_deltas"]))
 
-    def make_cache(self) -> list[Any]:
-        return [*super().make_cache(), Pointer()]
+    def row_caches(self) -> list[Any]:
+        return [*super().row_caches(), Pointer()]
 
-    def decode(self, step: DecodeStep) -> mx.array:
+    def run_step(self, step: DecodeStep) -> mx.array:
         """Upstream reads one row's token and feeds back its point or size (language.py:382-434); here every row's own."""
         rows = step.caches[-1]
         assert isinstance(rows, RowsCache)

@@ -57,14 +57,14 @@ class Florence2(CrossingAdapter):
         """Whatever the encoder reads besides the prompt's words is counted with the prompt, not here."""
         return 0
 
-    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The encoder over the whole prompt, then the decoder's start token."""
-        model = self.language.model
+        (encoded,), model = rows, self.language.model
         self.hold(model.encoder(inputs_embeds=encoded.inputs_embeds * model.embed_scale), cache)  # (1, L, D)
         first = mx.array([[self.config.text_config.decoder_start_token_id]])
         return self.answer(first, mx.zeros((1,), dtype=mx.int32), cache)
 
-    def decode(self, step: DecodeStep) -> mx.array:
+    def run_step(self, step: DecodeStep) -> mx.array:
         return self.answer(step.tokens, step.positions, step.caches)
 
     def answer(self, tokens: mx.array, positions: mx.array, caches: Sequence[Any]) -> mx.array:

@@ -40,5 +40,5 @@ class Glm5Next(GridAdapter):
             VisionPatchEmbed: embed_by_product(VisionPatchEmbed),
         }
 
-    def make_cache(self) -> list[Any]:
-        return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().make_cache()]
+    def row_caches(self) -> list[Any]:
+        return [WholeCache(*one.caches) if isinstance(one, CacheList) else one for one in super().row_caches()]

@@ -83,6 +83,6 @@ class Llama4(Adapter):
         features = self.model.multi_modal_projector(seen.flatten(0, -2))
         return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
 
-    def make_cache(self) -> list[Any]:
-        made = super().make_cache()
+    def row_caches(self) -> list[Any]:
+        made = super().row_caches()
         return [BlockCache(single.chunk_size) if isinstance(single, ChunkedKVCache) else single for single in made]

@@ -95,9 +95,9 @@ class Mllama(Adapter):
         key.positions[:, 1:] ^= np.stack(contents)
         return replace(key, answer=contents[-1])
 
-    def make_cache(self) -> list[Any]:
+    def row_caches(self) -> list[Any]:
         cross = set(self.config.text_config.cross_attention_layers)
-        return [CrossCache() if index in cross else single for index, single in enumerate(super().make_cache())]
+        return [CrossCache() if index in cross else single for index, single in enumerate(super().row_caches())]
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """Only a row's first chunk brings the vision states; its caches hold their keys and values from then on."""

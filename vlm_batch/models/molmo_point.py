@@ -313,17 +313,18 @@ class MolmoPoint(Adapter):
     # Prefill and decode
     # -------------------------------------------------------------------------------------------------
 
-    def make_cache(self) -> list[Any]:
-        return [*super().make_cache(), Pointer()]
+    def row_caches(self) -> list[Any]:
+        return [*super().row_caches(), Pointer()]
 
-    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
+        (encoded,) = rows
         *layers, pointer = cache
         mask, pictures = None, encoded.prefill.get("pictures")
         has_pictures = any(start <= first < end for first, _ in encoded.atomic)
         if has_pictures:
             picture = mx.array(encoded.prefill["is_picture"][:end])
-            rows, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
-            mask = ((columns <= rows) | (picture[start:][:, None] & picture[None, :]))[None, None]
+            lines, columns = mx.arange(start, end)[:, None], mx.arange(end)[None, :]
+            mask = ((columns <= lines) | (picture[start:][:, None] & picture[None, :]))[None, None]
         states, hidden = self.trunk(encoded.inputs_embeds[:, start:end], layers, mask)
         if has_pictures and pictures is not None:
             pointer.pictures = pictures
@@ -334,7 +335,7 @@ class MolmoPoint(Adapter):
         extra = pointer.pictures.tokens.end - pointer.pictures.tokens.first
         return mx.pad(self.words_only(logits), [(0, 0), (0, extra)], constant_values=SMALL)
 
-    def decode(self, step: DecodeStep) -> mx.array:
+    def run_step(self, step: DecodeStep) -> mx.array:
         """Rows with pictures embed and choose points of their own; the trunk runs once for all."""
         *layers, pointers = step.caches
         assert isinstance(pointers, RowsCache)

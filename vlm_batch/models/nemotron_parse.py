@@ -64,13 +64,14 @@ class NemotronParse(CrossingAdapter):
         model = self.language.model
         return {"inputs_embeds": model.shared(ids) * model.decoder.embed_scale, "encoder_outputs": states}
 
-    def prefill(self, encoded: Encoded, cache: list[Any], start: int, end: int) -> mx.array:
+    def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The picture's keys and values with the first chunk, and the decoder over each."""
+        (encoded,) = rows
         if start == 0:
             self.hold(encoded.prefill["encoder_outputs"], cache)
         return self.answer(encoded.inputs_embeds[:, start:end], cache)
 
-    def decode(self, step: DecodeStep) -> mx.array:
+    def run_step(self, step: DecodeStep) -> mx.array:
         model = self.language.model
         return self.answer(model.shared(step.tokens) * model.decoder.embed_scale, step.caches)
 

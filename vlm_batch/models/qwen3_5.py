@@ -10,6 +10,7 @@ from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import Call
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -36,10 +37,10 @@ class Qwen35(MRoPEAdapter):
 
     video_sampling = Sampling(frame_factor=1)
 
-    def encode_together(self, requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
         """A pack's features become float16 among its embeddings: other last bits of the tower are seen in its answers."""
         is_pack = getattr(self.config, "model_type", None) == "prism_hadamard_qwen35"
-        return list(requests) if is_pack else super().encode_together(requests)
+        return list(requests) if is_pack else super().encode_together(requests, call)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

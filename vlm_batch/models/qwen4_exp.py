@@ -40,7 +40,8 @@ class Qwen4Exp(MRoPEAdapter):
     video_sampling = Sampling(frame_factor=1)
 
     def hook_functions(self) -> None:
-        """Also in the file of functions that its attention calls; none of M-RoPE, see ``decode``."""
+        """Also in the file of functions that its attention calls; M-RoPE is no one operation for all rows,
+        since attention runs a row at a time, and turns blocks of keys, too."""
         put_hooks([SPARSE], HOOKS, family=self.spec.family, required=["scaled_dot_product_attention"])
         Adapter.hook_functions(self)
 
@@ -55,14 +56,10 @@ class Qwen4Exp(MRoPEAdapter):
             vision.PatchEmbed: embed_by_product(vision.PatchEmbed),
         }
 
-    def make_cache(self) -> list[Any]:
+    def row_caches(self) -> list[Any]:
         from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 
-        return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().make_cache()]
-
-    def decode(self, step: DecodeStep) -> mx.array:
-        """Without M-RoPE as one operation for all rows: attention runs a row at a time, and turns blocks of keys, too."""
-        return Adapter.decode(self, step)
+        return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().row_caches()]
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         """(B, 1): one position a row for all three axes, so that the rows lie along the first axis."""

@@ -42,10 +42,10 @@ class UnlimitedOCR(DeepseekOCR):
                 raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {places.size}")
         return found
 
-    def make_cache(self) -> list[Any]:
+    def row_caches(self) -> list[Any]:
         text = self.config.text_config
         window = text.sliding_window_size or text.sliding_window
-        return super().make_cache() if window is None else [RetainedPromptCache(window) for _ in self.language.layers]
+        return super().row_caches() if window is None else [RetainedPromptCache(window) for _ in self.language.layers]
 
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         for single in cache:
