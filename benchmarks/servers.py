@@ -2,7 +2,7 @@
 
     python -m benchmarks.servers --rounds 3 --out build/servers
 
-Every server is a process of its own on 127.0.0.1; the load comes from this one (``vlm_batch.cli.load``). Also measured:
+Every server is a process of its own on 127.0.0.1; the load comes from this one (``vlm_batch.cli.bench``). Also measured:
 mlx-vlm's server with this library's engine under it, and the batcher without a server. On a Linux CPU all of them multiply
 by OpenBLAS on as many threads as ``vlm-batch serve`` gives it; ``--as-installed`` leaves mlx-vlm's server what MLX brings.
 Wants a machine on which nothing else runs. The last line is JSON.
@@ -21,16 +21,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-import vlm_batch  # noqa: F401  (before mlx.core)
+from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli import load
-from vlm_batch.cli.load import Answer, Load, Report, Target
+from vlm_batch.cli import bench
+from vlm_batch.cli.bench import Load, Report
 from vlm_batch.runtime import blas
 
 START_SECONDS = 300.0
@@ -111,26 +110,8 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 def in_process(model: str, some: Load, rows: int) -> Report:
     """The same load on a batcher without a server: what the server's own cost is measured against."""
-    from vlm_batch import SamplingParams, VLMBatcher
-
-    params = SamplingParams(max_tokens=some.answer_tokens)
-    bodies = [json.loads(load.body(some, model, index)) for index in range(some.requests)]
     with VLMBatcher(model, max_rows=rows) as batcher:
-        batcher.submit(messages=bodies[0]["messages"], params=SamplingParams(max_tokens=4)).result()
-
-        def ask(fields: dict[str, Any]) -> Answer:
-            begin = time.perf_counter()
-            handle = batcher.submit(messages=fields["messages"], params=params)
-            pieces = tuple(time.perf_counter() - begin for _ in handle)
-            result = handle.result()
-            usage = result.usage
-            seconds = time.perf_counter() - begin
-            return Answer(result.text, pieces, seconds, usage.prompt_tokens, usage.completion_tokens, result.error)
-
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(some.concurrency) as pool:
-            answers = tuple(pool.map(ask, bodies))
-        return Report(some, Target("in process", model), answers, (), time.perf_counter() - begin)
+        return bench.measure(bench.Local(batcher), replace(some, check=0))
 
 
 def tiny(folder: Path) -> Path:
@@ -185,7 +166,7 @@ def compare(
     for number in range(rounds):
         for name, command in servers(model, rows, as_installed).items():
             with running(command, log) as url:
-                report = load.measure(Target(url, model), some)
+                report = bench.measure(bench.Server(url, model), some)
             found.setdefault(name, []).append(report.figures())
             _say(number, name, found[name][-1])
         found.setdefault("in process", []).append(in_process(model, some, rows).figures())
@@ -246,8 +227,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for name in args.models:
             model = str({"tiny": tiny, "47m": widened}[name](Path(scratch) / name))
             for streams in args.streams:
-                some = Load(requests=args.requests * streams, concurrency=streams, sizes=((224, 168), (112, 112)))
-                some = replace(some, picture_share=0.5, prompt_tokens=24, answer_tokens=args.answer_tokens, check=16)
+                some = Load(
+                    requests=args.requests * streams,
+                    concurrency=streams,
+                    sizes=((224, 168), (112, 112)),
+                    prompt_words=(24, 24),
+                    answer_tokens=(args.answer_tokens, args.answer_tokens),
+                    ignore_eos=False,
+                    check=16,
+                )
                 print(f"\n{name}, {streams} streams", flush=True)
                 found = compare(model, some, args.rows, args.rounds, args.out / "servers.log", args.as_installed)
                 everything[f"{name}-{streams}"] = {"figures": found, **verdict(found)}

@@ -122,7 +122,7 @@ def run(
     batch = generator or BatchGenerator(
         adapter, placement=placement, config=config, compile_decode=compile_decode, reuse=default_reuse(adapter)
     )
-    batch.chooser.sampler = recording
+    batch.sampler = recording
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 0)
         step = 0

@@ -57,7 +57,7 @@ class Waiting:
     def __init__(self, bound: int = BOUND, look_ahead: int = 64) -> None:
         config = SchedulerConfig(max_rows=1, look_ahead=look_ahead, look_ahead_bytes=bound)
         self.generator = BatchGenerator(shared_adapter("qwen2_vl"), config=config)
-        self.admission = self.generator.admission
+        self.admission = self.generator.rows.waiting
         self.rows: dict[str, Row] = {}
         self._loadings: dict[str, FakeLoading] = {}
 
@@ -249,7 +249,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
 
 def check(engine: Waiting) -> None:
     sizes = sorted(
-        row.prompt.nbytes for row in engine.rows.values() if row.prompt is not None and row.prompt.inputs is not None
+        row.prompt_bytes for row in engine.rows.values() if row.prompt is not None and row.prompt.inputs is not None
     )
     assert sum(sizes[:-1]) <= BOUND
     assert engine.admission.nbytes >= sum(sizes)
@@ -293,7 +293,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def taken(self: Admission, *given: Any) -> None:
         take_in(self, *given)
-        found.append(sum(row.prompt.nbytes for row in self._prepared.values() if row.prompt is not None))
+        found.append(sum(row.prompt_bytes for row in self.prepared.values()))
 
     monkeypatch.setattr(Admission, "take_in", taken)
     return found

@@ -95,7 +95,7 @@ def test_a_join_copies_at_most_one_row_and_a_leave_nothing(placement: Placement,
 
     def make(model: Any, workload: Workload, contexts: Contexts | None = None) -> ThisLibrary:
         engine = ThisLibrary(model, workload, contexts)
-        engine.generator.batch = DecodeGroups(FreeShapes(placement), workload.rows)
+        engine.generator.rows.batch = DecodeGroups(FreeShapes(placement), workload.rows)
         return engine
 
     found = probe.copied_bytes(make, model, workload, Contexts(model, workload.asks))
@@ -216,11 +216,12 @@ def test_compare_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_bench_reports_every_request() -> None:
-    load = bench.Load(requests=5, rate=0.0, prompt_words=(2, 8), answer_tokens=(2, 6))
+    load = bench.Load(requests=5, rate=0.0, prompt_words=(2, 8), answer_tokens=(2, 6), check=2)
     with VLMBatcher(str(default_checkpoint())) as batcher:
-        found = bench.measure(batcher, load)
+        found = bench.measure(bench.Local(batcher), load)
     figures = found.figures()
-    assert figures["failed"] == 0 and figures["requests"] == 5
+    assert figures["failed"] == 0 and figures["requests"] == 5 and figures["pictures"] == 2
+    assert figures["checked"] == figures["equal_to_alone"] == 2
     assert sum(stage["share"] for stage in figures["stages"].values()) == pytest.approx(1)
     out = io.StringIO()
     bench.show(found, out)

@@ -101,13 +101,10 @@ def test_the_package_is_counted() -> None:
     found = {count.what: count for count in house.count_all()}
     counts = {what: count.now for what, count in found.items()}
     assert len(counts) == 13
-    assert 10 < int(counts["files that one picture and three tokens pass"]) < 64
+    assert 10 < int(counts["files that one picture and three tokens pass"]) < 65
     assert 100 < int(counts["distinct functions that they pass"]) < 550
     assert {"Request", "Result"} <= set(house.bodies())
-    assert (
-        found["import circles between rooms"].of == "batcher, jobs"
-    )  # by VLMBatcher.map alone, which is the next line
-    assert found["upward arrows when it runs"].of == "batcher to jobs"  # VLMBatcher.map, when it is called
+    assert counts["import circles between rooms"] == counts["upward arrows when it runs"] == "0"
 
 
 def test_the_history_is_read() -> None:

@@ -38,8 +38,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-#: Imports of a floor above, made by a method when it is called: the door's twin of a job over a table.
-AT_CALL = {("batcher", "jobs")}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: The rooms that families are made of and run in: none of them knows one.
@@ -83,11 +81,6 @@ def test_imports_point_one_way(path: Path) -> None:
     assert here in FLOOR, f"{path.name} is in no room; say where it stands in FLOORS and in docs/architecture.md"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for there in imported(tree) - {here}:
-        if (here, there) in AT_CALL:
-            assert there not in imported(
-                ast.Module([node for node in tree.body if not isinstance(node, ast.ClassDef)], [])
-            )
-            continue
         assert FLOOR[there] < FLOOR[here], f"{here} imports {there}, which is no floor below it"
 
 
@@ -176,6 +169,23 @@ def test_finding_the_families_imports_no_model() -> None:
     assert not [name for name in found if name.startswith("vlm_batch.models._")]
     families_upstream = {path.parent.name for path in Path(mlx_vlm.models.__file__).parent.glob("*/__init__.py")}
     assert not families_upstream & {name.split(".")[2] for name in found if name.startswith("mlx_vlm.models.")}
+
+
+def test_importing_the_engine_loads_no_table_library_and_nothing_above_it() -> None:
+    found = modules_after("import vlm_batch; vlm_batch.VLMBatcher; import vlm_batch.loading")
+    assert "vlm_batch.engine.generator" in found
+    assert not {"datasets", "pyarrow", "pandas", "polars"} & set(found)
+    above = {room for floor in FLOORS[FLOORS.index(("batcher", "verify")) + 1 :] for room in floor}
+    assert not [name for name in found if name.startswith("vlm_batch.") and name.split(".")[1] in above]
+
+
+def test_a_request_is_answered_without_what_is_above_the_engine() -> None:
+    found = modules_after(
+        "from vlm_batch import VLMBatcher, assets\n"
+        "with VLMBatcher(assets.default_checkpoint()) as batcher:\n"
+        "    assert batcher.submit(assets.sample_images()[0], 'describe the picture').result().ok"
+    )
+    assert not [name for name in found if name.startswith(("vlm_batch.jobs", "vlm_batch.server", "vlm_batch.cli"))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

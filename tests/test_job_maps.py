@@ -149,13 +149,13 @@ def test_the_real_batcher_with_every_kind_of_picture(tmp_path: Path) -> None:
 
         beside = threading.Thread(target=map_frames)
         beside.start()
-        found["datasets"] = list(batcher.map(stored)["answer"])
+        found["datasets"] = list(map_table(batcher, stored)["answer"])
         answered = list(map_table(batcher, stream))
         assert all(isinstance(row["image"], Image.Image) for row in answered)  # as the stream itself gives them
         found["stream"] = [row["answer"] for row in answered]
-        found["arrow"] = batcher.map(arrow, prompts[0], image="picture").column("answer").to_pylist()
-        found["polars"] = batcher.map(pl.from_arrow(arrow), prompts[0])["answer"].to_list()
-        short = batcher.map(arrow, prompts[0], params={"max_tokens": 2})
+        found["arrow"] = map_table(batcher, arrow, prompts[0], image="picture").column("answer").to_pylist()
+        found["polars"] = map_table(batcher, pl.from_arrow(arrow), prompts[0])["answer"].to_list()
+        short = map_table(batcher, arrow, prompts[0], params={"max_tokens": 2})
         assert short.column("answer_tokens").to_pylist() == [2, 2, 2]
         beside.join()
     assert found == dict.fromkeys(("pandas", "datasets", "stream", "arrow", "polars"), alone)

@@ -297,12 +297,12 @@ def test_turboquant_decodes_without_unpacking_the_cache(placement: Placement, mo
     engine = generator(name, TURBO, placement=placement)
     for index, key in enumerate((IMAGE, TEXT, OTHER)):
         engine.insert(str(index), as_mlx(request(name, key)), SamplingParams(max_tokens=9))
-    while len(engine.batch) < 3:
+    while len(engine.rows.batch) < 3:
         engine.step()
     before = dict(calls)
     for _ in range(5):
         engine.step()
-    layers = len(engine.batch.layers)
+    layers = len(engine.rows.batch.layers)
     assert calls["dequantize"] == before["dequantize"]
     assert calls["decode_attention"] - before["decode_attention"] == 5 * 3 * layers
     engine.reset()

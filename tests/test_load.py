@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.serving import Running, serving
-from vlm_batch.cli import load
+from vlm_batch.cli import bench
 from vlm_batch.cli import main as cli
-from vlm_batch.cli.load import Answer, Load, Report, Target
+from vlm_batch.cli.bench import Answer, Load, Report, Server
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(warm_up=False) as running:
+    with serving() as running:
         yield running
 
 
@@ -68,9 +67,9 @@ def test_from_the_command_line(server: Running, tmp_path: Path, capsys: pytest.C
         "--sizes",
         "64x48",
         "112x56",
-        "--prompt-tokens",
+        "--prompt-words",
         "12",
-        "--max-tokens",
+        "--answer-tokens",
         "8",
         "--check",
         "4",
@@ -91,14 +90,14 @@ def test_from_the_command_line(server: Running, tmp_path: Path, capsys: pytest.C
 
 
 def test_arrivals_by_chance(server: Running, tmp_path: Path) -> None:
-    some = Load(requests=8, rate=200.0, sizes=((56, 56),), prompt_tokens=4, answer_tokens=4, check=0)
-    report = load.measure(Target(f"{server.url}/v1", "qwen2_vl"), some)
+    some = Load(requests=8, rate=200.0, sizes=((56, 56),), prompt_words=(4, 4), answer_tokens=(4, 4))
+    report = bench.measure(Server(f"{server.url}/v1", "qwen2_vl"), some)
     found = report.figures()
     assert found["failed"] == 0
     assert found["arrivals_per_s"] == 200.0
     assert found["checked"] == 0
     pytest.importorskip("matplotlib", reason="pictures need the extra bench")
-    load.plot(report, tmp_path / "plot.png")
+    bench.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
@@ -122,7 +121,7 @@ def test_refusals_are_failures(server: Running, capsys: pytest.CaptureFixture[st
 )
 def test_servers_that_misbehave(reply: bytes, error: str) -> None:
     with scripted(reply) as url:
-        answer = load.ask(Target(url, "m", timeout=5), b"{}")
+        answer = Server(url, "m", timeout=5).ask(b"{}")
     assert answer.error is not None
     assert error in answer.error
 
@@ -135,29 +134,30 @@ def test_other_servers_dialects() -> None:
         '{"choices": [{"delta": {"content": " yes"}, "finish_reason": "stop"}]}',
     )
     with scripted(events(*lines, end="")) as url:
-        answer = load.ask(Target(url, "m", timeout=5), b"{}")
+        answer = Server(url, "m", timeout=5).ask(b"{}")
     assert (answer.text, answer.tokens, len(answer.pieces), answer.error) == ("hm yes", 2, 2, None)
 
 
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    assert "Refused" in str(load.ask(Target(f"127.0.0.1:{port}", "m"), b"{}").error)
+    assert "Refused" in str(Server(f"127.0.0.1:{port}", "m").ask(b"{}").error)
 
 
 def test_requests_are_reproducible_and_unlike() -> None:
     some = Load(requests=6, sizes=((32, 32), (64, 32)), picture_share=0.5)
-    bodies = [load.body(some, "m", index) for index in range(6)]
-    assert bodies == [load.body(some, "m", index) for index in range(6)]
+    server = Server("u", "m")
+    bodies = [server.prepare(some.request(index)) for index in range(6)]
+    assert bodies == [server.prepare(some.request(index)) for index in range(6)]
     assert len(set(bodies)) == 6
     assert sum(b"image_url" in one for one in bodies) == 3
-    assert load.picture((64, 32), random.Random(1)).startswith("data:image/jpeg;base64,")
+    assert sum(b"data:image/jpeg;base64,/9j/" in one for one in bodies) == 3
 
 
 def test_what_differs_from_alone_is_counted() -> None:
     answers = (Answer("a", (0.1, 0.2), 0.3, 5, 2), Answer("b", (0.1,), 0.2, 5, 1), Answer(error="x"))
     alone = (Answer("a"), Answer("c"), Answer("d"))
-    found = Report(Load(requests=3), Target("u", "m"), answers, alone, 2.0).figures()
+    found = Report(Load(requests=3), "m at u", answers, alone, 2.0).figures()
     assert (found["checked"], found["equal_to_alone"], found["failed"]) == (2, 1, 1)
     assert found["requests_per_s"] == 1.0
     assert found["gap"]["max"] == pytest.approx(0.1)
@@ -177,5 +177,5 @@ def test_usage_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_percentiles() -> None:
-    assert load.spread([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-    assert load.spread([float(n) for n in range(1, 101)]) == {"p50": 50.5, "p95": 95.0, "p99": 99.0, "max": 100.0}
+    assert bench.spread([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
+    assert bench.spread([float(n) for n in range(1, 101)]) == {"p50": 50.5, "p95": 95.0, "p99": 99.0, "max": 100.0}

@@ -27,10 +27,12 @@ from tests.test_fetch import Site
 from tests.test_fetch import site as site  # a fixture
 from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, Request, VLMBatcher, assets
 from vlm_batch.arrays import as_numpy
-from vlm_batch.engine.faults import let_go
+from vlm_batch.engine.work import let_go
 from vlm_batch.inputs import loaders as module
+from vlm_batch.inputs import pool as pools
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
-from vlm_batch.inputs.loaders import Loaders, Pool
+from vlm_batch.inputs.loaders import Loaders
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Preparer, Question
 from vlm_batch.inputs.processors import Mould
 from vlm_batch.loading import EngineOptions, load_model, make_engine
@@ -77,7 +79,7 @@ def test_a_pool_holds_nothing_of_a_call_that_has_ended(monkeypatch: pytest.Monke
     class Large:
         """Stands for a processor's output."""
 
-    monkeypatch.setattr(module, "IDLE_SECONDS", 300.0)
+    monkeypatch.setattr(pools, "IDLE_SECONDS", 300.0)
     pool = Pool(1, "test")
     gone = threading.Event()
     future = pool.submit(Large, Cancelled(), seconds=30)
@@ -88,7 +90,7 @@ def test_a_pool_holds_nothing_of_a_call_that_has_ended(monkeypatch: pytest.Monke
 
 
 def test_a_pool_refuses_once_too_much_hangs(hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LOST", 3)
+    monkeypatch.setattr(pools, "MAX_LOST", 3)
     pool = Pool(1, "test")
     futures = [pool.submit(hung.wait, Cancelled(), seconds=0.05) for _ in range(3)]
     assert wait(lambda: all(future.done() for future in futures))
@@ -124,7 +126,7 @@ def test_what_ends_a_process_ends_one_call(error: BaseException) -> None:
 
 
 def test_idle_threads_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(pools, "IDLE_SECONDS", 0.05)
     pool = Pool(2, "test")
     assert [pool.submit(partial(int, at), Cancelled()).result(timeout=60) for at in range(5)] == [0, 1, 2, 3, 4]
     assert wait(lambda: pool._threads == 0)
@@ -187,7 +189,7 @@ def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site
 @pytest.mark.parametrize("ending", ["done", "failed", "cancelled"])
 def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the garbage collector, which counts objects and knows nothing of a picture's megabytes."""
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(pools, "IDLE_SECONDS", 0.05)
     begun, may_end = threading.Event(), threading.Event()
 
     def prepare(question: Question, cancelled: Cancelled) -> Prepared:

@@ -20,13 +20,12 @@ from tests.harness import Ask, check, run_family, shared_adapter
 from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.scheduler import PrefillRow, Scheduler, SchedulerConfig
 from vlm_batch.engine.shapes import padded_count, padded_length, together
 from vlm_batch.models import families
 from vlm_batch.policy import POLICIES
-from vlm_batch.records import Encoded
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -117,7 +116,7 @@ def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
 
     def plan(budget: int, pad_to: int, *left: PrefillRow) -> list[tuple[str, int]]:
         config = SchedulerConfig(max_rows=4, pad_to=pad_to, smallest_chunk=1024, slack=64, ageing_seconds=100.0)
-        return [(chunk.request_id, chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
+        return [(chunk.rows[0], chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
 
     assert plan(1100, 0) == [("a", 300), ("b", 800)]
     assert plan(1100, 64) == [("a", 300), ("c", 90)]
@@ -215,13 +214,13 @@ def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]])
 def rows_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The prompts of each forward of whole prompts from now on."""
     counts: list[int] = []
-    computed = Prefill.computed
+    launch = Runner._launch
 
-    def watched(self: Prefill, rows: Sequence[Encoded]) -> Any:
+    def watched(self: Runner, rows: Sequence[Any]) -> Any:
         counts.append(len(rows))
-        return computed(self, rows)
+        return launch(self, rows)
 
-    monkeypatch.setattr(Prefill, "computed", watched)
+    monkeypatch.setattr(Runner, "_launch", watched)
     return counts
 
 

@@ -87,12 +87,12 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     """A row as the batcher would make it of a request, without its tokenizer."""
     key, params = ASKED[name]
     params = replace(params, max_tokens=TOKENS, seed=len(name))
-    row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params)
+    row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params, text=generator.text)
     generator.add(row)
     if name == "bad_words":
-        row.answer.rules = replace(row.answer.rules, bad_words=BAD)
+        row.answer.bad_words = BAD
     form = Residues() if name in ("form", "thinking_then_form") else None
-    row.answer.guide = Guide.of(params, form, THINKS if name.startswith("thinking") else None, row.answer.rules.end_ids)
+    row.answer.guide = Guide.of(params, form, THINKS if name.startswith("thinking") else None, row.answer.end_ids)
     return row
 
 

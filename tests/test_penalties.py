@@ -11,9 +11,8 @@ import pytest
 
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
-from vlm_batch.engine import penalties
-from vlm_batch.engine.penalties import RowRules
-from vlm_batch.engine.sampling import SamplingRow, process
+from vlm_batch.engine import sampling
+from vlm_batch.engine.sampling import RowRules, SamplingRow, process
 from vlm_batch.errors import InvalidParameters
 
 VOCABULARY = 20
@@ -38,7 +37,7 @@ def batcher() -> Iterator[VLMBatcher]:
 def test_penalties_count_the_answer_and_not_the_prompt() -> None:
     """OpenAI's definition: logit - frequency * count - presence * (count > 0)."""
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.5)
-    found = processed(params, [4, 4, 7, 7, 9, 30], RowRules(num_prompt=2))
+    found = processed(params, [4, 4, 7, 7, 9, 30], RowRules(), step=4)
     right = np.array(logits_of())[0]
     right[7] -= 2 * 0.5 + 1.5
     right[9] -= 0.5 + 1.5
@@ -72,7 +71,7 @@ def test_ends_wait_for_the_fewest_tokens() -> None:
 
 
 def test_bad_words_end_nowhere() -> None:
-    params, rules = SamplingParams(bad_words=["x"]), RowRules(bad_words=((3,), (4, 5, 6)), num_prompt=2)
+    params, rules = SamplingParams(bad_words=["x"]), RowRules(bad_words=((3,), (4, 5, 6)))
     assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 1, 4, 5], rules)))) == {3, 6}
     assert set(np.flatnonzero(np.isinf(processed(params, [9, 9, 4, 5, 1], rules)))) == {3}
     assert set(np.flatnonzero(np.isinf(processed(params, [4, 5], rules, step=0)))) == {3}, (
@@ -101,7 +100,7 @@ def test_a_step_looks_at_no_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
         RowRules(bad_words=((6,), (3, 4))),
     )
     processed(params, [1, 3], rules)
-    monkeypatch.setattr(penalties, "_check_within", None)
+    monkeypatch.setattr(sampling, "_check_within", None)
     processed(params, [1, 3], rules)
     with pytest.raises(TypeError):
         processed(params, [1, 3], RowRules())
@@ -177,3 +176,14 @@ def test_in_company_as_alone(batcher: VLMBatcher) -> None:
     alone = [batcher.submit_request(one).result(timeout=60) for one in asked]
     for expected, found in zip(alone, batcher.generate(asked), strict=True):
         assert (found.error, found.token_ids, found.text) == (None, expected.token_ids, expected.text)
+
+
+@pytest.mark.parametrize("heat", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_a_processor_that_gives_infinity_is_told(batcher: VLMBatcher, heat: dict[str, Any]) -> None:
+    def force(tokens: Any, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(logits.shape[-1]) == 7, mx.inf, logits)
+
+    params = SamplingParams(logits_processors=[force], max_tokens=3, **heat)
+    result = batcher.submit(prompt="count to 9", params=params).result(timeout=60)
+    assert result.token_ids == ()
+    assert "the logits of token 1 are not finite (NaN or infinity)" in str(result.error)

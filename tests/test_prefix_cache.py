@@ -334,7 +334,7 @@ def test_kept_rows_share_nothing_with_live_ones_and_live_rows_let_go() -> None:
     before = [np.array(array) for array in kept.arrays()]
     asks.ask(f"{TEXT}+1", TEXT, f"{TEXT}~1")
     assert all(np.array_equal(a, b) for a, b in zip(before, kept.arrays(), strict=True))
-    assert not asks.generator.batch.layers
+    assert not asks.generator.rows.batch.layers
     gone = weakref.ref(kept)
     asks.generator.reuse.prefix.clear()
     assert asks.generator.reuse.prefix.budget.nbytes == 0

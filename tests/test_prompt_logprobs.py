@@ -16,7 +16,7 @@ from vlm_batch import InvalidRequest, Request, Result, SamplingParams, VLMBatche
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
-from vlm_batch.engine import prompt_scores
+from vlm_batch.engine import logprobs
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.scheduler import SchedulerConfig
 
@@ -90,7 +90,7 @@ def batcher() -> Any:
 
 
 def test_through_the_door_also_when_the_prompt_is_known(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm_batch.engine.prefill.POSITIONS_TOGETHER", 7)
+    monkeypatch.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", 7)
     picture, question = str(sample_images()[3]), "describe the image"
     plain = batcher.submit(picture, question).result(timeout=60)
     assert plain.prompt_logprobs is None
@@ -119,7 +119,7 @@ def test_what_does_not_go_with_them(batcher: VLMBatcher) -> None:
 
 
 def test_logits_of_no_more_than_so_many_positions_are_held() -> None:
-    scores = prompt_scores.PromptScores([3, 1, 2, 0], np.array([True, True, False, True]), ((0, 2),), 1, None)
+    scores = logprobs.PromptScores([3, 1, 2, 0], np.array([True, True, False, True]), ((0, 2),), 1, None)
     assert scores.add(mx.zeros((4, 5)), 4)
     assert [one is not None for one in scores.read()] == [False, False, False, True]
     last = scores.read()[3]

@@ -26,7 +26,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.jobs.ray import OUTPUT_COLUMNS, Answer, Cluster
 from vlm_batch.jobs.rows import InvalidJob
-from vlm_batch.jobs.sending import read_ahead, with_files, with_whole_paths
+from vlm_batch.jobs.sending import changed_ahead, with_files, with_whole_paths
 from vlm_batch.types import Request, Video
 
 ROOT = Path(__file__).parent.parent
@@ -214,7 +214,7 @@ def test_reading_ahead_keeps_the_order_and_is_bounded(tmp_path: Path) -> None:
             asked += 1
             yield Request(prompt=str(number))
 
-    for number, request in enumerate(read_ahead(requests())):
+    for number, request in enumerate(changed_ahead(requests(), with_files)):
         assert request.prompt == str(number)
         assert asked <= number + 16
 

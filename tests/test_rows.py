@@ -154,8 +154,8 @@ def test_rows_come_and_go_while_their_number_changes(
     def step() -> list[Event]:
         limit.rows = (1, 3, 6, 6, 6, 4)[len(counts) % 6]
         events = whole()
-        widths.append(len(generator.batch.places))
-        counts.append(len(generator.batch))
+        widths.append(len(generator.rows.batch.places))
+        counts.append(len(generator.rows.batch))
         return events
 
     monkeypatch.setattr(generator, "step", step)
@@ -168,7 +168,7 @@ def test_rows_come_and_go_while_their_number_changes(
 def test_slabs_have_the_places_that_their_rows_need() -> None:
     config = SchedulerConfig(max_rows=16)
     generator = BatchGenerator(shared_adapter(NAME), config=config, placement=Placement.SLAB)
-    batch, few = generator.batch, 0
+    batch, few = generator.rows.batch, 0
     for seed, count in enumerate((28, 24, 4, 16, 20)):
         inputs = as_mlx(inputs_of(NAME, f"text:{seed}:{5 + seed}"))
         generator.insert(str(seed), inputs, SamplingParams(max_tokens=count))
@@ -198,4 +198,4 @@ def test_no_place_is_left_for_rows_that_did_not_come(placement: Placement, monke
     generator.insert("a", as_mlx(inputs_of(NAME, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
     results = [event.result for _ in range(200) if generator.has_work for event in generator.step() if event.result]
     assert [list(result.token_ids) for result in results] == [oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]]
-    assert not generator.batch.places and not generator.batch.layers
+    assert not generator.rows.batch.places and not generator.rows.batch.layers

@@ -11,7 +11,8 @@ import pytest
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.engine import sampling
-from vlm_batch.engine.sampling import SamplingRow, process, sample, to_list
+from vlm_batch.engine.logprobs import to_list
+from vlm_batch.engine.sampling import SamplingRow, process, sample
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import SamplingParams
 
@@ -178,7 +179,7 @@ def test_logprobs_are_of_the_logits_before_temperature() -> None:
     logits = logits_of(6, rows=2)
     rows = [SamplingRow(SamplingParams(temperature=5.0, logprobs=3), 1, 0), SamplingRow(SamplingParams(), 2, 0)]
     sampled = sample(logits, rows)
-    entry = sampled.read_logprobs([row.params for row in rows], to_list(sampled.tokens))
+    _, _, entry = sampled.read()
     right = np.array(logits[0] - mx.logsumexp(logits[0]))
     assert list(entry) == [0]
     assert entry[0].logprob == pytest.approx(right[entry[0].token_id], abs=1e-6)
@@ -243,7 +244,7 @@ def test_log_probabilities_name_no_token_of_a_neighbour() -> None:
     params = SamplingParams(logprobs=60)
     rows = [SamplingRow(params, seed=1, step=0, vocabulary=VOCABULARY), SamplingRow(params, seed=2, step=0)]
     sampled = sample(stack_logits(list(of_two_widths(0.0))), rows)
-    short, wide = sampled.read_logprobs([params] * 2, to_list(sampled.tokens)).values()
+    short, wide = sampled.read()[2].values()
     assert len(short.top) == VOCABULARY
     assert len(wide.top) == 60
     assert all(token < VOCABULARY and math.isfinite(value) for token, value in short.top)
@@ -262,3 +263,24 @@ def test_processors_see_a_rows_own_tokens_only() -> None:
         row = SamplingRow(params, seed=1, step=0, history=mx.array([1]), vocabulary=vocabulary)
         process(together[place : place + 1], row)
     assert seen == [(1, VOCABULARY), (1, VOCABULARY + WIDE)]
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.0, top_k=7),
+    ],
+    ids=str,
+)
+def test_one_logit_that_is_no_number_is_told_of(params: SamplingParams, wrong: float) -> None:
+    """Also where another token is drawn; and nothing is said of a neighbour, or of tokens that may not come."""
+    logits = logits_of(9, rows=2)
+    logits[0, 30] = wrong
+    logits[1, 30] = -mx.inf
+    _, are_finite, _ = sample(logits, [SamplingRow(params, 1, 0), SamplingRow(params, 2, 0)]).read()
+    assert are_finite == [False, True]

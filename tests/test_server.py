@@ -658,7 +658,7 @@ def test_the_command_lines_flags_become_the_configuration(capsys: pytest.Capture
     config = serve.config_of(args, {serve.API_KEY: "from the environment"})
     assert config.name == "qwen2_vl"
     assert config.api_key == "from the environment"
-    assert (config.default_max_tokens, config.allow_urls, config.idle_unload, config.warm_up) == (9, True, 5.0, False)
+    assert (config.default_max_tokens, config.allow_urls, config.idle_unload, args.warm_up) == (9, True, 5.0, False)
     assert config.max_memory == 1.5 * 2**30
     for wrong in (["--host", "0.0.0.0"], ["--allow-dir", "/no/such/folder"], ["--max-queue", "0"]):
         assert cli.main(["serve", *wrong]) == 2
@@ -687,7 +687,7 @@ def test_memory_for_keys_and_values_is_bounded_by_a_flag(said: str, most: int | 
 def test_sizes_of_pictures_are_bounded_by_flags() -> None:
     """--max-pixels is the batcher's own bound: pictures are seen no larger, and nobody may ask for more."""
     args = cli.parser().parse_args(["serve", "--max-pixels", "1568", "--min-pixels", "784"])
-    with serving(lambda: serve.open_batcher(args), warm_up=False) as small, serving(warm_up=False) as usual:
+    with serving(lambda: serve.open_batcher(args)) as small, serving() as usual:
         asked_of = [
             one.ask("POST", "/v1/chat/completions", {"messages": asked("receipt.jpg")}) for one in (small, usual)
         ]
@@ -699,14 +699,14 @@ def test_sizes_of_pictures_are_bounded_by_flags() -> None:
 
 
 def test_thinking_by_flag_needs_a_template_that_reads_it() -> None:
-    with serving(enable_thinking=True, warm_up=False) as server:
+    with serving(enable_thinking=True) as server:
         reply = server.chat("count to 3")
         assert reply.status == 503
         assert "does not read enable_thinking" in reply.error["message"]
 
 
 def test_a_request_has_so_much_time() -> None:
-    with serving(request_seconds=0.3, warm_up=False) as hurried:
+    with serving(request_seconds=0.3) as hurried:
         late = hurried.chat("count to 12", **ENDLESS)
         assert late.status == 504
         wait_until(lambda: rows(hurried) == 0, "the late request to end")
@@ -720,7 +720,7 @@ def test_a_full_queue_sends_others_away() -> None:
     def one_row() -> VLMBatcher:
         return VLMBatcher(default_checkpoint(), max_rows=1)
 
-    with serving(one_row, max_queue=2, warm_up=False) as busy:
+    with serving(one_row, max_queue=2) as busy:
         streams: list[socket.socket] = []
         try:
             for count in (1, 2, 3):
@@ -741,7 +741,7 @@ def test_nobody_waits_while_memory_is_short() -> None:
     def one_row() -> VLMBatcher:
         return VLMBatcher(default_checkpoint(), max_rows=1)
 
-    with serving(one_row, max_memory=1, warm_up=False) as busy:
+    with serving(one_row, max_memory=1) as busy:
         assert busy.chat("count to 3").status == 200  # nobody waits
         streams: list[socket.socket] = []
         try:
@@ -757,7 +757,7 @@ def test_nobody_waits_while_memory_is_short() -> None:
 
 
 def test_an_idle_model_is_let_go_of_and_comes_back() -> None:
-    with serving(idle_unload=0.5, warm_up=False) as server:
+    with serving(idle_unload=0.5) as server:
         assert server.chat("count to 3").status == 200
         wait_until(lambda: server.server.service.state == "idle", "the model to be let go of")
         assert server.ask("GET", "/ready").json["status"] == "idle"
@@ -779,7 +779,7 @@ def test_a_model_that_cannot_be_loaded_is_said() -> None:
 
 
 def test_stopping_lets_answers_end_and_ends_the_rest_in_order() -> None:
-    with serving(shutdown_seconds=1.0, warm_up=False) as server:
+    with serving(shutdown_seconds=1.0) as server:
         connection = begin_stream(server)
         wait_until(lambda: rows(server) == 1, "the stream to run")
         server.server.should_exit = True
@@ -845,7 +845,7 @@ def test_a_failing_step_is_a_500_with_a_reason_and_the_next_request_works(
         return step(self)
 
     monkeypatch.setattr(BatchGenerator, "step", sometimes)
-    with serving(warm_up=False) as server:
+    with serving() as server:
         failing.set()
         whole = server.chat("count to 5")
         assert whole.status == 500
@@ -867,8 +867,7 @@ def test_a_failing_step_is_a_500_with_a_reason_and_the_next_request_works(
         assert server.chat("count to 5").status == 200
 
 
-@pytest.mark.parametrize("by", ["the server", "the engine's watchdog"])
-def test_an_engine_that_hangs_is_not_ready(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlm_batch.engine.generator import BatchGenerator
     from vlm_batch.runtime import watchdog
 
@@ -879,9 +878,8 @@ def test_an_engine_that_hangs_is_not_ready(by: str, monkeypatch: pytest.MonkeyPa
         return step(self)
 
     monkeypatch.setattr(BatchGenerator, "step", hanging)
-    if by != "the server":
-        monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.3)
-    with serving(warm_up=False, stall_seconds=0.3 if by == "the server" else 600) as server:
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.3)
+    with serving() as server:
         assert server.ask("GET", "/ready").status == 200
         assert "vlm_batch:stalled_seconds" in server.ask("GET", "/metrics").body.decode()
         connection = begin_stream(server)

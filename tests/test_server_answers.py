@@ -80,7 +80,7 @@ class ScriptedBatcher:
 def answered(answer: str, piece: int, **options: Any) -> list[tuple[Any, str]]:
     """The message and finish reason of an answer, whole and put together from its stream."""
     batcher = ScriptedBatcher(answer, piece)
-    with serving(lambda: batcher, warm_up=False) as server:  # type: ignore[arg-type,return-value]
+    with serving(lambda: batcher) as server:  # type: ignore[arg-type,return-value]
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         asked: dict[str, Any] = {"model": "qwen2_vl", "messages": [{"role": "user", "content": "hello"}], **options}
         with client:
@@ -167,7 +167,7 @@ def test_the_model_gets_the_tools_and_earlier_calls() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
     ]
-    with serving(lambda: batcher, warm_up=False) as server:  # type: ignore[arg-type,return-value]
+    with serving(lambda: batcher) as server:  # type: ignore[arg-type,return-value]
         reply = server.ask("POST", "/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
         assert reply.status == 200
     (request,) = batcher.requests

@@ -22,7 +22,7 @@ CURL = [line for line in PAGE.splitlines() if re.match(r"(\(.*\| )?curl ", line)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(warm_up=False) as running:
+    with serving() as running:
         yield running
 
 

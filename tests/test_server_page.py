@@ -190,7 +190,7 @@ def test_nothing_is_fetched_from_elsewhere_and_nothing_is_complained_about(
 
 def test_a_key_is_asked_for_when_one_is_needed() -> None:
     assert BINARY is not None
-    with serving(api_key="open sesame", warm_up=False) as server, chromium.browser(BINARY) as page:
+    with serving(api_key="open sesame") as server, chromium.browser(BINARY) as page:
         page.open(server.url)
         page.wait("!document.getElementById('key-row').hidden")
         page.run("document.getElementById('key').focus()")

@@ -29,7 +29,6 @@ def server() -> Iterator[Running]:
         max_choices=2,
         max_prompts=2,
         request_seconds=10.0,
-        warm_up=False,
     ) as running:
         yield running
 

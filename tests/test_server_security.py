@@ -129,7 +129,7 @@ def hostile() -> Iterator[int]:
 def server() -> Iterator[Running]:
     """Fetches URLs, with tight limits."""
     policy = FetchPolicy(allow_http=True, allow_files=False, max_bytes=1 << 20, seconds=1.0, max_redirects=3)
-    with serving(policy=policy, warm_up=False) as running:
+    with serving(policy=policy) as running:
         yield running
 
 
@@ -182,7 +182,7 @@ def test_urls_are_public_ones_only_where_they_are_allowed(hostile: int) -> None:
     policy = policy_of(ServerConfig(model="m", allow_urls=True, max_file=5, fetch_seconds=2.0))
     assert policy == FetchPolicy(allow_http=True, allow_private=False, allow_files=False, max_bytes=5, seconds=2.0)
     Hostile.seen.clear()
-    with serving(allow_urls=True, fetch_seconds=5.0, warm_up=False) as server:
+    with serving(allow_urls=True, fetch_seconds=5.0) as server:
         refused(describe(server, f"http://127.0.0.1:{hostile}/secret"))
     assert Hostile.seen == []
 
@@ -272,7 +272,7 @@ def test_files_only_below_allowed_folders(tmp_path: Path) -> None:
     (other / "circle.png").write_bytes(PICTURE)
     (allowed / "link.png").symlink_to(other / "circle.png")
     os.mkfifo(allowed / "pipe.png")
-    with serving(allow_dirs=(allowed,), warm_up=False) as server:
+    with serving(allow_dirs=(allowed,)) as server:
         for right in (f"file://{allowed}/circle.png", f"{allowed}/circle.png"):
             assert describe(server, right).json["choices"][0]["message"]["content"] == "a red circle"
         for wrong in (
@@ -304,7 +304,7 @@ def test_messages_for_strangers_have_no_paths() -> None:
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Running]:
-    with serving(api_key=KEY, warm_up=False) as running:
+    with serving(api_key=KEY) as running:
         yield running
 
 
@@ -379,7 +379,7 @@ def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    with serving(max_body=100_000, max_images=2, max_videos=0, max_choices=2, max_prompts=2, warm_up=False) as running:
+    with serving(max_body=100_000, max_images=2, max_videos=0, max_choices=2, max_prompts=2) as running:
         yield running
 
 
@@ -445,7 +445,7 @@ def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeyp
 def test_bodies_of_all_requests_are_bounded_together(hostile: int) -> None:
     """Each may be small enough, and all of them too much: whoever comes then is sent away until one is gone."""
     policy = FetchPolicy(allow_http=True, allow_private=True, allow_files=False)
-    with serving(policy=policy, max_body=100_000, max_held=150_000, warm_up=False) as server:
+    with serving(policy=policy, max_body=100_000, max_held=150_000) as server:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         connection.sendall(f"{head}Content-Length: 99000\r\n\r\n".encode() + b" " * 98_000)
@@ -693,7 +693,7 @@ def test_files_are_named_by_no_way_out_of_their_folder(tmp_path: Path) -> None:
         path.write_bytes(PICTURE)
     (inside / "link.png").symlink_to(secret)
     (inside / "up").symlink_to(tmp_path)
-    with serving(allow_dirs=(inside,), warm_up=False) as server:
+    with serving(allow_dirs=(inside,)) as server:
         assert describe(server, str(inside / "a.png")).status == 200
         assert describe(server, (inside / "a.png").as_uri()).status == 200
         ways = [

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    with serving(lambda: VLMBatcher(str(folder), max_rows=8), warm_up=False) as running:
+    with serving(lambda: VLMBatcher(str(folder), max_rows=8)) as running:
         yield running
 
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused(server: Running, fields: dict[str, Any], para
 
 
 def test_a_model_without_a_form_of_calls() -> None:
-    with serving(warm_up=False) as server:
+    with serving() as server:
         reply = server.ask(
             "POST", "/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required"}
         )

@@ -130,10 +130,7 @@ def test_the_exit_waits_until_nothing_of_the_work_is_held(holder: str) -> None:
         if {holder!r} == "work":
             running = threads.start(Engine().run, "engine", is_awaited=True)
         else:
-            begun = threads.threading.Event()
-            running = threads.start(begun.wait, "engine", is_awaited=True)
-            running.watch(stop=lambda: None, after=Engine().run)
-            begun.set()
+            running = threads.start(lambda: None, "engine", is_awaited=True, after=Engine().run)
         del running
     """
     done = python(script)
@@ -146,8 +143,7 @@ def test_a_hook_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(threading, "excepthook", fails)
     ended = threading.Event()
-    running = threads.start(fails, NAME)
-    running.watch(stop=lambda: None, after=ended.set)
+    running = threads.start(fails, NAME, after=ended.set)
     assert running.join(60) and ended.wait(60)
     on_thread(lambda: None)  # its thread serves the next
 

@@ -50,6 +50,7 @@ from vlm_batch.types import (  # noqa: E402
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import Handle, PromptCache, Stats, VLMBatcher
+    from vlm_batch.jobs import map_table
     from vlm_batch.models import families, register
 
 __all__ = [
@@ -81,12 +82,13 @@ __all__ = [
     "Video",
     "__version__",
     "families",
+    "map_table",
     "register",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for."""
+    """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for. So do tables."""
     if name in ("Handle", "PromptCache", "Stats", "VLMBatcher"):
         from vlm_batch import batcher
 
@@ -95,4 +97,8 @@ def __getattr__(name: str) -> Any:
         from vlm_batch import models
 
         return vars(models)[name]
+    if name == "map_table":
+        from vlm_batch import jobs
+
+        return jobs.map_table
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

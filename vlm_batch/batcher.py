@@ -24,7 +24,7 @@ from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
-from vlm_batch.loading import EngineOptions, load_engine, make_engine
+from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.policy import TUNED, check_policy
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -147,9 +147,10 @@ class VLMBatcher:
         self._ids = itertools.count()
         if isinstance(model, nn.Module):  # its arrays belong to this thread until they are evaluated here
             made = make_engine(model, processor, options)
-            engine, self._running = engine_loop.start(lambda: made)
+            engine, self._running = engine_loop.start(lambda look: made)
         else:
-            load = partial(load_engine, model, options, dtype=dtype, trust_remote_code=trust_remote_code)
+            folder = find_checkpoint(model)  # on this thread, where Ctrl-C ends a download
+            load = partial(load_engine, folder, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
         self._loop, self._preparer, self._policy = engine.loop, engine.preparer, engine.policy
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
@@ -275,36 +276,6 @@ class VLMBatcher:
         Raises InvalidRequest, as ``submit_request`` would.
         """
         return self._preparer.check(request).prompt
-
-    def map(
-        self,
-        table: Any,
-        prompt: str | None = None,
-        *,
-        image: str | None = None,
-        video: str | None = None,
-        system: str | None = None,
-        params: SamplingParams | Mapping[str, Any] | None = None,
-        into: str = "answer",
-    ) -> Any:
-        """Ask about every row of a table: the same kind of table comes back with three more columns, in the same order.
-
-        ``table`` is a ``datasets.Dataset`` or ``IterableDataset``, a pandas or polars ``DataFrame``, a ``pyarrow.Table`` or
-        ``RecordBatchReader``, or anything that pyarrow makes a table of. An ``IterableDataset`` and a ``RecordBatchReader``
-        are answered while the result is read; of the others, pictures are read as they are asked about. ``prompt`` may name
-        columns (``"What is on this {kind}?"``); without one, the column "prompt" is asked. ``image`` and ``video`` name the
-        columns with paths, URLs, bytes or pictures; by default those of the usual names, or that hold pictures by their type.
-        ``into`` holds the text, ``into_error`` why there is none, ``into_tokens`` how many tokens it has.
-
-        Raises ``jobs.InvalidJob`` (a ValueError) for a table or columns that do not fit.
-        """
-        from vlm_batch.jobs.maps import (
-            map_table,
-        )  # a floor above, and with it datasets and pyarrow: when it is asked for
-
-        return map_table(
-            self, table, prompt, image=image, video=video, system=system, params=params_of(params), into=into
-        )
 
     def cancel(self, request_id: str) -> bool:
         """End a request at whatever stage it is; False if none of that id is alive. Raises InvalidRequest for what is no id."""

@@ -23,7 +23,7 @@ from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.checkpoints import read_config, read_model, read_processor
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import EngineLoop
+from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import CacheSettings, Reuse
 from vlm_batch.engine.scheduler import SchedulerConfig
@@ -123,10 +123,11 @@ def choose_policy(adapter: Adapter, options: EngineOptions) -> Chosen:
 
 
 def load_engine(
-    path_or_id: str | Path, options: EngineOptions, *, dtype: str = "auto", trust_remote_code: bool = False
+    folder: Path, options: EngineOptions, look: Look, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> Engine:
-    """An engine for a checkpoint; raises what ``load_model`` and ``make_engine`` raise."""
-    model, processor = load_model(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
+    """An engine for a checkpoint's folder; raises what ``load_model``, ``look`` and ``make_engine`` raise."""
+    model, processor = load_model(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    look()
     return make_engine(model, processor, options)
 
 

@@ -41,7 +41,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
                     is_open = False
                     yield index, _unreadable(index, error)
                     break
-                taken = _submitted(submit, given, index)
+                taken = submitted(submit, given, index)
                 if isinstance(taken, Result):
                     yield index, taken
                     continue
@@ -96,7 +96,7 @@ async def in_turn_async(
                 elif (given := finished.result()) is _END:
                     is_open = False
                 else:
-                    taken = _submitted(submit, given, index)
+                    taken = submitted(submit, given, index)
                     if isinstance(taken, Result):
                         yield index, taken
                     else:
@@ -122,8 +122,8 @@ async def _end_of(handle: Handle) -> Result:
     return await handle
 
 
-def _submitted(submit: Submit, given: Any, index: int) -> Handle | Result:
-    """A handle, or the result of what could not be submitted."""
+def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
+    """A handle, or the result of what could not be submitted. Raises BatcherClosed if that was the first of many."""
     try:
         if isinstance(given, Mapping):
             return submit(Request(**given))

@@ -1,48 +1,193 @@
-"""``vlm-batch bench``: a chat load on one's own model and machine, and where its time goes.
+"""``vlm-batch bench``: a load on a model of one's own, or on any server that speaks OpenAI's chat completions.
 
-Requests arrive by chance (Poisson), some with a picture, with prompts and answers of all lengths: what a chat server sees.
-Everything goes through ``VLMBatcher``, as an application's requests do: pictures are processed and text is decoded.
+Requests arrive by chance (Poisson), or so many are always under way (closed loop). Every answer is streamed; some of the
+requests may be asked again alone, and their answers under load are compared with those. A thread waits for each request that
+is under way: the load costs the machine little beside what answers it.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
+import io
+import json
+import math
+import os
 import random
 import statistics
-import threading
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import pairwise
-from typing import Any, Protocol, TextIO
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
 from rich import box
 from rich.table import Column, Table
 
+from vlm_batch.cli import tune
 from vlm_batch.cli.console import open_console
+from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least
 from vlm_batch.handle import Handle
-from vlm_batch.types import Request, Result, SamplingParams
+from vlm_batch.jobs.lines import LineFile, encoded
+from vlm_batch.jobs.outputs import check_writable
+from vlm_batch.types import Request, SamplingParams, Timings
 
-#: Sides of the pictures in pixels; a photo is scaled to such sizes for most models.
-PICTURE_SIDES = (224, 336, 448, 560)
+#: The words of prompts: about a token each for most tokenizers.
 WORDS = (
-    "the",
-    "picture",
-    "shows",
-    "a",
-    "small",
-    "red",
-    "boat",
-    "near",
-    "green",
-    "hills",
-    "two",
-    "people",
-    "look",
-    "at",
-    "old",
-)
+    "the", "picture", "shows", "a", "small", "red", "boat", "near", "green", "hills", "two", "people", "look", "at", "old",
+)  # fmt: skip
+#: Most requests that are under way at a time when they arrive by chance.
+MAX_OPEN = 1024
+API_KEY = "OPENAI_API_KEY"
+STAGES = ("queue", "encode", "prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """A load: the requests, and their rate.
+
+    ``concurrency`` requests are always under way; without it they arrive by chance, ``rate`` a second: 0 is all at once, and
+    None twice what is answered of requests asked alone. ``prompt_words`` and ``answer_tokens`` are (least, most), drawn
+    log-uniformly; an answer has exactly so many tokens with ``ignore_eos``, which not every server knows. ``sizes`` are the
+    pictures' (width, height), taken in turn; ``picture_share`` of the requests have one. The first ``check`` requests are asked
+    alone, too.
+    """
+
+    requests: int = 32
+    concurrency: int | None = None
+    rate: float | None = None
+    sizes: tuple[tuple[int, int], ...] = ((448, 336), (224, 560), (336, 336), (560, 448), (224, 224))
+    picture_share: float = 0.5
+    prompt_words: tuple[int, int] = (24, 900)
+    answer_tokens: tuple[int, int] = (8, 128)
+    ignore_eos: bool = True
+    check: int = 0
+    seed: int = 4
+
+    def __post_init__(self) -> None:
+        if self.requests < 1 or (self.concurrency is not None and self.concurrency < 1):
+            raise ValueError("requests and concurrency must be at least 1")
+        for option, (least, most) in (
+            ("--prompt-words", self.prompt_words),
+            ("--answer-tokens", self.answer_tokens),
+        ):
+            if not 1 <= least <= most:
+                raise ValueError(f"{option} {least} {most}: the least must be at least 1 and no more than the most")
+        if self.rate is not None and not (self.rate >= 0 and math.isfinite(self.rate)):
+            raise ValueError(f"the rate is {self.rate}; it must be a finite number, at least 0")
+        if not 0 <= self.picture_share <= 1:
+            raise ValueError(f"the share of pictures is {self.picture_share}; it must be in 0..1")
+
+    def has_picture(self, index: int) -> bool:
+        """Whether a request has one: the share is kept over every stretch of requests, not by chance."""
+        return math.floor((index + 1) * self.picture_share) > math.floor(index * self.picture_share)
+
+    def request(self, index: int) -> Request:
+        """A request; the same for the same load and index, and unlike every other."""
+        chance = random.Random(f"{self.seed}/{index}")
+        words = " ".join(chance.choice(WORDS) for _ in range(_between(chance, self.prompt_words)))
+        tokens = _between(chance, self.answer_tokens)
+        pictures = (picture(self.sizes[index % len(self.sizes)], chance),) if self.has_picture(index) else ()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=self.ignore_eos)
+        return Request(prompt=words, images=pictures, params=params)
+
+
+_SERVED = Load(requests=64, concurrency=8, picture_share=1.0, ignore_eos=False, check=8)
+#: Named loads. "chat" is what a chat server sees; "384" is the one load that has a published figure on Apple hardware.
+PRESETS: dict[str, Load] = {
+    "chat": Load(),
+    "384": replace(_SERVED, sizes=((384, 384),), prompt_words=(256, 256), answer_tokens=(128, 128)),
+    "documents": replace(
+        _SERVED, requests=32, sizes=((1240, 1754), (850, 1100)), prompt_words=(48, 48), answer_tokens=(256, 256)
+    ),
+    "text": replace(_SERVED, concurrency=16, picture_share=0.0, prompt_words=(256, 256), answer_tokens=(128, 128)),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer: its text, when its pieces came (seconds after it was asked), its tokens; or what went wrong.
+
+    ``timings`` are the engine's own, where there is one here.
+    """
+
+    text: str = ""
+    pieces: tuple[float, ...] = ()
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    error: str | None = None
+    timings: Timings | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token, or to the first piece of text where tokens are not seen; None without any."""
+        if self.timings is not None:
+            return self.timings.ttft
+        return self.pieces[0] if self.pieces else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a load; ``alone`` are the answers of the first requests, asked one after another afterwards."""
+
+    load: Load
+    asked: str
+    answers: tuple[Answer, ...]
+    alone: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def done(self) -> list[Answer]:
+        """The answers that did not fail."""
+        return [answer for answer in self.answers if answer.error is None]
+
+    def times(self) -> dict[str, list[float]]:
+        """Seconds to first tokens, between pieces, and to the ends of answers."""
+        return {
+            "ttft": [answer.ttft for answer in self.done if answer.ttft is not None],
+            "gap": [b - a for answer in self.done for a, b in pairwise(answer.pieces)],
+            "whole": [answer.seconds for answer in self.done],
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Numbers for a table or a JSON line; times in seconds."""
+        done = self.done
+        tokens = sum(answer.tokens for answer in done)
+        pairs = [pair for pair in zip(self.alone, self.answers, strict=False) if not any(one.error for one in pair)]
+        found: dict[str, Any] = {
+            "asked": self.asked,
+            "requests": len(self.answers),
+            "failed": len(self.answers) - len(done),
+            "concurrency": self.load.concurrency,
+            "arrivals_per_s": self.load.rate,
+            "pictures": sum(map(self.load.has_picture, range(self.load.requests))),
+            "prompt_tokens": statistics.mean([answer.prompt_tokens for answer in done]) if done else 0,
+            "answer_tokens": tokens / len(done) if done else 0,
+            "seconds": self.seconds,
+            "requests_per_s": len(done) / self.seconds,
+            "tokens_per_s": tokens / self.seconds,
+            **{name: spread(values) for name, values in self.times().items()},
+            "checked": len(pairs),
+            "equal_to_alone": sum(first.text == second.text for first, second in pairs),
+        }
+        if timings := [vars(answer.timings) for answer in done if answer.timings is not None]:
+            spent = {stage: sum(one[stage] for one in timings) for stage in STAGES}
+            found["stages"] = {
+                stage: {"share": spent[stage] / sum(spent.values()), **spread([one[stage] for one in timings])}
+                for stage in STAGES
+            }
+        return found
+
+
+# Who is asked ------------------------------------------------------------------------------------------------------
 
 
 class Batcher(Protocol):
@@ -51,141 +196,165 @@ class Batcher(Protocol):
     def submit_request(self, request: Request) -> Handle: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """A load of requests. ``prompt_words`` and ``answer_tokens`` are (least, most), drawn log-uniformly.
+class Target(Protocol):
+    """One who answers; ``prepare`` makes of a request what ``ask`` sends, before time counts."""
 
-    ``rate`` is arrivals a second; None measures one request alone and takes twice what it could serve, 0 is all at once.
-    """
-
-    requests: int = 32
-    rate: float | None = None
-    picture_share: float = 0.5
-    prompt_words: tuple[int, int] = (24, 900)
-    answer_tokens: tuple[int, int] = (8, 128)
-    seed: int = 4
+    @property
+    def name(self) -> str: ...
+    def prepare(self, request: Request) -> Any: ...
+    def ask(self, prepared: Any) -> Answer: ...
 
 
 @dataclass(frozen=True)
-class Report:
-    """The outcome of a load: a result for each request, the times at which its pieces of text came, and the seconds in all."""
+class Local:
+    """A batcher in this process: pictures are processed and text is decoded, as for an application."""
 
-    results: tuple[Result, ...]
-    pieces: tuple[tuple[float, ...], ...]
-    rate: float
-    seconds: float
+    batcher: Batcher
+    name: str = "in process"
 
-    def figures(self) -> dict[str, Any]:
-        """Numbers for a table or a JSON line; times in seconds."""
-        done = [result for result in self.results if result.ok]
-        tokens = sum(result.usage.completion_tokens for result in done)
-        stages = ("queue", "encode", "prefill", "decode")
-        spent = {stage: sum(getattr(result.timings, stage) for result in done) for stage in stages}
-        whole = sum(spent.values())
-        gaps = [b - a for times in self.pieces for a, b in pairwise(times)]
-        prompts = [result.usage.prompt_tokens for result in done]
-        return {
-            "requests": len(self.results),
-            "failed": len(self.results) - len(done),
-            "with_pictures": sum(bool(result.image_sizes) for result in done),
-            "prompt_tokens": [min(prompts, default=0), max(prompts, default=0)],
-            "arrivals_per_s": self.rate,
-            "seconds": self.seconds,
-            "requests_per_s": len(done) / self.seconds,
-            "tokens_per_s": tokens / self.seconds,
-            "ttft": _spread([result.timings.ttft for result in done]),
-            "gap": _spread(gaps),
-            "stages": {
-                stage: {
-                    "share": spent[stage] / whole if whole else 0.0,
-                    **_spread([getattr(result.timings, stage) for result in done]),
-                }
-                for stage in stages
-            },
-        }
+    def prepare(self, request: Request) -> Request:
+        """The request."""
+        return request
 
-
-def make_requests(load: Load) -> list[Request]:
-    """The requests of a load, the same for the same seed."""
-    chance = random.Random(load.seed)
-    return [_request(chance, load, index) for index in range(load.requests)]
-
-
-def measure(batcher: Batcher, load: Load) -> Report:
-    """Submit the load as time goes by and wait for its end. A first request, which is not counted, warms up."""
-    requests = make_requests(load)
-    warm = _request(random.Random(load.seed - 1), load, -1)
-    batcher.submit_request(warm).result()
-    rate = load.rate
-    if rate is None:
+    def ask(self, prepared: Request) -> Answer:
+        """One answer."""
         begin = time.perf_counter()
-        middle = sorted(requests, key=lambda request: request.params.max_tokens)[len(requests) // 2]
-        batcher.submit_request(
-            Request(prompt=middle.prompt, images=middle.images, params=middle.params, request_id="alone")
-        ).result()
-        rate = 2 / (time.perf_counter() - begin)
-    chance = random.Random(load.seed + 1)
-    times: list[list[float]] = [[] for _ in requests]
-    readers: list[threading.Thread] = []
-    handles: list[Handle] = []
-    start = due = time.perf_counter()
-    for request, stamps in zip(requests, times, strict=True):
-        time.sleep(max(0.0, due - time.perf_counter()))
-        handle = batcher.submit_request(request)
-        handles.append(handle)
-        reader = threading.Thread(target=_read, args=(handle, stamps), daemon=True)
-        reader.start()
-        readers.append(reader)
-        due += chance.expovariate(rate) if rate else 0.0
-    results = tuple(handle.result() for handle in handles)
-    seconds = time.perf_counter() - start
-    for reader in readers:
-        reader.join()
-    return Report(results, tuple(tuple(stamps) for stamps in times), rate, seconds)
+        handle = self.batcher.submit_request(prepared)
+        pieces = tuple(time.perf_counter() - begin for _ in handle)
+        result, seconds = handle.result(), time.perf_counter() - begin
+        usage = result.usage
+        return Answer(
+            result.text, pieces, seconds, usage.prompt_tokens, usage.completion_tokens, result.error, result.timings
+        )
 
 
-def show(report: Report, out: TextIO) -> None:
-    """The figures as tables."""
-    found = report.figures()
-    console = open_console(out)
-    low, high = found["prompt_tokens"]
-    arrivals = f"{found['arrivals_per_s']:.2g} arrivals a second" if found["arrivals_per_s"] else "all at once"
-    console.print(
-        f"{found['requests']} requests, {found['with_pictures']} with a picture, prompts of {low}-{high} tokens, {arrivals}"
-        + (f", {found['failed']} failed" if found["failed"] else "")
+@dataclass(frozen=True)
+class Server:
+    """A server and the model that is asked there, by the standard library's client."""
+
+    url: str
+    model: str
+    key: str | None = None
+    timeout: float = 600.0
+
+    @property
+    def name(self) -> str:
+        """The model, and where it is."""
+        return f"{self.model} at {self.url}"
+
+    def connect(self) -> tuple[HTTPConnection, str]:
+        """A connection, and the path of chat completions. Raises ValueError for a URL that is none."""
+        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{self.url} is no http(s) URL")
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        base = parts.path.rstrip("/")
+        path = f"{base if base.endswith('/v1') else f'{base}/v1'}/chat/completions"
+        return kind(parts.hostname, parts.port, timeout=self.timeout), path
+
+    def prepare(self, request: Request) -> bytes:
+        """The request's body."""
+        pictures = ["data:image/jpeg;base64," + base64.b64encode(one).decode() for one in request.images]
+        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": request.prompt}]}],
+            "max_tokens": request.params.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.params.ignore_eos:
+            fields["ignore_eos"] = True
+        return json.dumps(fields).encode()
+
+    def ask(self, prepared: bytes) -> Answer:
+        """One streamed answer. What goes wrong is part of it."""
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        connection, path = self.connect()
+        begin = time.perf_counter()
+        try:
+            connection.request("POST", path, prepared, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                return Answer(error=f"HTTP {response.status}: {response.read(300).decode('utf-8', 'replace')}")
+            return _read(response, begin)
+        except (OSError, HTTPException, ValueError) as error:
+            return Answer(error=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - begin)
+        finally:
+            connection.close()
+
+
+def _read(response: Any, begin: float) -> Answer:
+    """A stream of events to its end. A piece is an event that adds text, be it answer or reasoning."""
+    said: list[str] = []
+    times: list[float] = []
+    usage: dict[str, Any] = {}
+    has_ended = False
+    while line := response.readline():
+        now = time.perf_counter() - begin
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            has_ended = True
+            break
+        event = json.loads(data)
+        if "error" in event:
+            return Answer(error=str(event["error"])[:300], seconds=now)
+        usage = event.get("usage") or usage
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta") or {}
+            text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+            has_ended = has_ended or bool(choice.get("finish_reason"))
+            if text:
+                said.append(text)
+                times.append(now)
+    if not has_ended:
+        return Answer(error="the stream broke off", seconds=time.perf_counter() - begin)
+    tokens = usage.get("completion_tokens", len(times))
+    return Answer(
+        "".join(said), tuple(times), time.perf_counter() - begin, int(usage.get("prompt_tokens", 0)), int(tokens)
     )
-    console.print(
-        f"{found['seconds']:.2f} s, {found['requests_per_s']:.2f} requests/s, {found['tokens_per_s']:.1f} tokens/s"
-    )
-    headings = [Column(heading, justify="right") for heading in ("share", "p50 s", "p95 s", "max s")]
-    table = Table("", *headings, box=box.SIMPLE_HEAD)
-    rows = [(stage, f"{100 * entry['share']:.0f} %", entry) for stage, entry in found["stages"].items()]
-    rows += [("submit to first token", "", found["ttft"]), ("between pieces of text", "", found["gap"])]
-    for name, share, entry in rows:
-        table.add_row(name, share, *(f"{entry[which]:.3f}" for which in ("p50", "p95", "max")))
-    console.print(table)
-    for error in sorted({result.error for result in report.results if result.error is not None}):
-        console.print(f"failed: {error}", style="red", markup=False)
 
 
-def _request(chance: random.Random, load: Load, index: int) -> Request:
-    count = _between(chance, load.prompt_words)
-    tokens = _between(chance, load.answer_tokens)
-    has_picture = chance.random() < load.picture_share
-    prompt = " ".join(chance.choice(WORDS) for _ in range(count))
-    return Request(
-        prompt=prompt,
-        images=(_picture(chance),) if has_picture else (),
-        params=SamplingParams(max_tokens=tokens, ignore_eos=True),
-        request_id=f"bench-{index}",
-    )
+# The load ----------------------------------------------------------------------------------------------------------
 
 
-def _picture(chance: random.Random) -> Image.Image:
-    """Noise of a random size: no two are alike, so that no cache answers for the encoder."""
-    size = (chance.choice(PICTURE_SIDES), chance.choice(PICTURE_SIDES))
+def measure(target: Target, load: Load) -> Report:
+    """Put the load on, wait for its end, then ask some of its requests alone. A request that is not counted warms up.
+
+    Alone comes after: what is kept of requests that were seen would make the load lighter.
+    """
+    asked = [target.prepare(load.request(index)) for index in range(load.requests)]
+    target.ask(target.prepare(replace(load, answer_tokens=(4, 4)).request(load.requests)))
+    if load.concurrency is None and load.rate is None:
+        begin = time.perf_counter()
+        target.ask(target.prepare(load.request(load.requests + 1)))
+        load = replace(load, rate=2 / (time.perf_counter() - begin))
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(min(load.concurrency or MAX_OPEN, len(asked))) as pool:
+        if load.concurrency is not None:
+            answers = tuple(pool.map(target.ask, asked))
+        else:
+            chance, due, waiting = random.Random(load.seed), begin, []
+            for one in asked:  # arrivals do not wait for answers
+                time.sleep(max(0.0, due - time.perf_counter()))
+                waiting.append(pool.submit(target.ask, one))
+                due += chance.expovariate(load.rate) if load.rate else 0.0
+            answers = tuple(future.result() for future in waiting)
+    seconds = time.perf_counter() - begin
+    return Report(load, target.name, answers, tuple(map(target.ask, asked[: load.check])), seconds)
+
+
+def picture(size: tuple[int, int], chance: random.Random) -> bytes:
+    """Coarse noise of that size as a JPEG: no two are alike, so that no cache answers for the encoder."""
     noise = np.random.default_rng(chance.getrandbits(32)).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize(size)
+    held = io.BytesIO()
+    Image.fromarray(noise).resize(size).save(held, "JPEG", quality=90)
+    return held.getvalue()
 
 
 def _between(chance: random.Random, limits: tuple[int, int]) -> int:
@@ -193,15 +362,190 @@ def _between(chance: random.Random, limits: tuple[int, int]) -> int:
     return min(high, round(low * (high / low) ** chance.random()))
 
 
-def _read(handle: Handle, stamps: list[float]) -> None:
-    for _ in handle:
-        stamps.append(time.perf_counter())
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 95th percentile and greatest; zeros if there are none."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th and 99th percentile, and greatest; zeros if there are none."""
     known = sorted(value for value in values if value == value)
     if not known:
-        return {"p50": 0.0, "p95": 0.0, "max": 0.0}
-    rank = min(len(known) - 1, round(0.95 * (len(known) - 1)))
-    return {"p50": statistics.median(known), "p95": known[rank], "max": known[-1]}
+        return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
+    at = {name: known[max(0, math.ceil(share * len(known)) - 1)] for name, share in (("p95", 0.95), ("p99", 0.99))}
+    return {"p50": statistics.median(known), **at, "max": known[-1]}
+
+
+# Shown -------------------------------------------------------------------------------------------------------------
+
+SHOWN = {"ttft": "to the first token", "gap": "between two pieces", "whole": "to the end"}
+
+
+def show(report: Report, out: TextIO) -> None:
+    """The figures as a table."""
+    found, load = report.figures(), report.load
+    console = open_console(out)
+    arrivals = f"{load.rate:.3g} arrivals a second" if load.rate else "all at once"
+    how = arrivals if load.concurrency is None else f"{load.concurrency} at a time"
+    failed = f", {found['failed']} failed" if found["failed"] else ""
+    console.print(
+        f"{found['requests']} requests to {found['asked']}, {found['pictures']} with a picture, {how}{failed}"
+    )
+    console.print(
+        f"{found['seconds']:.2f} s, {found['requests_per_s']:.2f} requests/s, {found['tokens_per_s']:.1f} tokens/s; "
+        f"{found['prompt_tokens']:.0f} tokens of prompt and {found['answer_tokens']:.0f} of answer each"
+    )
+    if found["checked"]:
+        console.print(f"{found['equal_to_alone']} of {found['checked']} answers equal to the same request alone")
+    columns = ("p50", "p95", "p99", "max")
+    table = Table("", *(Column(f"{name} s", justify="right") for name in columns), box=box.SIMPLE_HEAD)
+    rows = [(label, found[name]) for name, label in SHOWN.items()]
+    rows += [(f"{stage}, {100 * one['share']:.0f} %", one) for stage, one in found.get("stages", {}).items()]
+    for label, one in rows:
+        table.add_row(label, *(f"{one[column]:.3f}" for column in columns))
+    console.print(table)
+    for error in sorted({answer.error for answer in report.answers if answer.error is not None})[:5]:
+        console.print(f"failed: {error}", style="red", markup=False)
+
+
+def plot(report: Report, path: Path) -> None:
+    """The distributions of first tokens, gaps and whole answers. Needs matplotlib (the extra "bench")."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.2))
+    for axis, (name, values) in zip(axes, report.times().items(), strict=True):
+        ordered = sorted(values)
+        axis.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
+        axis.set(title=SHOWN[name], xlabel="seconds", ylim=(0, 1.02))
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of them within")
+    rate = report.figures()["requests_per_s"]
+    figure.suptitle(f"{report.asked}: {len(report.done)} answers, {rate:.2f} requests/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# The command line --------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """``vlm-batch bench``: 0 if every request was answered, else 1. Raises UsageError."""
+    check_figures(args.json)
+    if args.tune:
+        try:
+            add_figures(args.json, tune.run(args))
+        except tune.CannotTune as error:
+            raise UsageError(str(error)) from error
+        return 0
+    try:
+        load, server = load_of(args), None if args.url is None else server_of(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if server is not None:
+        report = measure(server, load)
+    else:
+        with open_batcher(args) as batcher:
+            report = measure(Local(cast("Batcher", batcher), args.model or "the embedded model"), load)
+    show(report, sys.stderr if args.json == "-" else sys.stdout)
+    if args.plot is not None:
+        plot(report, Path(args.plot))
+    add_figures(args.json, report.figures())
+    return 0 if len(report.done) == len(report.answers) else 1
+
+
+def check_figures(target: str | None) -> None:
+    """Raise InvalidJob for a file of figures that cannot be written."""
+    if target not in (None, "-"):
+        check_writable(Path(str(target)))
+
+
+def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:
+    """Add figures to a file as a JSON line, or print them (``-``); None is nowhere."""
+    if target == "-":
+        print(encoded(figures).decode(), end="")
+    elif target is not None:
+        record = LineFile(target)
+        record.append(figures)
+        record.close()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``vlm-batch bench``. What is not said is the preset's."""
+    add_model(parser)
+    number = at_least(1)
+    parser.add_argument(
+        "--batch",
+        type=number,
+        metavar="N",
+        help="most rows in the batch (default: as many as pay, by measured steps)",
+    )
+    add_speed(parser)
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="default: chat; of a server, 384")
+    say = parser.add_argument
+    say("--requests", type=number, metavar="N", help="how many (default: the preset's, as all that follows)")
+    say("--concurrency", type=int, metavar="N", help="requests that are always under way")
+    say(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="arrivals a second instead; 0 is all at once (chat: twice what one request at a time could serve)",
+    )
+    say("--pictures", type=float, metavar="SHARE", help="share of the requests that have one")
+    say("--sizes", nargs="+", metavar="WxH", help="the pictures' sizes")
+    say("--prompt-words", type=number, nargs="+", metavar="N", help="words of a prompt: all so many, or least and most")
+    say("--answer-tokens", type=number, nargs="+", metavar="N", help="tokens of an answer, likewise")
+    say("--ignore-eos", action=argparse.BooleanOptionalAction, help="answers of full length")
+    say("--check", type=int, metavar="N", help="requests whose answers are compared with those alone")
+    say("--seed", type=int, help="of the requests and arrivals")
+    say("--json", metavar="FILE", help="add the figures to a file as a JSON line; - is standard output")
+    say("--plot", metavar="FILE", help="a picture of the distributions")
+    group = parser.add_argument_group("a server")
+    group.add_argument(
+        "--url", help="a server that speaks OpenAI's chat completions, to be measured instead of a model"
+    )
+    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)s")
+    tune.add_flags(parser)
+
+
+def load_of(args: argparse.Namespace) -> Load:
+    """The preset with what the command line says otherwise. Raises ValueError."""
+    preset = PRESETS[args.preset or ("chat" if args.url is None else "384")]
+    if args.rate is not None:
+        preset = replace(preset, concurrency=None)
+    said = {
+        "requests": args.requests,
+        "concurrency": args.concurrency,
+        "rate": args.rate,
+        "sizes": None if args.sizes is None else tuple(_size(text) for text in args.sizes),
+        "picture_share": args.pictures,
+        "prompt_words": _limits("--prompt-words", args.prompt_words),
+        "answer_tokens": _limits("--answer-tokens", args.answer_tokens),
+        "ignore_eos": args.ignore_eos,
+        "check": args.check,
+        "seed": args.seed,
+    }
+    return replace(preset, **{name: value for name, value in said.items() if value is not None})
+
+
+def server_of(args: argparse.Namespace) -> Server:
+    """The server. Raises ValueError without a model's name or with a URL that is none."""
+    if not args.model:
+        raise ValueError("--url needs --model NAME: what the server calls its model")
+    server = Server(args.url, args.model, os.environ.get(API_KEY), args.timeout)
+    server.connect()[0].close()
+    return server
+
+
+def _limits(option: str, said: Sequence[int] | None) -> tuple[int, int] | None:
+    if said is None:
+        return None
+    if len(said) > 2:
+        raise ValueError(f"{option} takes one number, or the least and the most")
+    return said[0], said[-1]
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal() and 1 <= int(width) <= 20_000 and 1 <= int(height) <= 20_000):
+        raise ValueError(f"{text} is no size; 384x384 is one")
+    return int(width), int(height)

@@ -11,9 +11,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
 
 from vlm_batch.runtime import blas
 
@@ -21,17 +19,15 @@ blas.preload_openblas()  # before anything imports mlx.core
 
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.assets import MissingAssets  # noqa: E402
+from vlm_batch.cli import bench as benching  # noqa: E402
 from vlm_batch.cli import run as answering  # noqa: E402
 from vlm_batch.cli import verify as verifying  # noqa: E402
 from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
-from vlm_batch.cli.load import add_flags as add_load_flags  # noqa: E402
-from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least, load_model  # noqa: E402
+from vlm_batch.cli.model import OpenBatcher, UsageError, load_model  # noqa: E402
 from vlm_batch.cli.options import add_demo, add_run  # noqa: E402
 from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
-from vlm_batch.cli.tune import add_flags as add_tune_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
-from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded  # noqa: E402
-from vlm_batch.jobs.outputs import check_writable  # noqa: E402
+from vlm_batch.jobs.lines import CannotWrite  # noqa: E402
 from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
 from vlm_batch.jobs.workers import NoWorkers  # noqa: E402
 
@@ -72,60 +68,6 @@ def _drop_output() -> None:
 
 
 # ---- commands ----
-
-
-def bench(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch bench``: a chat load, and where its time goes."""
-    if args.url is not None:
-        return _bench_url(args)
-    if args.tune:
-        return _tune(args)
-    from vlm_batch.cli import bench as load_test
-
-    load = load_test.Load(
-        requests=args.requests or load_test.Load.requests,
-        rate=args.rate,
-        picture_share=load_test.Load.picture_share if args.pictures is None else args.pictures,
-        prompt_words=_limits("--prompt-words", args.prompt_words),
-        answer_tokens=_limits("--answer-tokens", args.answer_tokens),
-        seed=args.seed,
-    )
-    check_figures(args.json)
-    with open_batcher(args) as batcher:
-        report = load_test.measure(cast("load_test.Batcher", batcher), load)
-    load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
-    add_figures(args.json, report.figures())
-    return ANSWERED if all(result.ok for result in report.results) else FAILED
-
-
-def _tune(args: argparse.Namespace) -> int:
-    """``vlm-batch bench --tune``: the settings of the device, measured for a model."""
-    from vlm_batch.cli import tune
-
-    check_figures(args.json)
-    try:
-        add_figures(args.json, tune.run(args))
-    except tune.CannotTune as error:
-        raise UsageError(str(error)) from error
-    return ANSWERED
-
-
-def _bench_url(args: argparse.Namespace) -> int:
-    """``vlm-batch bench --url``: a load for a server."""
-    from vlm_batch.cli import load as load_test
-
-    try:
-        target = load_test.target_of(args)
-        load = load_test.load_of(args, requests=args.requests, rate=args.rate, pictures=args.pictures)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    check_figures(args.json)
-    report = load_test.measure(target, load)
-    load_test.show(report, sys.stderr if args.json == "-" else sys.stdout)
-    if args.plot is not None:
-        load_test.plot(report, Path(args.plot))
-    add_figures(args.json, report.figures())
-    return ANSWERED if report.figures()["failed"] == 0 else FAILED
 
 
 def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -170,29 +112,6 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     return ANSWERED
 
 
-def check_figures(target: str | None) -> None:
-    """Raise InvalidJob for a file of figures that cannot be written."""
-    if target not in (None, "-"):
-        check_writable(Path(str(target)))
-
-
-def add_figures(target: str | None, figures: Mapping[str, Any]) -> None:
-    """Add figures to a file as a JSON line, or print them (``-``); None is nowhere."""
-    if target == "-":
-        print(encoded(figures).decode(), end="")
-    elif target is not None:
-        record = LineFile(target)
-        record.append(figures)
-        record.close()
-
-
-def _limits(option: str, pair: Sequence[int]) -> tuple[int, int]:
-    least, most = pair
-    if not 1 <= least <= most:
-        raise UsageError(f"{option} {least} {most}: the least must be at least 1 and no more than the most")
-    return least, most
-
-
 # ---- the command line ----
 
 
@@ -220,14 +139,14 @@ def parser() -> argparse.ArgumentParser:
     add_demo(showing)
     showing.set_defaults(command=answering.demo)
 
-    _add_bench(
-        commands.add_parser(
-            "bench",
-            help="put a chat load on a model and show where its time goes",
-            description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
-            "how fast this machine answers them, and where the time goes.",
-        )
+    loading = commands.add_parser(
+        "bench",
+        help="put a load on a model or a server, and show where its time goes",
+        description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
+        "how fast this machine, or a server, answers them, and where the time goes.",
     )
+    benching.add_flags(loading)
+    loading.set_defaults(command=benching.run)
 
     server = commands.add_parser(
         "serve",
@@ -255,37 +174,3 @@ def parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="as JSON")
     listing.set_defaults(command=list_families)
     return top
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument(
-        "--requests", type=at_least(1), default=None, metavar="N", help="default: 32; of a server, the preset's"
-    )
-    parser.add_argument(
-        "--batch",
-        type=at_least(1),
-        metavar="N",
-        help="most rows in the batch (default: as many as pay, by measured steps)",
-    )
-    add_speed(parser)
-    parser.add_argument(
-        "--rate",
-        type=float,
-        metavar="R",
-        help="arrivals a second; 0 is all at once (default: twice what one request at a time could serve)",
-    )
-    parser.add_argument(
-        "--pictures", type=float, metavar="SHARE", help="share with a picture (default: 0.5; of a server, the preset's)"
-    )
-    parser.add_argument(
-        "--prompt-words", type=int, nargs=2, default=(24, 900), metavar=("MIN", "MAX"), help="default: 24 900"
-    )
-    parser.add_argument(
-        "--answer-tokens", type=int, nargs=2, default=(8, 128), metavar=("MIN", "MAX"), help="default: 8 128"
-    )
-    parser.add_argument("--seed", type=int, default=4, help="of the requests and arrivals (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="add the figures to a file as a JSON line; - is standard output")
-    add_load_flags(parser)
-    add_tune_flags(parser)
-    parser.set_defaults(command=bench)

@@ -7,7 +7,7 @@ the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -47,12 +47,12 @@ class Guide:
     """
 
     def __init__(
-        self, form: Form | None, thinking: Thinking | None, budget: int | None, end_ids: Sequence[int] = ()
+        self, form: Form | None, thinking: Thinking | None, budget: int | None, end_ids: Collection[int] = ()
     ) -> None:
         self._form = form
         self._thinking = thinking
         self._budget = budget
-        self._end_ids = tuple(end_ids)
+        self._end_ids = end_ids
         self._thought: list[int] = []
         self._forced: list[int] = []  # what is left of the words that end thinking
         self._answer: list[int] = []  # the tokens that the form has seen
@@ -64,7 +64,7 @@ class Guide:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, form: Form | None, thinking: Thinking | None, end_ids: Sequence[int]
+        cls, params: SamplingParams, form: Form | None, thinking: Thinking | None, end_ids: Collection[int]
     ) -> Guide | None:
         """A row's guide; None if nothing about it depends on its tokens."""
         if form is None and params.thinking_budget is None:
@@ -170,6 +170,6 @@ def _only(tokens: Sequence[int], size: int) -> np.ndarray:
     return bits
 
 
-def _all_but(tokens: Sequence[int], size: int) -> np.ndarray:
+def _all_but(tokens: Collection[int], size: int) -> np.ndarray:
     within = [token for token in tokens if token < size]
     return ~_only(within, size)

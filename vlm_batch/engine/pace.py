@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.engine.scheduler import IDLE_BUDGET, SchedulerConfig
 
 
 class Pace:
@@ -20,7 +20,6 @@ class Pace:
     STRETCH = 2  # where the config leaves it open
     SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
-    IDLE_BUDGET = 2048  # where the config leaves it open
     IDLE_SECONDS = 2.0  # of a step in which nothing decodes: whoever comes or goes meanwhile waits for its end
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
@@ -28,7 +27,7 @@ class Pace:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self.idle_budget = config.idle_budget or self.IDLE_BUDGET
+        self.idle_budget = config.idle_budget or IDLE_BUDGET
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
         self._saved_steps = 0

@@ -64,6 +64,9 @@ class AnswerText:
     eos_token_ids: frozenset[int] = frozenset()
 
 
+NO_TEXT = AnswerText()
+
+
 class Question(Protocol):
     """A checked request. Those of one ``lane`` wait for each other while they are prepared, and for no other lane's."""
 

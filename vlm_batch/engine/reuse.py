@@ -133,8 +133,17 @@ class Reuse:
             book.known = (self.prefix.version, 0 if found is None else found.length)
         return coming >= book.known[1] + worth(book.key.length)
 
-    def is_new(self, row: Row) -> bool:
-        """Whether a row takes nothing over, so that all of its pictures have to be encoded."""
+    def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> Sequence[Row]:
+        """The first of some rows, one at least and at most so many, that take nothing over, so that all of their pictures have
+        to be encoded; not from each other either, nor from ``others``, which are in prefill."""
+        chosen: list[Row] = []
+        for row in rows[:most] if most > 1 else ():
+            if not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
+                break
+            chosen.append(row)
+        return chosen or rows[:1]
+
+    def _is_new(self, row: Row) -> bool:
         if row.reuse is not None and row.reuse.continues is not None:
             return False
         if self.prefix is None or not _may_reuse(row):
@@ -189,32 +198,19 @@ class Reuse:
         book.cached = length
         return length
 
-    def commit(self, row: Row) -> None:
-        """Spend the prompt cache that a row continues, now that the row is encoded."""
-        if row.reuse is not None and row.reuse.continues is not None:
-            row.reuse.continues.take()
-            row.reuse.continues = None
+    def keep(self, row: Row, logits: mx.array | None) -> list[mx.array]:
+        """Save where a chunk ended, before anything is dropped from a row's caches: the prompt's state, with its ``logits``
+        (1, V), or a snapshot for layers that cannot be cut back to it later. Returns what is to be evaluated.
 
-    def chunk_done(self, row: Row) -> list[mx.array]:
-        """Leave a snapshot at a chunk's end, for layers that cannot be cut back to it later. Returns what to evaluate."""
-        book, prompt = row.reuse, row.prompt
-        if book is None or book.key is None or prompt is None or prompt.cache is None:
-            return []
-        if all(map(is_whole_kind, prompt.cache)):
-            return []
-        last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
-        if prompt.prefilled not in book.stops and prompt.prefilled - last < SNAPSHOT_STRIDE:
-            return []
-        return _add_snapshot(book, prompt, None)
-
-    def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
-        """Save the state of a whole prompt, before anything is dropped from its caches.
-
-        Returns what is to be evaluated; then ``settle`` makes it known.
+        Of a whole prompt ``settle`` makes it known then.
         """
         book, prompt, length = row.reuse, row.prompt, row.facts.length
         if book is None or book.key is None or prompt is None or prompt.cache is None:
             return []
+        if logits is None:
+            last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
+            is_far = prompt.prefilled in book.stops or prompt.prefilled - last >= SNAPSHOT_STRIDE
+            return _add_snapshot(book, prompt, None) if is_far and not all(map(is_whole_kind, prompt.cache)) else []
         if book.key.length != length:  # ids that grew into several positions: these have no keys
             book.key = None
             if book.is_returned:

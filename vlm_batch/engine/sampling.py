@@ -1,19 +1,43 @@
-"""Choosing the next token of every row at once; a row's choice depends on its own logits, parameters and seed only."""
+"""From a forward's logits to tokens: every stage, in the order in which it comes.
+
+A stage is a function of logits and rows that gives logits. One row at a time, where its parameters ask for one of them
+(``process``): penalties, biases, the user's processors, tokens that may not come. Then the forms that answers are held to
+(``constraints.apply_masks``). Then all rows at once (``sample``): temperature, top-k, top-p, min-p, noise. What a row draws
+depends on its own logits, parameters, seed and step only.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from vlm_batch.engine.penalties import NO_RULES, RowRules, forbid, has_rules, penalise, reads_history
+from vlm_batch.engine.logprobs import Logprobs, to_list
+from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
 #: The number of a large vocabulary's most likely tokens that are put in order; ordering all of them is several times slower.
 NUM_CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """Facts of a row beside its parameters: the ids that end its answer, and its bad words as ids."""
+
+    end_ids: Collection[int] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    _made: list[tuple[SamplingParams, _Arrays]] = field(init=False, compare=False, repr=False, default_factory=list)
+
+    def arrays(self, params: SamplingParams, size: int) -> _Arrays:
+        """Arrays of the rules, made once: a list of ids may be long, and every row waits for a step."""
+        if not self._made or self._made[0][0] is not params or self._made[0][1].size != size:
+            self._made[:] = [(params, _Arrays.of(params, self.bad_words, size))]
+        return self._made[0][1]
+
+
+NO_RULES = RowRules()
 
 
 @dataclass(frozen=True)
@@ -23,9 +47,49 @@ class SamplingRow:
     params: SamplingParams
     seed: int
     step: int
-    history: mx.array | None = None  # (T,) int, only for rows with processors or a repetition penalty
+    history: mx.array | None = None  # (T,) int, prompt and answer, where ``reads_history``
     vocabulary: int | None = None  # how many of the columns are its own; None for all
     rules: RowRules = NO_RULES
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Rules as arrays, for logits of ``size`` tokens; None for those that a row does not have.
+
+    ``words`` (B, L) are the tokens before the last one of each of several bad words, at the right; ``lengths`` (B,) are
+    how many, and ``lasts`` (B,) the last ones.
+    """
+
+    size: int
+    biased: mx.array | None = None
+    biases: mx.array | None = None
+    allowed: mx.array | None = None  # (V,) bool
+    single: mx.array | None = None  # bad words of one token
+    words: mx.array | None = None
+    lengths: mx.array | None = None
+    lasts: mx.array | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams, bad_words: Sequence[Sequence[int]], size: int) -> _Arrays:
+        """Raises InvalidParameters for ids that are no tokens of the model."""
+        made: dict[str, mx.array] = {}
+        if params.logit_bias:
+            _check_within("logit_bias", params.logit_bias, size)
+            made["biased"] = mx.array(list(params.logit_bias))
+            made["biases"] = mx.array(list(params.logit_bias.values()))
+        if params.allowed_token_ids is not None:
+            _check_within("allowed_token_ids", params.allowed_token_ids, size)
+            made["allowed"] = mx.zeros((size,), dtype=mx.bool_)
+            made["allowed"][mx.array(list(params.allowed_token_ids))] = True
+        known = [tuple(word) for word in bad_words if word[-1] < size]
+        if single := [word[0] for word in known if len(word) == 1]:
+            made["single"] = mx.array(single)
+        if several := [word for word in known if len(word) > 1]:
+            width = max(map(len, several)) - 1
+            made["words"] = mx.array([[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in several])
+            made["lengths"] = mx.array([len(word) - 1 for word in several])
+            made["lasts"] = mx.array([word[-1] for word in several])
+        return cls(size, **made)
 
 
 @dataclass(frozen=True)
@@ -33,153 +97,191 @@ class Sampled:
     """The chosen tokens (B,), and what the rows that asked for log-probabilities get (evaluated with the tokens)."""
 
     tokens: mx.array  # (B,)
-    logits: mx.array | None = None  # (B,) of the chosen tokens, to see whether they are sound
-    logprob_rows: tuple[int, ...] = ()
-    chosen: mx.array | None = None  # (R,) log-probability of the chosen token
-    top_ids: mx.array | None = None  # (R, k)
-    top: mx.array | None = None  # (R, k)
+    highest: mx.array | None = None  # (B,) logits: finite if all of a row's are, but for those at minus infinity
+    logprobs: Logprobs | None = None
+    logprob_rows: Sequence[int] = ()
 
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.tokens, self.logits, self.chosen, self.top_ids, self.top) if a is not None]
+        """What is to be evaluated."""
+        found = [self.tokens] if self.highest is None else [self.tokens, self.highest]
+        return found if self.logprobs is None else [*found, *self.logprobs.arrays()]
 
-    def are_finite(self) -> list[bool]:
-        """For each row, whether its token's logit is finite: NaN anywhere in a row's state is in all its logits."""
-        if self.logits is None:
-            return [True] * self.tokens.size
-        return [math.isfinite(value) for value in to_list(self.logits)]
-
-    def read_logprobs(self, params: Sequence[SamplingParams], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """Host values of the rows that asked for log-probabilities, by row index; of tokens that cannot come, none."""
-        if self.chosen is None or self.top_ids is None or self.top is None:
-            return {}
-        chosen, ids, top = to_list(self.chosen), to_list(self.top_ids), to_list(self.top)
-        return {
-            row: TokenLogprobs(tokens[row], chosen[i], _likely(ids[i], top[i])[: params[row].logprobs])
-            for i, row in enumerate(self.logprob_rows)
-        }
+    def read(self) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
+        """Wait for it: (tokens, whether each row's logits are finite, log-probabilities by row)."""
+        tokens = to_list(self.tokens)
+        highest = [0.0] * len(tokens) if self.highest is None else to_list(self.highest)
+        told = [] if self.logprobs is None else self.logprobs.read([tokens[row] for row in self.logprob_rows])
+        return tokens, list(map(math.isfinite, highest)), dict(zip(self.logprob_rows, told, strict=True))
 
 
-def _likely(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    return tuple((token, value) for token, value in zip(ids, logprobs, strict=True) if value > -math.inf)
+# One row at a time, where it asks for it ------------------------------------------------------------------------------
 
 
-def to_list(array: mx.array) -> list[Any]:
-    """An array's values on the host; waits for them."""
-    values = array.tolist()
-    assert isinstance(values, list)
-    return values
-
-
-def needs_history(params: SamplingParams) -> bool:
+def reads_history(params: SamplingParams) -> bool:
     """Whether a row's tokens so far have a say in its next one."""
-    return bool(params.logits_processors) or params.repetition_penalty != 1.0 or reads_history(params)
+    is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return bool(is_penalised or params.logits_processors or params.bad_words)
 
 
-def needs_processing(params: SamplingParams) -> bool:
-    """Whether a row's logits are changed before its token is chosen from them."""
-    return needs_history(params) or has_rules(params)
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether any stage here concerns a row."""
+    return bool(reads_history(params) or params.logit_bias or params.min_tokens or params.allowed_token_ids is not None)
 
 
-def process(logits: mx.array, row: SamplingRow) -> mx.array:
-    """One row's logits (1, V) after its penalties and biases, its own processors, and without what may not come.
+def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Divide positive and multiply negative logits of the last tokens (arXiv:1909.05858, section 4.1).
 
-    Raises whatever a processor raises, and ValueError if it changes the shape.
+    Ids that have no logit (placeholders of pictures, below 0 or beyond the vocabulary) are passed over.
     """
-    logits = logits[:, : row.vocabulary]
+    penalty, size = row.params.repetition_penalty, logits.shape[-1]
+    if penalty == 1.0 or row.history is None:
+        return logits
+    context = row.history[-row.params.repetition_context_size :]
+    context = mx.where((context >= 0) & (context < size), context, size)
+    padded = mx.pad(logits, [(0, 0), (0, 1)])  # an own array: the assignment below must not reach the caller's
+    picked = padded[:, context]
+    padded[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
+    return padded[:, :size]
+
+
+def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Subtract the presence penalty from tokens that the answer has, and the frequency penalty as often as it has them."""
+    params, size = row.params, logits.shape[-1]
+    if not (params.presence_penalty or params.frequency_penalty) or row.history is None:
+        return logits
+    answer = row.history[row.history.shape[0] - row.step :]
+    counts = mx.zeros((size,)).at[mx.where(answer < size, answer, 0)].add((answer < size).astype(mx.float32))
+    lowered = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return lowered.astype(logits.dtype)
+
+
+def biases(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Add the numbers of ``logit_bias``."""
+    made = row.rules.arrays(row.params, logits.shape[-1]) if row.params.logit_bias else None
+    if made is None or made.biased is None or made.biases is None:
+        return logits
+    return logits.at[:, made.biased].add(made.biases.astype(logits.dtype))
+
+
+def processors(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Call the user's own. Raises whatever they raise, and ValueError if one changes the shape."""
     shape = logits.shape
-    if row.params.repetition_penalty != 1.0 and row.history is not None:
-        logits = _repetition_penalty(
-            logits, row.history[-row.params.repetition_context_size :], row.params.repetition_penalty
-        )
-    logits = penalise(logits, row.params, row.rules, row.history)
     for processor in row.params.logits_processors:
         logits = processor(row.history, logits)
         if not isinstance(logits, mx.array) or logits.shape != shape:
             found = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
             raise ValueError(f"a logits processor must return logits of shape {shape}, not {found}")
-    return forbid(logits, row.params, row.rules, row.history, row.step)
+    return logits
+
+
+def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
+    """Minus infinity for tokens that are not allowed, ends that come too early, and those that would end a bad word."""
+    params, rules, size = row.params, row.rules, logits.shape[-1]
+    if params.allowed_token_ids is None and not params.min_tokens and not rules.bad_words:
+        return logits
+    made = rules.arrays(params, size)
+    if made.allowed is not None:
+        logits = mx.where(made.allowed, logits, -mx.inf)
+    if row.step < params.min_tokens and (ends := [token for token in rules.end_ids if 0 <= token < size]):
+        logits = logits.at[:, mx.array(ends)].add(mx.array(-mx.inf, dtype=logits.dtype))
+    if made.single is not None:
+        logits = logits.at[:, made.single].add(mx.array(-mx.inf, dtype=logits.dtype))
+    if made.words is not None and made.lengths is not None and made.lasts is not None and row.history is not None:
+        ends_word = _ends_with(row.history, made.words) & (made.lengths <= row.step)
+        logits = logits.at[:, made.lasts].add(mx.where(ends_word, -mx.inf, 0.0).astype(logits.dtype))
+    return logits
+
+
+#: The stages of a row's own logits (1, V), in their order.
+CHANGES: tuple[Callable[[mx.array, SamplingRow], mx.array], ...] = (
+    repetition_penalty,
+    count_penalties,
+    biases,
+    processors,
+    forbidden,
+)
+
+
+def process(logits: mx.array, row: SamplingRow) -> mx.array:
+    """One row's logits (1, V) after all stages that are its own. Raises whatever a processor raises."""
+    logits = logits[:, : row.vocabulary]
+    for change in CHANGES:
+        logits = change(logits, row)
+    return logits
+
+
+def _ends_with(history: mx.array, words: mx.array) -> mx.array:
+    """A truth value (B,) for each word (B, L): the tokens so far (T,) end with it. Its -1 at the left stand for anything."""
+    width = min(words.shape[1], history.shape[0])
+    tail = history[history.shape[0] - width :]
+    padding = words[:, : words.shape[1] - width]
+    begun = words[:, words.shape[1] - width :]
+    return mx.all((begun == tail) | (begun == -1), axis=1) & mx.all(padding == -1, axis=1)
+
+
+def _check_within(name: str, ids: Iterable[int], size: int) -> None:
+    if beyond := next((token for token in ids if token >= size), None):
+        raise InvalidParameters(f"{name} holds {beyond}; this model has {size:,} tokens")
+
+
+# All rows at once -----------------------------------------------------------------------------------------------------
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     """Choose a token for each row of processed logits (B, V), lazily.
 
-    Greedy rows take the most likely token. Others divide by the temperature, keep ``top_k``, then ``top_p`` of what
-    is left, then ``min_p`` (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954) with noise from
-    (seed, step).
+    Greedy rows take the most likely token. Others divide by the temperature, keep ``top_k``, then ``top_p`` of what is
+    left, then ``min_p`` (transformers' order), and draw by the Gumbel-max rule (Gumbel 1954) with noise from (seed, step).
     """
     tokens = mx.argmax(logits, axis=-1)
-    plain = [i for i, row in enumerate(rows) if not row.params.is_greedy and not _needs_order(row.params)]
-    ordered = [i for i, row in enumerate(rows) if not row.params.is_greedy and _needs_order(row.params)]
-    for group, draw in ((plain, _draw), (ordered, _draw_sorted)):
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    # Of drawn tokens' rows, infinity or NaN anywhere: no cut-off tells of them.
+    highest = mx.max(logits, axis=-1) if drawn else mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    ordered = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1]
+    for group, draw in (([i for i in drawn if i not in ordered], _draw), (ordered, _draw_sorted)):
         if group:
             picked = [rows[i] for i in group]
             scaled = logits[mx.array(group)].astype(mx.float32) / _column([row.params.temperature for row in picked])
             noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
             tokens = _merge(tokens, group, draw(scaled, noise, picked))
-    wanting = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
-    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]  # (B,)
-    if not wanting:
-        return Sampled(tokens, chosen)
-    counts = [rows[i].params.logprobs or 0 for i in wanting]
-    return replace(_with_logprobs(logits, tokens, wanting, counts), logits=chosen)
+    counts = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
+    if not counts:
+        return Sampled(tokens, highest)
+    asked = mx.array(list(counts))
+    return Sampled(tokens, highest, Logprobs.of(logits[asked], tokens[asked], list(counts.values())), tuple(counts))
 
 
-def _with_logprobs(logits: mx.array, tokens: mx.array, wanting: tuple[int, ...], counts: Sequence[int]) -> Sampled:
-    index = mx.array(wanting)
-    picked = logits[index].astype(mx.float32)  # (R, V)
-    logprobs = picked - mx.logsumexp(picked, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, tokens[index][:, None], axis=-1)[:, 0]
-    if max(counts) == 0:
-        empty = mx.zeros((len(wanting), 0))
-        return Sampled(tokens, None, wanting, chosen, empty.astype(mx.int32), empty)
-    ids, top = likeliest(logprobs, counts)
-    return Sampled(tokens, None, wanting, chosen, ids, top)
+def top_k(ranked: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Keep the first ``top_k`` of logits (R, C), most likely first."""
+    counts = _column([row.params.top_k for row in rows])
+    return mx.where((counts == 0) | (mx.arange(ranked.shape[-1])[None, :] < counts), ranked, -mx.inf)
 
 
-def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
-    """Each row's ``counts[r]`` most likely tokens of (R, V), in order, and their values; -inf fills up the shorter ones.
+def top_p(ranked: mx.array, rows: Sequence[SamplingRow], scaled: mx.array) -> tuple[mx.array, mx.array]:
+    """Keep the first of logits (R, C), most likely first, until their probabilities reach ``top_p``.
 
-    Rows that want as many are looked at together and no others: which of equal values come last depends on how many are wanted.
+    Probabilities are among what ``top_k`` left, or among all, ``scaled`` (R, V). Also the mass (R,) of the C tokens.
     """
-    if len(set(counts)) > 1:
-        widest = max(counts)
-        found = [likeliest(logprobs[row : row + 1], [count]) if count else None for row, count in enumerate(counts)]
-        blank = mx.zeros((1, widest), dtype=mx.uint32), mx.full((1, widest), -mx.inf)
-        rows = [blank if one is None else _widened(*one, widest) for one in found]
-        return mx.concatenate([ids for ids, _ in rows]), mx.concatenate([top for _, top in rows])
-    k = counts[0]
-    ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[:, :k]
-    order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
-    ids = mx.take_along_axis(ids, order, axis=-1)
-    return ids, mx.take_along_axis(logprobs, ids, axis=-1)
+    left, whole = (mx.logsumexp(part, axis=-1, keepdims=True) for part in (ranked, scaled))
+    total = mx.where(_column([row.params.top_k for row in rows]) == 0, whole, left)
+    probabilities = mx.exp(ranked - total)
+    cumulative = mx.cumsum(probabilities, axis=-1)
+    most = _column([row.params.top_p for row in rows])
+    return mx.where((cumulative - probabilities < most) | (most >= 1), ranked, -mx.inf), cumulative[:, -1]
 
 
-def _widened(ids: mx.array, top: mx.array, width: int) -> tuple[mx.array, mx.array]:
-    """(1, k) of each, filled up to a width."""
-    missing = [(0, 0), (0, width - ids.shape[1])]
-    return mx.pad(ids, missing), mx.pad(top, missing, constant_values=-mx.inf)
-
-
-def _needs_order(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1
-
-
-def _column(values: Sequence[float]) -> mx.array:
-    """(R, 1) float32."""
-    return mx.array(list(values), dtype=mx.float32)[:, None]
-
-
-def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
-    """``tokens`` (B,) with ``chosen`` (R,) at ``places``."""
-    if len(places) == tokens.size:
-        return chosen
-    source = mx.array([places.index(i) if i in places else 0 for i in range(tokens.size)])
-    return mx.where(mx.array([i in places for i in range(tokens.size)]), chosen[source], tokens)
+def min_p(scaled: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Drop tokens less likely than ``min_p`` times the most likely one (arXiv:2407.01082), of logits in any order."""
+    least = [row.params.min_p for row in rows]
+    if not any(least):
+        return scaled
+    floor = mx.max(scaled, axis=-1, keepdims=True) + mx.log(_column(least))  # -inf where it is 0
+    return mx.where(scaled >= floor, scaled, -mx.inf)
 
 
 def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Gumbel-max over the whole vocabulary: logits over temperature (R, V) -> (R,)."""
-    return mx.argmax(_min_p(scaled, _column([row.params.min_p for row in rows])) + noise, axis=-1)
+    return mx.argmax(min_p(scaled, rows) + noise, axis=-1)
 
 
 def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -195,17 +297,12 @@ def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow])
     order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
     tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
     may_miss = [not 0 < row.params.top_k <= NUM_CANDIDATES for row in rows]
-    if not any(may_miss):
-        return tokens
-    missed = [
-        index
-        for index, (row, held) in enumerate(zip(rows, to_list(mass), strict=True))
-        if may_miss[index] and (row.params.top_k > NUM_CANDIDATES or held < row.params.top_p)
-    ]
-    for index in missed:
-        one = scaled[index : index + 1]
-        again, _ = _draw_in_order(one, noise[index : index + 1], rows[index : index + 1], mx.argsort(-one, axis=-1))
-        tokens = _merge(tokens, [index], again)
+    held = to_list(mass) if any(may_miss) else []
+    for index, row in enumerate(rows):
+        if may_miss[index] and (row.params.top_k > NUM_CANDIDATES or held[index] < row.params.top_p):
+            one = scaled[index : index + 1]
+            again, _ = _draw_in_order(one, noise[index : index + 1], [row], mx.argsort(-one, axis=-1))
+            tokens = _merge(tokens, [index], again)
     return tokens
 
 
@@ -213,53 +310,34 @@ def _draw_in_order(
     scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], order: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Draw among the tokens ``order`` (R, C), most likely first: (R,) and the probability mass (R,) that they hold."""
-    size = order.shape[-1]
-    top_k = _column([row.params.top_k for row in rows])
-    ranked = mx.take_along_axis(scaled, order, axis=-1)
-    ranked = mx.where((top_k == 0) | (mx.arange(size)[None, :] < top_k), ranked, -mx.inf)
-    total = mx.where(
-        top_k == 0, mx.logsumexp(scaled, axis=-1, keepdims=True), mx.logsumexp(ranked, axis=-1, keepdims=True)
-    )
-    probabilities = mx.exp(ranked - total)
-    cumulative = mx.cumsum(probabilities, axis=-1)
-    top_p = _column([row.params.top_p for row in rows])
-    ranked = mx.where((cumulative - probabilities < top_p) | (top_p >= 1), ranked, -mx.inf)
-    ranked = _min_p(ranked, _column([row.params.min_p for row in rows]))
+    ranked, mass = top_p(top_k(mx.take_along_axis(scaled, order, axis=-1), rows), rows, scaled)
     # The noise belongs to token ids, not to ranks: two almost equal logits that swap ranks keep their own draws.
-    best = mx.argmax(ranked + mx.take_along_axis(noise, order, axis=-1), axis=-1, keepdims=True)
-    return mx.take_along_axis(order, best, axis=-1)[:, 0], cumulative[:, -1]
+    best = mx.argmax(min_p(ranked, rows) + mx.take_along_axis(noise, order, axis=-1), axis=-1, keepdims=True)
+    return mx.take_along_axis(order, best, axis=-1)[:, 0], mass
 
 
-def _min_p(scaled: mx.array, min_p: mx.array) -> mx.array:
-    """Drop tokens less likely than ``min_p`` times the most likely one (arXiv:2407.01082)."""
-    floor = mx.max(scaled, axis=-1, keepdims=True) + mx.log(min_p)
-    return mx.where(scaled >= floor, scaled, -mx.inf)
+def _column(values: Sequence[float]) -> mx.array:
+    """(R, 1) float32."""
+    return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
-def _repetition_penalty(logits: mx.array, context: mx.array, penalty: float) -> mx.array:
-    """Divide positive and multiply negative logits of the tokens in ``context`` (T,) (arXiv:1909.05858, section 4.1).
-
-    Ids that have no logit (placeholders of pictures, below 0 or beyond the vocabulary) are passed over.
-    """
-    size = logits.shape[-1]
-    context = mx.where((context >= 0) & (context < size), context, size)
-    padded = mx.pad(logits, [(0, 0), (0, 1)])  # an own array: the assignment below must not reach the caller's
-    picked = padded[:, context]
-    padded[:, context] = mx.where(picked > 0, picked / penalty, picked * penalty)
-    return padded[:, :size]
+def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
+    """``tokens`` (B,) with ``chosen`` (R,) at ``places``."""
+    if len(places) == tokens.size:
+        return chosen
+    source = mx.array([places.index(i) if i in places else 0 for i in range(tokens.size)])
+    return mx.where(mx.array([i in places for i in range(tokens.size)]), chosen[source], tokens)
 
 
 def _noise(row: SamplingRow, size: int) -> mx.array:
-    """Gumbel noise (V,) that depends on the row's seed and step alone, whatever the width of its neighbours' logits."""
-    own = size if row.vocabulary is None else row.vocabulary
-    noise = mx.random.gumbel((own,), key=mx.random.key(_mix(row.seed, row.step)))
-    return noise if own == size else mx.pad(noise, (0, size - own))
+    """Gumbel noise (V,) that depends on the row's seed and step alone, whatever the width of its neighbours' logits.
 
-
-def _mix(seed: int, step: int) -> int:
-    """splitmix64 (Steele, Lea, Flood 2014) of a seed advanced by ``step``: distinct keys for neighbouring seeds and steps."""
+    Its key is splitmix64 (Steele, Lea, Flood 2014) of the seed advanced by the step: distinct for neighbouring ones.
+    """
     mask = 2**64 - 1
-    value = (seed + (step + 1) * 0x9E3779B97F4A7C15) & mask
+    value = (row.seed + (row.step + 1) * 0x9E3779B97F4A7C15) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)
+    own = size if row.vocabulary is None else row.vocabulary
+    noise = mx.random.gumbel((own,), key=mx.random.key(value ^ (value >> 31)))
+    return noise if own == size else mx.pad(noise, (0, size - own))

@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from vlm_batch.checks import seconds_option, whole_option
 from vlm_batch.engine.limit import RowLimit
 from vlm_batch.engine.shapes import chunk_end, padded_length
+from vlm_batch.engine.work import Kind, Work
 
 #: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
 DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
+#: Prompt tokens of a step in which nothing decodes, where the config leaves it open.
+IDLE_BUDGET = 2048
 #: Rows of a scheduler whose config neither says how many nor was filled in.
 DEFAULT_ROWS = 8
 _OPTIONAL = (
@@ -95,15 +98,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Prompt positions [start, end) of one row, to be prefilled in this step."""
-
-    request_id: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class PrefillRow:
     """A row whose prompt is being prefilled: ``done`` of ``length`` positions are in its cache.
 
@@ -130,6 +124,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.idle_budget = config.idle_budget or IDLE_BUDGET
         self.most_rows = config.max_rows or DEFAULT_ROWS
         first = config.first_rows
         self.limit = (
@@ -169,38 +164,51 @@ class Scheduler:
         if self._ended >= self.most_live:
             self.most_live, self._ended = self.most_live + 1, 0
 
-    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
+    def most_encoded(self, is_decoding: bool, seconds: float, pending: int, *, has_begun: bool) -> int:
+        """The requests whose pictures may be encoded in the next call; 0 once a step that has begun to has done enough.
+
+        Beside decoding rows it goes on for the config's ``encode_seconds``, so that there are rows to choose from; else until
+        ``pending`` prompt tokens, which have places, fill a step.
+        """
+        config, most = self.config, self.config.encode_together or 1
+        if is_decoding:
+            is_enough, most = seconds >= (config.encode_seconds or 0.0), -(-most // (config.beside_decode or 1))
+        else:
+            is_enough = pending >= self.idle_budget
+        return 0 if has_begun and is_enough else most
+
+    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Work, ...]:
         """The chunks to prefill, most urgent row first, within the step's budget; of equals the first.
 
         A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt. Where chunks are padded,
         what others leave of a budget is not made a part of a prompt unless it is worth a forward.
         """
-        chunks: list[Chunk] = []
-        least = (self.config.smallest_chunk or 0) if self.config.pad_to else 0
+        chunks: list[Work] = []
+        pad_to = self.config.pad_to or 0
+        least = (self.config.smallest_chunk or 0) if pad_to else 0
         for row in sorted(prefill, key=self._prefill_urgency):
             if row.done == row.length:  # found whole: it needs no budget, and waits for none
-                chunks.append(Chunk(row.request_id, row.done, row.done))
+                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, row.done))
             while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
                 if (
                     budget < least
                     and rest > budget + self.config.slack
-                    and any(chunk.end > chunk.start for chunk in chunks)
+                    and any(chunk.end > chunk.begin for chunk in chunks)
                 ):
                     break
-                room = rest if rest <= budget + self.config.slack else self._rounded(budget)
+                room = rest
+                if (
+                    rest > budget + self.config.slack
+                ):  # with the positions that would be padding, if it is worth a chunk
+                    room = padded_length(budget, pad_to) if budget >= pad_to else budget
                 room = min(room, self.config.max_chunk or room)
                 fixed = next((end for end in row.ends if end > row.done), None)
                 end = fixed or chunk_end(row.done, row.length, room, row.atomic, row.stops)
-                chunks.append(Chunk(row.request_id, row.done, end))
+                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)
-
-    def _rounded(self, budget: int) -> int:
-        """A budget with the positions that would be padding behind it, if it is worth a chunk."""
-        pad_to = self.config.pad_to or 0
-        return padded_length(budget, pad_to) if budget >= pad_to else budget
 
     def urgency(self, priority: int, submitted: float) -> float:
         """The key that sorts waiting rows, the smallest first; it stays the same while a row waits.

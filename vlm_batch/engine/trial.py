@@ -139,7 +139,7 @@ def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[Played]:
             recorded[row.seed].append(logits[place])
         return sample(logits, rows)
 
-    engine.chooser.sampler = recording
+    engine.sampler = recording
     due = sorted(range(len(asked)), key=lambda index: asked[index].at)
     step = 0
     while due or engine.has_work:

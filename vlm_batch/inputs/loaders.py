@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vlm_batch.errors import InvalidRequest
 from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error, read_medium
 from vlm_batch.runtime import threads
 
@@ -30,200 +27,8 @@ NUM_DOWNLOADS = 8
 NUM_DISK_READS = 4
 #: Seconds beyond its own time limit after which a read that does not answer is given up.
 GRACE_SECONDS = 1.0
-#: Reads that were given up and have not come back. With so many, further ones are refused.
-MAX_LOST = 64
 #: Seconds that ``Loaders.close`` waits for processing under way. The end of the interpreter waits for all of it.
 CLOSE_SECONDS = 5.0
-#: Seconds after which an idle thread goes back to where all batchers take theirs from.
-IDLE_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class _Job:
-    """A call that waits for a thread of a pool, or is on one. Once it has ended, ``cancelled`` holds nothing of it."""
-
-    pool: Pool
-    call: Callable[[], Any]
-    cancelled: Cancelled
-    seconds: float | None
-    late: Callable[[], Exception]
-    future: Future[Any] = field(default_factory=Future)
-    deadline: float | None = None
-    has_ended: bool = False
-
-    def cancel(self) -> None:
-        """End it without waiting for it, if that may be."""
-        self.pool.give_up(self, OperationCancelled)
-
-
-class Pool:
-    """Up to ``num_threads`` daemon threads that run calls in order, and do not wait for one that hangs.
-
-    A call that has not begun ends when its request is cancelled. One with a limit of ``seconds`` ends then in any case,
-    and that long after it began; its thread is written off until it comes back, and another takes its place. Where
-    ``is_awaited``, the interpreter does not end before a call that has begun.
-    """
-
-    def __init__(self, num_threads: int, name: str, *, is_awaited: bool = False) -> None:
-        self._num_threads = num_threads
-        self._is_awaited = is_awaited
-        self._name = name
-        self._changed = threading.Condition()
-        self._waiting: deque[_Job] = deque()
-        self._running: set[_Job] = set()
-        self._threads = self._idle = self._lost = 0
-        self._has_watch = self._is_closed = False
-
-    def submit(
-        self,
-        call: Callable[[], Any],
-        cancelled: Cancelled,
-        *,
-        seconds: float | None = None,
-        late: Callable[[], Exception] = TimeoutError,
-    ) -> Future[Any]:
-        """Run ``call`` as soon as a thread is free; ``late`` makes the exception of a call that took too long."""
-        job = _Job(self, call, cancelled, seconds, late)
-        with self._changed:
-            refused = self._is_closed or self._lost >= MAX_LOST
-            if not refused:
-                if self._idle > len(self._waiting):
-                    self._changed.notify()
-                else:
-                    self._add_thread()
-                self._waiting.append(job)
-        if refused:
-            job.future.set_exception(
-                OperationCancelled()
-                if self._is_closed
-                else InvalidRequest(f"{MAX_LOST} reads before this one hang: a drive or a name server does not answer")
-            )
-        else:
-            cancelled.when_set(job.cancel)
-            if job.has_ended:
-                cancelled.forget(job.cancel)
-        return job.future
-
-    def close(self) -> None:
-        """Begin nothing more."""
-        with self._changed:
-            self._is_closed = True
-            waiting = list(self._waiting)
-            self._changed.notify_all()
-        for job in waiting:
-            job.cancel()
-
-    def join(self, seconds: float) -> bool:
-        """Wait until nothing runs any more, ``seconds`` at most; whether that is so."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._running and not self._lost, seconds)
-
-    def _add_thread(self) -> None:
-        """Have a thread more, if that may be. Raises RuntimeError if there is none at all and the system gives none."""
-        if self._threads >= self._num_threads:
-            return
-        try:
-            threads.start(self._run, self._name, is_awaited=self._is_awaited)
-        except RuntimeError:
-            if not self._threads:
-                raise
-        else:
-            self._threads += 1
-
-    def _run(self) -> None:
-        while self._serve():  # a frame of its own: nothing of a call is held while the next one is waited for
-            pass
-
-    def _serve(self) -> bool:
-        """Do the next call; whether the thread goes on."""
-        job = self._next()
-        if job is None:
-            return False
-        result, error = None, None
-        try:
-            result = job.call()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
-            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
-            error.__cause__ = raised
-        return self._end(job, result, error)
-
-    def _next(self) -> _Job | None:
-        """The next call; None if the thread may go."""
-        with self._changed:
-            self._idle += 1
-            has_work = self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_SECONDS)
-            self._idle -= 1
-            if not has_work or not self._waiting:
-                self._threads -= 1
-                return None
-            job = self._waiting.popleft()
-            self._running.add(job)
-            if job.seconds is not None:
-                job.deadline = time.monotonic() + job.seconds
-                if not self._has_watch:
-                    with suppress(RuntimeError):  # no thread to be had: then the next call tries again
-                        threads.start(self._watch, f"{self._name}-watch")
-                        self._has_watch = True
-                self._changed.notify_all()
-            return job
-
-    def _end(self, job: _Job, result: Any, error: Exception | None) -> bool:
-        """Hand out a call's outcome; whether its thread is still one of the pool's."""
-        with self._changed:
-            if job.has_ended:
-                self._lost -= 1
-                self._changed.notify_all()
-                return False
-            self._running.discard(job)
-            job.has_ended = True
-            self._changed.notify_all()
-        job.cancelled.forget(job.cancel)
-        if error is None:
-            job.future.set_result(result)
-        else:
-            job.future.set_exception(error)
-        return True
-
-    def give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
-        """End a call without waiting for it. Nothing happens if it has ended."""
-        stranded: list[_Job] = []
-        with self._changed:
-            if job.has_ended or (job in self._running and job.seconds is None):
-                return
-            job.has_ended = True
-            if job in self._running:
-                self._running.discard(job)
-                self._lost += 1
-                self._threads -= 1
-                try:
-                    if self._waiting and not self._is_closed:
-                        self._add_thread()
-                except RuntimeError:
-                    stranded = list(self._waiting)
-            else:
-                self._waiting.remove(job)
-            self._changed.notify_all()
-        job.cancelled.forget(job.cancel)
-        job.future.set_exception(error())
-        for other in stranded:
-            self.give_up(other, _no_thread)
-
-    def _watch(self) -> None:
-        """Give up what is past its deadline, as long as anything with one runs."""
-        while True:
-            with self._changed:
-                deadlines = [job.deadline for job in self._running if job.deadline is not None]
-                if not deadlines:
-                    self._has_watch = False
-                    return
-                now = time.monotonic()
-                late = [job for job in self._running if job.deadline is not None and job.deadline <= now]
-                if not late:
-                    self._changed.wait(min(deadlines) - now)
-            for job in late:
-                self.give_up(job, job.late)
 
 
 class Loading:
@@ -414,10 +219,6 @@ class Loaders:
             return self._prepare(loading.question, loading.cancelled)
         finally:
             loading.process_seconds = time.perf_counter() - begin
-
-
-def _no_thread() -> Exception:
-    return RuntimeError("the system gives no thread to read the request's pictures on")
 
 
 def _was_processed(loading: Loading, working: Future[Prepared]) -> None:

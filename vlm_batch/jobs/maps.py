@@ -7,39 +7,34 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from vlm_batch.errors import BatcherClosed
 from vlm_batch.handle import Handle
 from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored_rows
 from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import InvalidJob, Row
-from vlm_batch.jobs.runner import make_request
-from vlm_batch.types import Request, Result, SamplingParams
+from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.jobs.runner import submitted_row
+from vlm_batch.types import Result, SamplingParams, params_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from vlm_batch.batcher import VLMBatcher
 
 #: Rows that are submitted ahead of the one whose answer is due: enough for any batch, and a slow row holds up no more.
 WINDOW = 64
 
 
-class Batcher(Protocol):
-    """The part of a batcher that a map needs."""
-
-    def submit_request(self, request: Request) -> Handle: ...
-
-
 def map_table(
-    batcher: Batcher,
+    batcher: VLMBatcher,
     table: Any,
     prompt: str | None = None,
     *,
     image: str | None = None,
     video: str | None = None,
     system: str | None = None,
-    params: SamplingParams | None = None,
+    params: SamplingParams | Mapping[str, Any] | None = None,
     into: str = "answer",
 ) -> Any:
     """Ask about every row of a table; the same table comes back with three more columns, in the order of its rows.
@@ -54,7 +49,7 @@ def map_table(
 
     Raises InvalidJob for a table or columns that do not fit.
     """
-    asked = _Asked(batcher, prompt, Columns(image=image, video=video), system, params or SamplingParams(), into)
+    asked = _Asked(batcher, prompt, Columns(image=image, video=video), system, params_of(params), into)
     if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
         return _map_pandas(asked, table)
     if "polars" in sys.modules:
@@ -91,7 +86,7 @@ class _Asked:
 
     def __init__(
         self,
-        batcher: Batcher,
+        batcher: VLMBatcher,
         prompt: str | None,
         columns: Columns,
         system: str | None,
@@ -132,7 +127,8 @@ class _Asked:
         ahead: deque[Handle | Result] = deque()
         try:
             for number, cells in enumerate(table):
-                ahead.append(self._submitted(row_of_cells(cells, columns, place=f"row {number}", folder="")))
+                row = row_of_cells(cells, columns, place=f"row {number}", folder="")
+                ahead.append(submitted_row(self._batcher, self._questions, row))
                 if len(ahead) == WINDOW:
                     yield _cells(ahead.popleft())
             while ahead:
@@ -141,18 +137,6 @@ class _Asked:
             for one in ahead:
                 if isinstance(one, Handle):
                     one.cancel()
-
-    def _submitted(self, row: Row) -> Handle | Result:
-        """A row's request under way, or why it cannot be."""
-        request, item = make_request(next(self._questions.ask(row)))
-        if request is not None:
-            try:
-                return self._batcher.submit_request(replace(request, request_id=None))  # the batcher has ids of its own
-            except BatcherClosed:
-                raise
-            except Exception as error:
-                item = replace(item, error=f"{type(error).__name__}: {error}")
-        return Result(request_id=item.id, finish_reason="error", error=item.error)
 
 
 def _cells(one: Handle | Result) -> tuple[str | None, str | None, int]:

@@ -26,7 +26,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,22 +38,20 @@ from vlm_batch._version import __version__
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.errors import describe, shown
 from vlm_batch.jobs.cells import Columns, row_of_cells
-from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions
+from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row
-from vlm_batch.jobs.runner import make_request
-from vlm_batch.jobs.sending import read_ahead, with_whole_paths
-from vlm_batch.jobs.workers import Answered, Died, Dispatcher, Event, NoWorkers, Started
-from vlm_batch.types import Request, Result, SamplingParams, failed_result, params_of
+from vlm_batch.jobs.runner import submitted_row
+from vlm_batch.jobs.sending import changed_ahead, with_files, with_whole_paths
+from vlm_batch.jobs.workers import NoWorkers, Workers, why_of
+from vlm_batch.many import submitted
+from vlm_batch.types import Request, Result, SamplingParams, params_of
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
+    from vlm_batch.handle import Handle
 
-#: Seconds without any news after which it is said what is waited for.
-PATIENCE = 30.0
 #: Rows that a worker has beside those of its batch, so that its engine finds the next ones read and processed.
 DEFAULT_ROWS, DEFAULT_LOOK_AHEAD = 32, 16
-#: Most characters of Ray's own account of a death.
-_WHY_CHARACTERS = 300
 
 
 def _ray() -> Any:
@@ -66,58 +65,49 @@ def _ray() -> Any:
 # ---- what runs on the cluster ----
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """A worker that has loaded its model, or why it cannot."""
-
-    version: str
-    where: str
-    error: str | None = None
-
-
 class Worker:
     """One engine of a cluster, an asynchronous actor: ``load`` first, then any number of ``ask`` at once."""
 
     def __init__(self) -> None:
         self._batcher: VLMBatcher | None = None
 
-    async def load(self, model: str | None, options: Mapping[str, Any]) -> _Facts:
-        """Load the model. What is wrong with it is told, not raised: another attempt would end alike."""
-        facts = _Facts(__version__, platform.node())
-        try:
-            self._batcher = open_here(model, options)
-        except Exception as error:
-            return replace(facts, error=f"cannot load the model {model} on {facts.where}: {describe(error)}")
+    async def load(self, model: str | None, options: Mapping[str, Any], version: str) -> str:
+        """Load the model, and say where. Raises InvalidJob for what is wrong with it: another attempt would end alike."""
+        where = platform.node()
+        if version != __version__:
+            raise InvalidJob(f"{where} has vlm-batch {__version__}, and this machine {version}")
+        self._batcher = self._batcher or open_here(model, options)
         import mlx.core as mx
 
-        return replace(facts, where=f"{facts.where}, {'GPU' if mx.default_device() == mx.Device(mx.gpu) else 'CPU'}")
+        return f"{where}, {'GPU' if mx.default_device() == mx.Device(mx.gpu) else 'CPU'}"
 
     async def ask(self, request: Request) -> Result:
         """One row's end. Cancelled, it ends the row."""
         assert self._batcher is not None
-        return _plain(await _ended(self._batcher, request))
+        return _plain(await _ended(submitted(self._batcher.submit_request, request)))
 
 
 def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
-    """A batcher in this process; without a model, of the embedded checkpoint. Raises what the loader raises."""
+    """A batcher in this process; without a model, of the embedded checkpoint. Raises InvalidJob."""
     from vlm_batch.batcher import VLMBatcher
 
-    name = str(default_checkpoint()) if model is None else model
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        raise InvalidJob(f"there is no such folder on this machine ({platform.node()}); every worker needs the files")
-    return VLMBatcher(str(Path(name).expanduser()), **options)
-
-
-async def _ended(batcher: VLMBatcher, request: Request) -> Result:
-    """A request's result, whatever is wrong with it."""
+    path = Path(default_checkpoint() if model is None else model).expanduser()
     try:
-        handle = batcher.submit_request(request)
+        if str(model).startswith((".", "/", "~")) and not path.exists():
+            where = platform.node()
+            raise InvalidJob(f"there is no such folder on this machine ({where}); every worker needs the files")
+        return VLMBatcher(str(path), **options)
     except Exception as error:
-        return failed_result(request.request_id or "", error)
+        raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from None
+
+
+async def _ended(one: Handle | Result) -> Result:
+    if isinstance(one, Result):
+        return one
     try:
-        return await handle
+        return await one
     except asyncio.CancelledError:
-        handle.cancel()
+        one.cancel()
         raise
 
 
@@ -165,14 +155,12 @@ class Cluster:
             raise InvalidJob(f"num_gpus is {num_gpus}; a worker uses one GPU, or a part of it: a number in 0..1")
         if num_cpus is not None and not num_cpus >= 0:
             raise InvalidJob(f"num_cpus is {num_cpus}; it must be at least 0")
-        self._model = model
+        self._model = (model, dict(options or {}), __version__)
         self._address = address
         self._wanted = (workers, num_gpus, num_cpus)
         self._shared_files = shared_files
-        self._options = dict(options or {})
-        self._say = say or _say
-        self._fleet: _RayFleet | None = None
-        self._dispatcher: Dispatcher | None = None
+        self._say = say or partial(print, "vlm-batch:", file=sys.stderr)
+        self._workers: Workers | None = None
         self._is_ours = False
 
     def __enter__(self) -> Cluster:
@@ -180,10 +168,15 @@ class Cluster:
         try:
             self._join(ray)
             count, resources = _share(ray, *self._wanted)
-            room = (self._options.get("max_rows") or DEFAULT_ROWS) + self._options.get("look_ahead", DEFAULT_LOOK_AHEAD)
-            self._fleet = _RayFleet(ray, self._model, self._options, resources, room, self._say)
-            self._dispatcher = Dispatcher(self._fleet, count, self._say)
-            self._dispatcher.wait_for_one()
+            options = self._model[1]
+            room = (options.get("max_rows") or DEFAULT_ROWS) + options.get("look_ahead", DEFAULT_LOOK_AHEAD)
+            actor = ray.remote(Worker).options(
+                **resources, max_concurrency=room + 2, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+            )
+            needs = ", ".join(f"{amount:g} {name[4:].upper()}" for name, amount in resources.items() if amount)
+            actors = [actor.remote() for _ in range(count)]
+            self._workers = Workers(ray, actors, self._model, room, self._say, needs or "nothing")
+            self._workers.wait_for_one()
         except NoWorkers as error:
             self.close()
             raise InvalidJob(str(error)) from error
@@ -199,22 +192,19 @@ class Cluster:
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Results as they end; match them by ``request_id``. Leaving the loop cancels the rest. Raises NoWorkers."""
-        assert self._dispatcher is not None, "a cluster is entered first: with Cluster(...) as batcher"
+        assert self._workers is not None, "a cluster is entered first: with Cluster(...) as batcher"
         ray = _ray()
-        with contextlib.ExitStack() as stack:
-            if not self._shared_files:
-                requests = stack.enter_context(contextlib.closing(read_ahead(requests)))
-            else:
-                requests = map(with_whole_paths, requests)
+        change = with_whole_paths if self._shared_files else with_files
+        with contextlib.closing(changed_ahead(requests, change)) as sent:
             try:
-                yield from self._dispatcher.as_completed(requests)
+                yield from self._workers.as_completed(sent)
             except (ray.exceptions.RayError, ConnectionError) as error:  # the cluster itself has gone
-                raise NoWorkers(f"the Ray cluster is gone: {_why(error)}") from error
+                raise NoWorkers(f"the Ray cluster is gone: {why_of(error)}") from error
 
     def close(self) -> None:
         """End the workers, and a Ray that was started or joined for them."""
-        if self._fleet is not None:
-            self._fleet.close()
+        if self._workers is not None:
+            self._workers.close()
         if self._is_ours:
             self._is_ours = False
             _ray().shutdown()
@@ -223,26 +213,15 @@ class Cluster:
         if ray.is_initialized():
             return
         more = {"include_dashboard": False} if self._address == "local" else {}
+        before = signal.getsignal(signal.SIGTERM)
         try:
-            with _own_signals():
-                ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
+            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", **more)
         except Exception as error:  # ConnectionError, RuntimeError, ValueError: whatever the address leads to
-            raise InvalidJob(f"cannot join a Ray cluster at {self._address}: {_why(error)}") from error
+            raise InvalidJob(f"cannot join a Ray cluster at {self._address}: {why_of(error)}") from error
+        finally:  # Ray's own handler leaves the process in the middle of a job, and Ray with an abort
+            if before is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
         self._is_ours = True
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep what SIGTERM does here: Ray's own handler leaves the process in the middle of a job, and Ray with an abort."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None) -> tuple[int, dict[str, float]]:
@@ -252,125 +231,6 @@ def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None
     machines = sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
     count = workers or (int(all_gpus / gpus + 1e-9) if gpus else machines)
     return max(1, count), {"num_gpus": gpus, "num_cpus": 1.0 if cpus is None else cpus}
-
-
-class _RayFleet:
-    """Workers as Ray actors. They are not restarted by Ray, which would not say so: the dispatcher does that."""
-
-    def __init__(
-        self,
-        ray: Any,
-        model: str | None,
-        options: Mapping[str, Any],
-        resources: Mapping[str, float],
-        room: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self._ray = ray
-        self._model, self._options = model, options
-        self._room, self._say = room, say
-        self._resources = resources
-        self._actor = ray.remote(Worker).options(
-            **resources,
-            max_concurrency=room + 2,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
-        )
-        self._actors: dict[int, Any] = {}
-        self._asked: dict[Any, tuple[int, int | None]] = {}  # by what Ray will have: worker, and ticket unless it loads
-        self._refused: list[Event] = []
-        self._started = 0
-
-    def start(self) -> int:
-        number, self._started = self._started, self._started + 1
-        self._actors[number] = actor = self._actor.remote()
-        self._asked[actor.load.remote(self._model, self._options)] = (number, None)
-        return number
-
-    def send(self, worker: int, ticket: int, request: Request) -> None:
-        try:
-            self._asked[self._actors[worker].ask.remote(request)] = (worker, ticket)
-        except Exception as error:  # what cannot be pickled, or is too large
-            self._refused.append(Answered(worker, ticket, failed_result(request.request_id or "", error)))
-
-    def wait(self) -> list[Event]:
-        if self._refused:
-            events, self._refused = self._refused, []
-            return events
-        ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=PATIENCE)
-        if not ready:
-            self._say_what_is_waited_for()
-            return []
-        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        told = [self._told(ref) for ref in ready]
-        answers = [event for event in told if event is not None and not isinstance(event, Died)]
-        deaths = {event.worker: event for event in told if isinstance(event, Died)}
-        for worker in deaths:
-            self._end(worker)
-        return [*answers, *deaths.values()]
-
-    def cancel(self, ticket: int) -> None:
-        for ref, (_, known) in list(self._asked.items()):
-            if known == ticket:
-                del self._asked[ref]
-                with contextlib.suppress(Exception):  # ended or dead meanwhile
-                    self._ray.cancel(ref)
-
-    def close(self) -> None:
-        for worker in list(self._actors):
-            self._end(worker)
-
-    def _told(self, ref: Any) -> Event | None:
-        """The news that an ended call brings."""
-        worker, ticket = self._asked.pop(ref)
-        try:
-            value = self._ray.get(ref)
-        except self._ray.exceptions.TaskCancelledError:
-            return None
-        except self._ray.exceptions.RayTaskError as error:  # raised by the call, and its worker lives
-            if ticket is None:
-                return Died(worker, _why(error), for_good=True)
-            return Answered(worker, ticket, failed_result("", error))
-        except self._ray.exceptions.RayError as error:
-            return Died(worker, _why(error))
-        if ticket is not None:
-            return Answered(worker, ticket, value)
-        if value.error is None and value.version != __version__:
-            value = replace(value, error=f"{value.where} has vlm-batch {value.version}, and this machine {__version__}")
-        if value.error is not None:
-            return Died(worker, value.error, for_good=True)
-        return Started(worker, self._room, value.where)
-
-    def _end(self, worker: int) -> None:
-        self._asked = {ref: known for ref, known in self._asked.items() if known[0] != worker}
-        with contextlib.suppress(Exception):  # dead already, or the cluster is
-            self._ray.kill(self._actors.pop(worker), no_restart=True)
-
-    def _say_what_is_waited_for(self) -> None:
-        loading = sum(ticket is None for _, ticket in self._asked.values())
-        if loading:
-            asked = ", ".join(f"{amount:g} {name[4:].upper()}" for name, amount in self._resources.items() if amount)
-            self._say(f"waiting for {loading} workers to start ({asked or 'nothing'} each); {_free(self._ray)}")
-
-
-def _free(ray: Any) -> str:
-    free = ray.available_resources()
-    return f"free in the cluster: {free.get('GPU', 0):g} GPUs, {free.get('CPU', 0):g} CPUs"
-
-
-def _why(error: BaseException) -> str:
-    """Ray's account of an error, in one line of bearable length; of a traceback, its last line."""
-    text = str(error).strip()
-    if '  File "' in text:
-        text = text.splitlines()[-1]
-    _, found, rest = text.partition("The actor is dead because ")
-    text = " ".join((rest if found else text).split())
-    return f"{type(error).__name__}: {text[:_WHY_CHARACTERS]}{'...' if len(text) > _WHY_CHARACTERS else ''}"
-
-
-def _say(text: str) -> None:
-    print(f"vlm-batch: {text}", file=sys.stderr)
 
 
 # ---- an actor class for Ray Data ----
@@ -414,10 +274,7 @@ class Answer:
         self._prompt = prompt
         self._columns = Columns(image=image, video=video)
         self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
-        try:
-            self._batcher = open_here(model, options or {})
-        except Exception as error:
-            raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from error
+        self._batcher = open_here(model, options or {})
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         if not isinstance(batch, dict):
@@ -431,11 +288,7 @@ class Answer:
     async def _answer(self, cells: dict[str, Any], place: int) -> dict[str, Any]:
         """One row's answer as cells. Whatever is wrong with the row is said there."""
         began = time.perf_counter()
-        request, item = self._request(cells, place)
-        if request is None:
-            result = Result(request_id=item.id, finish_reason="error", error=item.error)
-        else:  # the batcher has ids of its own: two batches may have rows of one id
-            result = await _ended(self._batcher, replace(request, request_id=None))
+        result = await _ended(submitted_row(self._batcher, self._questions, self._row(cells, f"row {place}")))
         return {
             "generated_text": result.text,
             "generated_tokens": np.asarray(result.token_ids, np.int64),
@@ -446,14 +299,13 @@ class Answer:
             "__inference_error__": result.error or "",
         }
 
-    def _request(self, cells: dict[str, Any], place: int) -> tuple[Request | None, Item]:
-        item = Item(f"row {place}", Row(id=f"row {place}"))
+    def _row(self, cells: dict[str, Any], place: str) -> Row:
         try:
             cells = {name: _plain_cell(value) for name, value in cells.items()}
             columns = self._columns.among(list(cells), "the dataset")
             if columns.image is not None and cells[columns.image] is None:  # a row of text
                 columns = replace(columns, image=None)
-            row = row_of_cells(cells, columns, place=item.id, folder="")
+            row = row_of_cells(cells, columns, place=place, folder="")
             messages, params = cells.get("messages"), cells.get("sampling_params") or {}
             if self._prompt is None and messages:
                 row = replace(row, messages=messages)
@@ -463,9 +315,9 @@ class Answer:
                 row = replace(row, prompt=cells["prompt"])
             if not isinstance(params, Mapping):
                 raise InvalidJob(f"sampling_params is {shown(params)}; it must be a mapping")
-            return make_request(next(self._questions.ask(replace(row, params=params))))
+            return replace(row, params=params)
         except Exception as error:
-            return None, replace(item, error=describe(error))
+            return Row(id=place, error=describe(error))
 
 
 def _plain_cell(value: Any) -> Any:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.errors import describe
 from vlm_batch.jobs.files import identity
@@ -19,7 +19,12 @@ from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Summary
+from vlm_batch.many import submitted
 from vlm_batch.types import Request, Result, Stats, TokenLogprobs, Usage
+
+if TYPE_CHECKING:
+    from vlm_batch.batcher import VLMBatcher
+    from vlm_batch.handle import Handle
 
 
 class Batcher(Protocol):
@@ -298,6 +303,14 @@ def make_request(item: Item) -> tuple[Request | None, Item]:
         return item.request(), item
     except Exception as error:  # whatever reading a page or a cell raises is this row's
         return None, replace(item, error=f"{type(error).__name__}: {error}")
+
+
+def submitted_row(batcher: VLMBatcher, questions: Questions, row: Row) -> Handle | Result:
+    """A row of a table under way, by an id of the batcher's own, or the result that says why it cannot be."""
+    request, item = make_request(next(questions.ask(row)))
+    if request is None:
+        return Result(request_id=item.id, finish_reason="error", error=item.error)
+    return submitted(batcher.submit_request, replace(request, request_id=None))
 
 
 def record_of(item: Item, result: Result) -> Record:

@@ -1,4 +1,4 @@
-"""Threads that run one engine after another and never end.
+"""Threads that run one engine after another and never end, and what the end of the interpreter waits for.
 
 MLX keeps what it compiled per thread, and lets go of it when the thread ends: with Python's lock, after Python has counted
 the thread as joined. If the interpreter is ending too, that lock is not to be had, and the process aborts ("terminate called
@@ -6,19 +6,19 @@ without an active exception", about one exit in ten; mlx 0.32, thread-local comp
 engine instead is simply there when the process goes. It also keeps its MLX stream, of which a new thread would make another.
 
 A thread that is in MLX, or in another library's C++ or Rust, when the interpreter goes aborts the process in the same way:
-Python ends it where it comes back. Letting go of arrays and compiled functions is such a call, too. So work that may be there
-is stopped, and waited for, before that; whether or not anybody still holds it. Nothing can end a call within such a library:
-however long it takes, it is waited for, and Ctrl-C, or a limit that only a hung device meets, leaves the process without its
-interpreter's end, by a status that says so.
+Python ends it where it comes back. Letting go of arrays and compiled functions is such a call, too. So the exit asks work that
+may be there to stop, and waits until it has, whether or not anybody still holds it: an engine ends after the step that is under
+way, the load of a model after the stage that is, a loader after its picture. Nothing can end a call within such a library:
+however long it takes, it is waited for. Ctrl-C then ends the process as it ends a program that is not Python's.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -32,13 +32,10 @@ Found = TypeVar("Found")
 
 #: Seconds between two looks of whoever waits: CPython loses a signal for a wait that it comes just before.
 LOOK_SECONDS = 1.0
-#: Seconds that the end of the interpreter waits for work that was told to stop: silently, and at most.
+#: Seconds that the end of the interpreter waits without a word.
 SILENT_SECONDS = 10.0
-EXIT_SECONDS = 600.0
 #: Seconds from one request to stop to the next.
 _ASK_SECONDS = 1.0
-#: Exit statuses of a process that could not wait for its interpreter's end: Ctrl-C, and work that hangs.
-INTERRUPTED, HUNG = 130, 70
 
 #: The parent process, in a child that was forked after threads of this module had begun.
 _forked_from: int | None = None
@@ -66,25 +63,19 @@ def look_until(look: Callable[[float], Found | None], seconds: float | None = No
             return found
 
 
-class Interrupted(SystemExit):
-    """Raised in work whose outcome nobody wants any more, between two of its instructions."""
-
-
 class Running:
     """Work on a thread of this module. ``join`` waits for its end, and returns at once on the thread itself.
 
-    Where it ``is_awaited``, the interpreter does not end before it.
+    Where it ``is_awaited``, the interpreter does not end before it, and calls ``stop`` first. ``after`` is called when the work
+    has ended for any reason, also in a forked child process, which has no such thread.
     """
 
-    def __init__(self, work: Work, *, is_awaited: bool = False) -> None:
+    def __init__(self, work: Work, *, is_awaited: bool, stop: Work, after: Work) -> None:
         self.is_awaited = is_awaited
-        self._work: list[Work] = [work]  # until it is done
-        self._may_interrupt, self._is_interrupted, self._is_over = True, False, False
+        self.stop = stop
+        self._calls = [after, work]  # until they are done
         self._ended = threading.Event()
         self._thread: int | None = None
-        self._lock = threading.Lock()
-        self._stop: Callable[[], None] | None = None
-        self._after: Callable[[], None] | None = None
 
     def join(self, timeout: float | None = None) -> bool:
         """Whether it has ended, after ``timeout`` seconds at most."""
@@ -94,53 +85,21 @@ class Running:
         """Whether the work is done on the thread that asks."""
         return threading.get_ident() == self._thread
 
-    def watch(self, *, stop: Callable[[], None], after: Callable[[], None]) -> None:
-        """Have ``stop`` called before the interpreter ends, and ``after`` when the work has ended for any reason: at once if
-        it has, and in a forked child process, which has no such thread."""
-        with self._lock:
-            self._stop, self._after = stop, after
-            is_over = self._is_over
-        if is_over:
-            after()
-
-    def stop(self) -> None:
-        """Ask the work to end, if it said how."""
-        if self._stop is not None:
-            self._stop()
-
-    def interrupt(self) -> None:
-        """Raise Interrupted in the work, once, as soon as it is in Python: a call within MLX ends first."""
-        with self._lock:
-            if self._may_interrupt and self._thread is not None:
-                self._may_interrupt, self._is_interrupted = False, True
-                _raise_in(self._thread, Interrupted)
-
     def run(self) -> None:
-        """Do the work. What it raises is reported as threads do, but for SystemExit and what ``interrupt`` raised.
-
-        What the work held is let go of here: that may take long, and be in MLX.
-        """
+        """Do the work, and report what it raises as threads do. What it held is let go of here: that may be in MLX."""
         self._thread = threading.get_ident()
         try:
-            try:
-                self._work.pop()()
-            finally:
-                with self._lock:
-                    self._may_interrupt = False
-                if self._is_interrupted:
-                    _take_late()
+            self._calls.pop()()
         except BaseException:
             with contextlib.suppress(BaseException):  # a hook of the user's, or a stream that is closed
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def end(self) -> None:
         """Mark the work as ended: no thread does it or holds anything of it, and whoever waited may leave the process."""
-        self._work.clear()
-        with self._lock:
-            after, self._stop, self._after, self._is_over = self._after, None, None, True
+        after, self.stop = self._calls[0], _nothing
+        self._calls.clear()
         try:
-            if after is not None:
-                after()
+            after()
         finally:
             del after
             self._thread = None
@@ -148,9 +107,13 @@ class Running:
             _running.discard(self)
 
 
-def start(work: Work, name: str, *, is_awaited: bool = False) -> Running:
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def start(work: Work, name: str, *, is_awaited: bool = False, stop: Work = _nothing, after: Work = _nothing) -> Running:
     """Run ``work`` on an idle thread, or on a new one of that name. What may be in MLX must be ``is_awaited``."""
-    running = Running(work, is_awaited=is_awaited)
+    running = Running(work, is_awaited=is_awaited, stop=stop, after=after)
     try:
         tasks = _idle[is_awaited].pop()
     except IndexError:
@@ -172,52 +135,23 @@ def _run(tasks: _Tasks, running: Running) -> None:
     running.end()
 
 
-def _raise_in(thread: int, error: type[BaseException]) -> None:
-    """Have an exception raised in a thread when it next runs an instruction of Python's.
-
-    It cannot be taken back: CPython 3.11 then looks for it at each call and loop of the whole process, for good, and a thread
-    that is profiled or traced never gets beyond the first of them.
-    """
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
-
-
-def _take_late() -> None:
-    """Have Interrupted raised here if it has not been raised in this thread yet."""
-    with contextlib.suppress(Interrupted):
-        for _ in range(100):  # it is looked for at each round
-            pass
-
-
 def _stop_all() -> None:
     """Before the interpreter ends: stop what must not be running then, and wait for it."""
     begin, has_said = time.monotonic(), False
-    try:
-        while awaited := [running for running in tuple(_running) if running.is_awaited and not running.is_here()]:
-            for running in awaited:
-                with contextlib.suppress(Exception):
-                    running.stop()
-            awaited[0].join(_ASK_SECONDS)
-            waited = time.monotonic() - begin
-            if waited > EXIT_SECONDS:
-                _leave(HUNG, f"a call that began before the exit has not come back in {EXIT_SECONDS:.0f} s")
-            if waited > SILENT_SECONDS and not has_said:
-                has_said = True
-                _say("the exit waits for a step or a load that is under way; Ctrl-C ends it now")
-    except KeyboardInterrupt:
-        _leave(INTERRUPTED, "interrupted")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(Exception):
-        print(f"vlm-batch: {text}", file=sys.stderr, flush=True)
-
-
-def _leave(status: int, text: str) -> None:
-    """End the process at once, while a thread is where the interpreter's own end would abort it."""
-    _say(text)
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    os._exit(status)
+    while awaited := [running for running in tuple(_running) if running.is_awaited and not running.is_here()]:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for running in awaited:
+            with contextlib.suppress(Exception):
+                running.stop()
+        awaited[0].join(_ASK_SECONDS)
+        if not has_said and time.monotonic() - begin > SILENT_SECONDS:
+            has_said = True
+            with contextlib.suppress(Exception):
+                said = "the exit waits for a step or a load that is under way; Ctrl-C ends it now"
+                print(f"vlm-batch: {said}", file=sys.stderr, flush=True)
 
 
 def check_not_forked() -> None:
@@ -240,7 +174,7 @@ def _lose_all() -> None:
         idle.clear()
     _running.clear()
     for running in lost:
-        running._lock, running._ended, running._thread = threading.Lock(), threading.Event(), threading.get_ident()
+        running._ended = threading.Event()
         running.end()
 
 

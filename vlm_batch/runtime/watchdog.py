@@ -11,8 +11,6 @@ import traceback
 import weakref
 from collections.abc import Iterator
 
-from vlm_batch.runtime import threads
-
 _log = logging.getLogger(__name__)
 
 #: Seconds of one step that count as stalled. The first steps of a process can take half a minute (kernels are built then).
@@ -30,12 +28,11 @@ class Watchdog:
         self._since = 0.0  # when the step began that is under way; 0 between steps
         self._thread = 0
         self._is_said = False
+        _watch(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """The time of a step."""
-        if self not in _watched:
-            _watch(self)
         self._thread, self._is_said, self._since = threading.get_ident(), False, time.monotonic()
         try:
             yield
@@ -62,27 +59,27 @@ class Watchdog:
 
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _lock = threading.Lock()
-_watcher: threads.Running | None = None
+_has_watcher = False
 
 
 def _watch(watchdog: Watchdog) -> None:
     """Have a thread look at a watchdog from time to time; ``stalled`` says the same where there is none to be had."""
-    global _watcher
-    with _lock:
+    global _has_watcher
+    with _lock, contextlib.suppress(RuntimeError):
         _watched.add(watchdog)
-        if _watcher is None:
-            with contextlib.suppress(RuntimeError):
-                _watcher = threads.start(_look, "vlm-batch-watch")
+        if not _has_watcher:
+            threading.Thread(target=_look, name="vlm-batch-watch", daemon=True).start()
+            _has_watcher = True
 
 
 def _look() -> None:
-    global _watcher
+    global _has_watcher
     while True:
         time.sleep(STALL_SECONDS / LOOKS)
         with _lock:
             alive = list(_watched)
             if not alive:
-                _watcher = None
+                _has_watcher = False
                 return
         for watchdog in alive:
             watchdog.look()

@@ -29,7 +29,7 @@ class ServerConfig:
     that are not answered yet. ``max_queue`` requests may wait for a place before others are sent away (429), and
     none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
     so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
-    the server is told to stop. ``stall_seconds`` without any progress of unfinished requests make it not ready.
+    the server is told to stop.
     ``enable_thinking`` holds for requests that do not say otherwise.
 
     Raises InvalidConfig.
@@ -58,8 +58,6 @@ class ServerConfig:
     request_seconds: float = 600.0
     idle_unload: float | None = None
     shutdown_seconds: float = 30.0
-    stall_seconds: float = 120.0
-    warm_up: bool = True
     enable_thinking: bool = False
     tool_parser: str | None = None
 
@@ -76,7 +74,7 @@ class ServerConfig:
         ):
             if vars(self)[name] < 1:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be at least 1")
-        for name in ("request_seconds", "stall_seconds", "fetch_seconds"):
+        for name in ("request_seconds", "fetch_seconds"):
             if vars(self)[name] <= 0:
                 raise InvalidConfig(f"{name} is {vars(self)[name]}; it must be above 0")
         for name in ("max_videos", "shutdown_seconds", "port"):

@@ -1,4 +1,4 @@
-"""The model behind the server: loading, warming up, watching, unloading when idle; and the admission of requests."""
+"""The model behind the server: loading, watching, unloading when idle; and the admission of requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from PIL import Image
-
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal, without_paths
 from vlm_batch.server.metrics import Metrics
-from vlm_batch.types import Request, Result, SamplingParams
+from vlm_batch.types import Request, Result
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import Stats
@@ -114,7 +112,6 @@ class Service:
         self._visits: set[Visit] = set()
         self._last_used = time.monotonic()
         self._ends: deque[float] = deque(maxlen=RECENT)
-        self._progress: tuple[object, float] = (None, time.monotonic())
         self._watching: asyncio.Task[None] | None = None
 
     # Life
@@ -137,12 +134,9 @@ class Service:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether unfinished requests have made no progress for ``stall_seconds``, or the engine's own watchdog says so."""
+        """Whether the engine is in a step that does not end."""
         stats = self.stats()
-        if stats is None:
-            return False
-        self._note_progress(stats)
-        return stats.stalled > 0 or time.monotonic() - self._progress[1] > self.config.stall_seconds
+        return stats is not None and stats.stalled > 0
 
     @property
     def is_ready(self) -> bool:
@@ -283,8 +277,6 @@ class Service:
             except Exception:
                 await self._on_worker(batcher.close)
                 raise
-            if self.config.warm_up:
-                await self._on_worker(lambda: _warm_up(batcher))
         except Exception as error:
             self.error = without_paths(f"{type(error).__name__}: {error}")
             logger.exception("cannot load %s", self.config.model)
@@ -320,12 +312,6 @@ class Service:
             logger.info("letting go of %s after %.0f s without a request", self.config.name, idle)
             await self._unload()
 
-    def _note_progress(self, stats: Stats) -> None:
-        """Remember when the engine's counters last changed, or when it last had nothing to do."""
-        unfinished = stats.queued + stats.waiting + stats.prefilling + stats.decoding
-        if not unfinished or stats != self._progress[0]:
-            self._progress = (stats, time.monotonic())
-
     async def _on_worker(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
 
@@ -335,23 +321,6 @@ def _dialect(batcher: Batcher, config: ServerConfig) -> Dialect:
     if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
         raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
     return Dialect(batcher.processing, config.tool_parser)
-
-
-def _warm_up(batcher: Batcher) -> None:
-    """Answer once without a picture and once with one, so that kernels are compiled before anybody waits for them."""
-    params = SamplingParams(max_tokens=4)
-    requests = [Request(prompt="Hello", params=params, request_id="warm-up-text")]
-    if batcher.spec.images:
-        picture = Image.new("RGB", (224, 224), "grey")
-        requests.append(Request(prompt="Hello", images=(picture,), params=params, request_id="warm-up-picture"))
-    for request in requests:
-        try:
-            result = batcher.submit_request(request).result()
-        except InvalidRequest as error:
-            logger.warning("the warm-up request was refused: %s", error)
-            continue
-        if result.error is not None:
-            logger.warning("the warm-up request failed: %s", result.error)
 
 
 async def _say_while(doing: str, what: str) -> None:

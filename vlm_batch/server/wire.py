@@ -271,38 +271,23 @@ class CompletionRequest(Common):
 
 #: Fields of the wire, and the field of ``SamplingParams`` that each becomes.
 SAMPLING: Mapping[str, str] = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "repetition_context_size": "repetition_context_size",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "min_tokens": "min_tokens",
-    "bad_words": "bad_words",
-    "allowed_token_ids": "allowed_token_ids",
-    "prompt_logprobs": "prompt_logprobs",
-    "seed": "seed",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "thinking_budget": "thinking_budget",
     "response_format": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
-}
+} | {
+    name: name
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size", "presence_penalty",
+        "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs", "seed", "stop",
+        "stop_token_ids", "ignore_eos", "thinking_budget",
+    )
+}  # fmt: skip
 #: And the field of ``Request``.
 TEMPLATE: Mapping[str, str] = {
-    "tools": "tools",
-    "documents": "documents",
-    "enable_thinking": "enable_thinking",
-    "reasoning_effort": "reasoning_effort",
-    "chat_template_kwargs": "template_args",
-    "add_generation_prompt": "add_generation_prompt",
-    "continue_final_message": "continue_final_message",
-    "min_pixels": "min_pixels",
-    "max_pixels": "max_pixels",
-}
+    name: name
+    for name in (
+        "tools", "documents", "enable_thinking", "reasoning_effort", "add_generation_prompt", "continue_final_message",
+        "min_pixels", "max_pixels",
+    )
+} | {"chat_template_kwargs": "template_args"}  # fmt: skip

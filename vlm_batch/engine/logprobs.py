@@ -1,0 +1,132 @@
+"""Log-probabilities: of the tokens that rows choose, and of a prompt's own, chunk by chunk as it is prefilled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.types import TokenLogprobs
+
+#: Positions whose logits are held at a time: those of a large vocabulary take half a megabyte each.
+POSITIONS_TOGETHER = 128
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of R tokens, lazily; beside each, of as many of the likeliest as ``counts`` says."""
+
+    counts: Sequence[int]
+    chosen: mx.array  # (R,)
+    top_ids: mx.array  # (R, k)
+    top: mx.array  # (R, k)
+
+    @classmethod
+    def of(cls, logits: mx.array, tokens: mx.array, counts: Sequence[int]) -> Logprobs:
+        """Of tokens (R,), by their logits (R, V)."""
+        logits = logits.astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        return cls(counts, chosen, *likeliest(logprobs, counts))
+
+    def arrays(self) -> list[mx.array]:
+        """What is to be evaluated."""
+        return [self.chosen, self.top_ids, self.top]
+
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
+        """Host values, beside the same tokens; none of tokens that cannot come."""
+        found: list[TokenLogprobs] = []
+        values = zip(tokens, self.counts, *map(to_list, self.arrays()), strict=True)
+        for token, count, logprob, ids, top in values:
+            likely = [pair for pair in zip(ids, top, strict=True) if pair[1] > -math.inf]
+            found.append(TokenLogprobs(token, logprob, tuple(likely[:count])))
+        return found
+
+
+def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """Each row's ``counts[r]`` most likely tokens of (R, V), in order, and their values; -inf fills up the shorter ones.
+
+    Rows that want as many are looked at together and no others: which of equal values come last depends on how many are wanted.
+    """
+    if len(set(counts)) > 1:
+        widest = max(counts)
+        found = [likeliest(logprobs[row : row + 1], [count]) for row, count in enumerate(counts)]
+        missing = [[(0, 0), (0, widest - count)] for count in counts]
+        wide = [
+            (mx.pad(ids, width), mx.pad(top, width, constant_values=-mx.inf))
+            for (ids, top), width in zip(found, missing, strict=True)
+        ]
+        return mx.concatenate([ids for ids, _ in wide]), mx.concatenate([top for _, top in wide])
+    k = min(counts[0], logprobs.shape[-1])
+    if k == 0:
+        return mx.zeros((len(counts), 0), dtype=mx.uint32), mx.zeros((len(counts), 0))
+    ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[:, :k]
+    order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
+    ids = mx.take_along_axis(ids, order, axis=-1)
+    return ids, mx.take_along_axis(logprobs, ids, axis=-1)
+
+
+def to_list(array: mx.array) -> list[Any]:
+    """An array's values on the host; waits for them."""
+    values = array.tolist()
+    assert isinstance(values, list)
+    return values
+
+
+class PromptScores:
+    """A model's log-probabilities of a prompt's tokens, given those before them.
+
+    ``ids`` (L,) are the prompt's, ``is_text`` (L,) says which of its positions are text and no picture's, ``atomic`` spans
+    [start, end) are seen as wholes, and ``count`` most likely tokens are kept beside each. Nothing is said of the first
+    position, of pictures', of tokens that are seen where they would be told of, and of those that have no logit.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        is_text: np.ndarray,
+        atomic: Sequence[tuple[int, int]],
+        count: int,
+        vocabulary: int | None,
+    ) -> None:
+        self._ids = ids
+        self._count = count
+        self._vocabulary = vocabulary
+        self._said = is_text.copy()
+        self._said[:1] = False
+        for start, end in atomic:
+            self._said[start + 1 : end] = False
+        self._parts: list[tuple[list[int], Logprobs]] = []  # positions, and theirs
+        self._read: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def says_any(self) -> bool:
+        """Whether there is any token that something is said of."""
+        return bool(self._said.any())
+
+    def add(self, logits: mx.array, end: int) -> list[mx.array]:
+        """Take logits (R, V) of the last positions before ``end``. Returns what is to be evaluated."""
+        first = end - logits.shape[0]
+        size = min(logits.shape[1], self._vocabulary or logits.shape[1])  # tokens beyond are of prompts only
+        asked = range(first + 1, min(end + 1, len(self._ids)))
+        told = [at for at in asked if self._said[at] and self._ids[at] < size]
+        if not told:
+            return []
+        rows, own = mx.array([at - 1 - first for at in told]), mx.array([self._ids[at] for at in told])
+        found = Logprobs.of(logits[rows][:, :size], own, [self._count] * len(told))
+        self._parts.append((told, found))
+        return found.arrays()
+
+    def read(self) -> tuple[TokenLogprobs | None, ...]:
+        """Each position's log-probabilities, None where there are none; waits for them."""
+        if self._read is None:
+            read: list[TokenLogprobs | None] = [None] * len(self._ids)
+            for told, found in self._parts:
+                for at, one in zip(told, found.read([self._ids[at] for at in told]), strict=True):
+                    read[at] = one
+            self._read, self._parts = tuple(read), []
+        return self._read
