@@ -19,15 +19,16 @@ class Decoder:
     and to slabs of plain keys and values."""
 
     def __init__(self, adapter: ModelAdapter, call: Call = Call(), *, compile_decode: bool | None = False) -> None:
-        self._decode = partial(adapter.decode, call=call)
+        self._adapter = adapter
+        self._call = call
         compiles = adapter.graphs_pay if compile_decode is None else compile_decode and adapter.compiles
-        self._compiled = CompiledDecode(self._decode) if compiles else None
+        self._compiled = CompiledDecode(partial(adapter.decode, call=call)) if compiles else None
         self._is_plain = compile_decode is None
 
     def __call__(self, step: DecodeStep) -> mx.array:
         """Logits (B, V) of a step."""
         if self._compiled is None or not CompiledDecode.can_compile(step.caches, step.extras, is_plain=self._is_plain):
-            return self._decode(step)
+            return self._adapter.decode(step, self._call)
         return self._compiled(step)
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
