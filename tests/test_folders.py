@@ -22,9 +22,10 @@ from tests.checkpoints import write_checkpoint
 from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
 from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.arrays import as_numpy
-from vlm_batch.checkpoints import normalise_config, older_processor_files, read_model
+from vlm_batch.checkpoints import older_processor_files, read_model
 from vlm_batch.loading import adapt, load_model
 from vlm_batch.models._aya_vision import best_grid as cohere_grid
+from vlm_batch.models._layouts import corrected
 from vlm_batch.models._llama4_pictures import TileProcessor
 from vlm_batch.models._llama4_pictures import best_grid as llama_grid
 
@@ -517,12 +518,12 @@ def test_a_dropped_group_of_experts_is_out_of_the_choice() -> None:
 
 def test_older_configurations_stay_as_they_are() -> None:
     older = {"model_type": "qwen3_vl", "transformers_version": "4.57.0", "text_config": {"rope_theta": 5e6}}
-    assert normalise_config(older) == older
+    assert corrected(older) == older
 
 
 def test_scaled_positions_are_handed_on() -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
-    text = normalise_config({"model_type": "mllama", "text_config": {"rope_parameters": rope}})["text_config"]
+    text = corrected({"model_type": "mllama", "text_config": {"rope_parameters": rope}})["text_config"]
     assert text["rope_theta"] == 5e5
     assert text["rope_scaling"] == {"type": "llama3", **rope}
 
@@ -539,6 +540,4 @@ def test_scaled_positions_that_mlx_vlm_cannot_be_told_are_refused(tmp_path: Path
 def test_layers_at_no_regular_distance_are_refused() -> None:
     layers = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModel, match="at no regular distance"):
-        normalise_config(
-            {"model_type": "qwen3_5", "transformers_version": "5.23.0", "text_config": {"layer_types": layers}}
-        )
+        corrected({"model_type": "qwen3_5", "transformers_version": "5.23.0", "text_config": {"layer_types": layers}})

@@ -16,15 +16,15 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from tests.exact_cases import KEYS, Arrival, Way, alone, engine_of, exact_of, play
 from tests.exact_cases import adapter_of as adapter_in
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, every_family, run_family, shared_adapter
+from tests.zoo import FAMILIES
 from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.scheduler import PrefillRow, Scheduler, SchedulerConfig
-from vlm_batch.engine.shapes import padded_count, padded_length, together
-from vlm_batch.models import families
+from vlm_batch.engine.shapes import padded_count, padded_length, pads, together
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -164,7 +164,7 @@ def _same_states(plain: RotatingKVCache, padded: RotatingKVCache) -> None:
 
 
 def test_the_families_that_most_people_serve_are_padded() -> None:
-    names = {spec.family for spec in families() if spec.adapter is not None and spec.adapter.pads_prefill}
+    names = {name for name in FAMILIES if pads(shared_adapter(name), shared_adapter(name).make_cache())}
     assert {
         "qwen2_vl",
         "qwen2_5_vl",
@@ -184,7 +184,6 @@ def test_states_that_cannot_be_cut_back_are_not_padded_whatever_a_family_says(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = shared_adapter(name)
-    monkeypatch.setattr(type(adapter), "pads_prefill", True)
     assert not can_trim(adapter.make_cache())
     check(name, run_family(name, [Ask("text:4:9"), Ask("text:5:26")], placement=Placement.SLAB, config=PADDED))
 
@@ -285,3 +284,19 @@ def test_reproducible_answers_are_padded_by_their_own_lengths(name: str) -> None
     answers = play(name, engine_of(adapter_in(name, "bfloat16"), exact, way), arrivals)
     for arrival, answer in zip(arrivals, answers, strict=True):
         assert answer == replace(alone(name, "bfloat16", arrival.key, exact), cached=answer.cached), arrival
+
+
+# ---- families ----
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_a_familys_prompts_are_right_in_few_lengths(name: str) -> None:
+    """Alone, several in one array, and in chunks: every causal family whose caches can be cut back."""
+    adapter = shared_adapter(name)
+    if not pads(adapter, adapter.make_cache()):
+        pytest.skip(f"{name} is not padded")
+    texts = (Ask(key) for key in ("text:4:14", "text:6:14", "text:7:9", "text:5:26"))
+    asks = [*texts, Ask("image:2:1"), Ask("image:1:1", at=2), Ask("image:3:2", at=2)]
+    config = replace(PADDED, max_rows=6, prefill_together=8, encode_together=4, idle_budget=512)
+    for chunk in (256, 16):
+        check(name, run_family(name, asks, placement=Placement.SLAB, config=replace(config, max_chunk=chunk)))

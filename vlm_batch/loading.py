@@ -33,7 +33,7 @@ from vlm_batch.exactness import fixed_shapes
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.models import families, provide_package, spec_for
+from vlm_batch.models import families, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import MOVES_BITS, TUNED, Chosen, chosen_of
 from vlm_batch.runtime.blas import narrow_kernels
@@ -175,7 +175,7 @@ def load_model(
     path = find_checkpoint(path_or_id)
     model_type = get_model_type(read_config(path))
     check_model_type(model_type)
-    provide_package(model_type)
+    package_of(model_type)  # what is wrong with another package's code is said by its own error
     try:
         model = read_model(
             path, in_float32=on_cpu and wanted is not None and wanted == mx.float32, trust_remote_code=trust_remote_code

@@ -153,7 +153,7 @@ def measure(
         sizes = []
     chunks = {size: clock.timed(partial(_in_chunks, adapter, kv, prompt, size)) for size in sizes}
     prompts: dict[int, float] = {}
-    if adapter.shares_prefill and can_share(adapter.make_cache(kv)):
+    if adapter.is_causal and can_share(adapter.make_cache(kv)):
         say("prompts in one array")
         short = _encoded(adapter, min(SHORT, prompt.length))
         prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, kv, short, n))

@@ -35,8 +35,8 @@ from vlm_batch.cli import tune
 from vlm_batch.cli.console import open_console
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least
 from vlm_batch.handle import Handle
+from vlm_batch.jobs.journal import check_writable
 from vlm_batch.jobs.lines import LineFile, encoded
-from vlm_batch.jobs.outputs import check_writable
 from vlm_batch.types import Request, SamplingParams, Timings
 
 #: The words of prompts: about a token each for most tokenizers.

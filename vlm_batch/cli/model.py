@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.types import Request, Result
+from vlm_batch.jobs.runner import Batcher
 
 if TYPE_CHECKING:
     from vlm_batch.caches.quantisation import KVQuantisation
@@ -44,12 +44,6 @@ _UNSAID = object()
 
 class UsageError(Exception):
     """The command line asks for something that cannot be done; the message goes to the user as it is."""
-
-
-class Batcher(Protocol):
-    """The part of a batcher that the command line needs."""
-
-    def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
 
 
 OpenBatcher = Callable[[argparse.Namespace], AbstractContextManager[Batcher]]

@@ -130,7 +130,7 @@ class Runner:
             answer.prompt_scores = self._scores(params.prompt_logprobs, prompt.inputs, encoded)
         context = self.adapter.max_context
         check_length(encoded.length, context, self._config.max_prompt_tokens)
-        if answer.prompt_scores is None:
+        if answer.prompt_scores is None and encoded.is_plain:
             prompt.rows = self._shapes.prompts(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached

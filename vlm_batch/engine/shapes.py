@@ -374,12 +374,12 @@ Shapes: TypeAlias = FreeShapes | FixedShapes
 
 def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
     """Whether whole prompts of one length may be prefilled as one array, into such fresh caches."""
-    return adapter.shares_prefill and can_share(fresh)
+    return adapter.is_causal and can_share(fresh)
 
 
 def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
     """Whether positions may stand behind a chunk, in such caches, that belong to no prompt."""
-    return adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
+    return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
 
 
 def filling(size: int, room: int) -> int:

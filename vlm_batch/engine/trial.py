@@ -66,6 +66,7 @@ class Trial:
 
         ``is_whole``: in the array that whole prompts of their lengths are in, beside idle rows where it has some.
         """
+        is_whole = is_whole and prompts[0].is_plain
         rows, end, call = self.shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=is_whole)
         cache = self.adapter.make_cache(self.kv)
         filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]

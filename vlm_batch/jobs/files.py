@@ -56,21 +56,16 @@ class Found:
 
 
 def _hint(suffix: str) -> str:
-    if suffix in VIDEO_SUFFIXES:
-        return " (--videos takes them)"
-    if suffix == ".pdf":
-        return " (--pdf takes them)"
-    if suffix in (".parquet", ".jsonl", ".tar"):
-        return f" (a pattern takes them: '*{suffix}')"
-    if suffix == ".json":
-        return " (tables are read as JSON lines: .jsonl)"
-    if suffix in ARCHIVE_SUFFIXES:
-        return " (to be unpacked first)"
-    if suffix in OFFICE_SUFFIXES:
-        return " (to be saved as PDF or CSV first)"
-    if suffix in HEIC_SUFFIXES:
-        return " (pip install 'vlm-batch[heic]' reads them)"
-    return ""
+    hints = (
+        (VIDEO_SUFFIXES, "--videos takes them"),
+        ((".pdf",), "--pdf takes them"),
+        ((".parquet", ".jsonl", ".tar"), f"a pattern takes them: '*{suffix}'"),
+        ((".json",), "tables are read as JSON lines: .jsonl"),
+        (ARCHIVE_SUFFIXES, "to be unpacked first"),
+        (OFFICE_SUFFIXES, "to be saved as PDF or CSV first"),
+        (HEIC_SUFFIXES, "pip install 'vlm-batch[heic]' reads them"),
+    )
+    return next((f" ({hint})" for suffixes, hint in hints if suffix in suffixes), "")
 
 
 def find_files(
