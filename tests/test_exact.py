@@ -249,22 +249,14 @@ def test_columns_are_a_shape(
 def grown(name: str, adapter: Any, exact: FixedShapes) -> tuple[bool, int]:
     """(whether rows have the bits that each has alone, the most forwards of a step)"""
     right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [replace(one, at=0)])[0] for one in GROWING]
-    engine, groups = engine_of(adapter, exact, Way(max_rows=8)), list[int]()
-    decode = engine._launch
-
-    def watched(rows: Any) -> Any:
-        groups.append(len(engine.rows.batch.groups))
-        return decode(rows)
-
-    engine._launch = watched  # type: ignore[method-assign]
-    return all(map(is_same, play(name, engine, GROWING), right)), max(groups)
+    engine = engine_of(adapter, exact, Way(max_rows=8))
+    groups = groups_of(engine)
+    return all(map(is_same, play(name, engine, GROWING), right)), max(map(len, groups))
 
 
-def test_a_row_that_outgrows_its_columns_joins_those_that_have_as_many() -> None:
-    """Rows of 250 and 300 tokens: the first decodes apart until it has 256, and beside the other then."""
-    name, precision = "qwen2_vl", "bfloat16"
-    exact = replace(exact_of(name, precision, Placement.SLAB), widths=(256,))
-    engine, found = engine_of(adapter_of(name, precision), exact, Way(max_rows=4)), list[list[int]]()
+def groups_of(engine: BatchGenerator) -> list[list[int]]:
+    """The rows of each group of an engine, after each of its steps from now on."""
+    found: list[list[int]] = []
     step = engine.step
 
     def watched() -> Any:
@@ -273,6 +265,15 @@ def test_a_row_that_outgrows_its_columns_joins_those_that_have_as_many() -> None
         return events
 
     engine.step = watched  # type: ignore[method-assign]
+    return found
+
+
+def test_a_row_that_outgrows_its_columns_joins_those_that_have_as_many() -> None:
+    """Rows of 250 and 300 tokens: the first decodes apart until it has 256, and beside the other then."""
+    name, precision = "qwen2_vl", "bfloat16"
+    exact = replace(exact_of(name, precision, Placement.SLAB), widths=(256,))
+    engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=4))
+    found = groups_of(engine)
     arrivals = [Arrival("text:5:250", tokens=16), Arrival("text:6:300", tokens=16)]
     answers = play(name, engine, arrivals)
     assert [1, 1] in found and [2] in found

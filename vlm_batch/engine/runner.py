@@ -262,7 +262,7 @@ def check_length(prompt: int, context: int | None, limit: int | None) -> None:
     """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
     if limit is not None and prompt > limit:
         raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (max_prompt_tokens)"
+            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"
         )
     if context is not None and prompt >= context:
         raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")
