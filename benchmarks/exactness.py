@@ -30,30 +30,26 @@ from benchmarks.compare import measure  # noqa: E402
 from benchmarks.compare.engines import Driven  # noqa: E402
 from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
-from vlm_batch.engine.defaults import for_policy  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
-from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes, Shapes  # noqa: E402
 from vlm_batch.exactness import fixed_shapes, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
-from vlm_batch.policy import POLICIES  # noqa: E402
+from vlm_batch.policy import policy_of  # noqa: E402
 from vlm_batch.records import Call  # noqa: E402
-from vlm_batch.runtime.device import device  # noqa: E402
 
 REPRODUCIBLE = "reproducible"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine is set: the parts of ``reproducible`` that it has, or all of it (``exact``), with other settings of the
-    device's ``policy``."""
+    """How an engine is set: the parts of ``reproducible`` that it has, or all of it (``exact``), with other settings than the
+    device's (``policy``)."""
 
-    config: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
     by_shapes: bool = False
     exact: bool = False
     most: int | None = None  # rows in a forward
-    policy: dict[str, Any] = field(default_factory=dict)
 
 
 WAYS = {
@@ -125,10 +121,9 @@ class Engine(Driven):
 
     def __init__(self, model: Any, workload: Workload, way: Way) -> None:
         adapter: Any = adapt(model)
-        config = replace(SchedulerConfig(max_rows=workload.rows), **way.config)
-        policy = replace(POLICIES[device()], **way.policy)
+        policy = policy_of({"max_rows": workload.rows, **way.policy})
         kind = ByShapes if way.by_shapes else FreeShapes
-        self._shapes: Shapes = kind.of(adapter, None, for_policy(config, policy), policy)
+        self._shapes: Shapes = kind.of(adapter, None, policy)
         if way.exact:
             shapes = fixed_shapes(adapter, policy=policy, max_rows=workload.rows)
             counts = tuple(count for count in shapes.counts if count <= (way.most or count))
@@ -137,7 +132,7 @@ class Engine(Driven):
         self.spent = Spent()
         for name in CALLS:
             setattr(adapter, name, self.spent.counted(name, getattr(adapter, name)))
-        self.generator = BatchGenerator(adapter, config=config, shapes=self._shapes)
+        self.generator = BatchGenerator(adapter, policy=policy, shapes=self._shapes)
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator
             setattr(owner, name, self.spent.timed(said, getattr(owner, name)))

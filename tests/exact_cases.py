@@ -15,13 +15,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.switch_layers import SwitchLinear
 
+from tests.harness import settings_for
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.engine.shapes import FixedShapes, pads
 from vlm_batch.engine.trial import Asked, played
 from vlm_batch.exactness import Joint, prove
@@ -128,12 +128,12 @@ def joined(exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | N
 
 def engine_of(adapter: Adapter, exact: FixedShapes, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:
     """A fresh reproducible engine."""
-    config = SchedulerConfig(max_rows=way.max_rows, prefill_budget=way.budget, idle_budget=way.budget)
+    config = {"max_rows": way.max_rows, "prefill_budget": way.budget, "idle_budget": way.budget}
     budget = ByteBudget(2**28 if way.keeps else 0)
     adapter.remember_features(FeatureStore(budget))
     prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
     reuse = Reuse(adapter, prefix, shapes=exact)
-    return BatchGenerator(adapter, config=config, reuse=reuse, shapes=exact, kv=kv)
+    return BatchGenerator(adapter, policy=settings_for(exact.layout, **config), reuse=reuse, shapes=exact, kv=kv)
 
 
 def play(

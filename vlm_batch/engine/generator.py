@@ -20,7 +20,6 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.choosing import Flight, choose
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.defaults import for_policy
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
@@ -31,13 +30,12 @@ from vlm_batch.engine.row import Ending, Prompt, Row, Status, new_row
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.runner import Runner, picture_bytes
 from vlm_batch.engine.sampling import sample
-from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt, raised_in
-from vlm_batch.policy import Policy, policy_for
-from vlm_batch.runtime.device import device
+from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
 
@@ -52,7 +50,7 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it; None leaves it to the adapter.
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
-    ``policy`` has what ``config`` leaves open, by default the device's. ``shapes`` decide the shape of every call, by default
+    ``policy`` are its settings, by default the device's. ``shapes`` decide the shape of every call, by default
     those that cost least; ``reuse`` must have the same.
     """
 
@@ -61,8 +59,6 @@ class BatchGenerator:
         adapter: ModelAdapter,
         *,
         text: AnswerText | None = None,
-        config: SchedulerConfig | None = None,
-        placement: Placement | None = None,
         policy: Policy | None = None,
         compile_decode: bool | None = None,
         reuse: Reuse | None = None,
@@ -70,27 +66,24 @@ class BatchGenerator:
         sampler: Sampler = sample,
         shapes: Shapes | None = None,
     ) -> None:
-        if policy is None:
-            layout = placement or (Placement.for_device() if shapes is None else shapes.layout)
-            policy = policy_for(layout.value, device())
-        config = for_policy(config or SchedulerConfig(), policy)
-        shapes = shapes or FreeShapes.of(adapter, kv, config, policy, placement)
+        policy = policy or policy_of({} if shapes is None else {"placement": shapes.layout.value})
+        shapes = shapes or FreeShapes.of(adapter, kv, policy)
         self.reuse = reuse or Reuse(adapter, shapes=shapes)
         if shapes.settings != self.reuse.shapes.settings:
             raise ValueError("what is reused is not what is computed here: reuse and generator need the same shapes")
-        config, self.adapter = shapes.config(config), shapes.adapter(adapter)
+        policy, self.adapter = shapes.config(policy), shapes.adapter(adapter)
         self.shapes = shapes
         self.text = text or AnswerText()
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(policy)
         self.sampler = sampler
         self._decoder = Decoder(self.adapter, shapes.decode_call(), compile_decode=shapes.graphs(compile_decode))
         batch = DecodeGroups(shapes, self.scheduler.most_rows)
-        self._pace = Pace(config)
+        self._pace = Pace(policy)
         self.trial = Trial(self.adapter, kv, shapes)
-        self.memory = RowMemory(config.max_bytes, batch.slabs)
+        self.memory = RowMemory(policy.max_bytes, batch.slabs)
         self.rows = Rows(Admission(self.scheduler, self.memory), batch, self.scheduler, self.reuse)
         self.retry = Retry(self.rows, self.scheduler, self.memory, self.reuse.budget)
-        self.runner = Runner(self.adapter, self.rows, self.reuse, self._decoder, config, kv, shapes)
+        self.runner = Runner(self.adapter, self.rows, self.reuse, self._decoder, policy.max_prompt_tokens, kv, shapes)
         self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
 
     def warm_up(self) -> Iterator[None]:
@@ -287,7 +280,7 @@ class BatchGenerator:
         others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
         free = self.scheduler.num_free(len(live))
         line = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
-        line = sorted(line, key=waiting.urgency)[: free + (self.scheduler.config.encode_ahead or 0)]
+        line = sorted(line, key=waiting.urgency)[: free + self.scheduler.config.encode_ahead]
         has_begun = False
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
             if row.losses != losses or row.status is Status.FINISHED:

@@ -25,7 +25,7 @@ from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Prompt, Row
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import RowRules, reads_history
-from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig
+from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
 from vlm_batch.errors import InvalidParameters, PromptTooLong
@@ -42,7 +42,7 @@ class Runner:
         rows: Rows,
         reuse: Reuse,
         decoder: Decoder,
-        config: SchedulerConfig,
+        max_prompt_tokens: int | None,
         kv: KVQuantisation | None,
         shapes: Shapes,
     ) -> None:
@@ -51,7 +51,7 @@ class Runner:
         self._rows = rows
         self._reuse = reuse
         self._decoder = decoder
-        self._config = config
+        self._max_prompt_tokens = max_prompt_tokens
         self._kv = kv
         self._shapes = shapes
         self._stops = (kv.start,) if kv is not None and kv.start else ()
@@ -129,7 +129,7 @@ class Runner:
                 )
             answer.prompt_scores = self._scores(params.prompt_logprobs, prompt.inputs, encoded)
         context = self.adapter.max_context
-        check_length(encoded.length, context, self._config.max_prompt_tokens)
+        check_length(encoded.length, context, self._max_prompt_tokens)
         if answer.prompt_scores is None and encoded.is_plain:
             prompt.rows = self._shapes.prompts(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
@@ -262,7 +262,7 @@ def check_length(prompt: int, context: int | None, limit: int | None) -> None:
     """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
     if limit is not None and prompt > limit:
         raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (max_prompt_tokens)"
+            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"
         )
     if context is not None and prompt >= context:
         raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")

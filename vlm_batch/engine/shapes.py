@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from vlm_batch.caches import (
     LayerCache,
@@ -33,9 +33,6 @@ from vlm_batch.policy import PACKED, POLICIES, Policy
 from vlm_batch.records import Call, PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
-
-if TYPE_CHECKING:
-    from vlm_batch.engine.scheduler import SchedulerConfig
 
 #: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
 STEPS = 4
@@ -93,21 +90,19 @@ class FreeShapes:
         cls,
         adapter: ModelAdapter,
         kv: KVQuantisation | None,
-        config: SchedulerConfig,
         policy: Policy,
-        layout: Placement | None = None,
     ) -> FreeShapes:
-        """Those of a model with a policy, of which a config has set what it sets (``for_policy``)."""
+        """Those of a model with a policy."""
         fresh = adapter.make_cache(kv)
-        pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
+        pad_to = policy.pad_to if pads(adapter, fresh) else 0
         return cls(
-            layout or Placement(policy.placement),
+            Placement(policy.placement),
             policy.few_bits,
             pad_to,
-            (config.prefill_together or 1) if shares(adapter, fresh) else 1,
-            config.together_tokens,
-            (config.smallest_chunk or 0) // 2 if pad_to else 0,  # a forward costs as much as so many positions
-            config.max_chunk or LONGEST,
+            policy.prefill_together if shares(adapter, fresh) else 1,
+            policy.together_tokens,
+            policy.smallest_chunk // 2 if pad_to else 0,  # a forward costs as much as so many positions
+            policy.max_chunk,
             policy.most_patches,
         )
 
@@ -115,7 +110,7 @@ class FreeShapes:
         """The adapter that computes in these shapes."""
         return adapter
 
-    def config(self, config: SchedulerConfig) -> SchedulerConfig:
+    def config(self, config: Policy) -> Policy:
         """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
         return config
 
@@ -243,7 +238,7 @@ class FixedShapes:
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
-    def config(self, config: SchedulerConfig) -> SchedulerConfig:
+    def config(self, config: Policy) -> Policy:
         if self.joint is None or not self.call_tokens:
             config = replace(config, prefill_together=1)
         if self.joint is None or not self.call_patches:
