@@ -219,7 +219,7 @@ DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
     "template": lambda batcher, value: batcher.submit(prompt="count to 3", template=value),
     **{
         name: lambda _, value, name=name: Template(**{name: value})  # type: ignore[misc]
-        for name in ("tools", "enable_thinking", "reasoning_effort", "args", "add_generation_prompt")
+        for name in ("tools", "enable_thinking", "reasoning_effort", "add_generation_prompt")
     },
     "return_cache": lambda batcher, value: batcher.submit(prompt="count to 3", return_cache=value),
     "params": lambda batcher, value: batcher.submit(prompt="count to 3", params=value),

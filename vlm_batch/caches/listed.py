@@ -18,8 +18,6 @@ from vlm_batch.caches.layers import (
     row_bytes,
     upstream,
 )
-from vlm_batch.caches.quantized import QuantizedSlabCache
-from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import SlabCache
 from vlm_batch.caches.states import LayerState, filed
 
@@ -76,12 +74,9 @@ def set_columns(layer: LayerCache, columns: Callable[[int], int]) -> None:
 
 def always_mask(layer: LayerCache) -> None:
     """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
-    itself, so that no row depends on another."""
+    itself, so that no row depends on another. Kinds without columns do not look at it."""
     for part in parts_of(layer):
-        if isinstance(part, SlabCache):
-            part.always_masked = True
-        elif isinstance(part, RowsCache):
-            part.may_stack = False
+        part.always_masked = True
 
 
 def level(layers: Sequence[LayerCache]) -> None:
@@ -99,10 +94,10 @@ def level(layers: Sequence[LayerCache]) -> None:
 
 
 def read_few_bits(layer: LayerCache, how: str) -> None:
-    """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy."""
+    """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy. Kinds that hold
+    nothing in few bits do not look at it."""
     for part in parts_of(layer):
-        if isinstance(part, QuantizedSlabCache):
-            part.few_bits = how
+        part.few_bits = how
 
 
 @filed

@@ -49,7 +49,7 @@ class KVQuantisation:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
+        if not isinstance(self.scheme, str) or self.scheme not in SCHEMES:
             raise ValueError(f"scheme is {shown(self.scheme)}; it must be one of {', '.join(SCHEMES)}")
         if isinstance(self.bits, bool) or not isinstance(self.bits, Real):
             raise ValueError(f"kv_bits is {shown(self.bits)}; it must be a number of bits")
@@ -113,7 +113,7 @@ class LateCache(CacheKind):
     @property
     def is_exact(self) -> bool:
         """Whether nothing is quantised yet."""
-        return type(self.inner) is KVCache
+        return bool(kind_of(self.inner).full_parts())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         if self.is_exact and self.inner.offset >= self.how.start:

@@ -106,6 +106,7 @@ class RowsCache:
     def __init__(self, *, may_stack: bool = False) -> None:
         self.places: list[Any | None] = []
         self.may_stack = may_stack
+        self.always_masked = False  # and attends over each row by itself
         self._new: WeakSet[Any] = WeakSet()  # the caches that came since the last token, while they are here
         self._offsets: tuple[tuple[int, ...], mx.array] | None = None
 
@@ -215,7 +216,7 @@ class RowsCache:
     def _stack_new(self) -> None:
         """Make one array of each run of neighbours that came since the last token and have one length and shape."""
         new, self._new = self._new, WeakSet()
-        kinds = [_kind(cache) if self.may_stack and cache in new else None for cache in self.places]
+        kinds = [_kind(cache) if not self.always_masked and cache in new else None for cache in self.places]
         for kind, run in groupby(range(len(kinds)), key=lambda place: kinds[place]):
             places = list(run)
             if kind is not None and len(places) > 1:

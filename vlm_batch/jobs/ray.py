@@ -96,7 +96,7 @@ def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
             raise InvalidJob(f"there is no such folder on this machine ({where}); every worker needs the files")
         return VLMBatcher(str(path), **options)
     except Exception as error:
-        raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from None
+        raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from error
 
 
 async def _ended(one: Handle | Result) -> Result:
