@@ -10,7 +10,7 @@ Nobody else asks which of the two an engine has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -19,12 +19,10 @@ from typing import Any, Protocol, TypeAlias
 from vlm_batch.caches import (
     LayerCache,
     Placement,
-    always_mask,
     can_share,
     can_trim,
     make_layer_cache,
-    read_few_bits,
-    set_columns,
+    set_layer,
     slab,
 )
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -36,8 +34,6 @@ from vlm_batch.store.digest import as_words, digest
 
 #: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
 STEPS = 4
-#: The longest chunk that is warmed up where chunks have no bound.
-LONGEST = 2048
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -77,7 +73,7 @@ class FreeShapes:
     most_prompts: int = 1
     most_tokens: int | None = None
     fill: int = 0
-    longest: int = LONGEST
+    longest: int = 2048
     most_patches: int = POLICIES[Device.CUDA].most_patches
 
     #: Whether a row may go on from any position, also from one that a decode step computed.
@@ -86,12 +82,7 @@ class FreeShapes:
     settings: Mapping[str, str] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(
-        cls,
-        adapter: ModelAdapter,
-        kv: KVQuantisation | None,
-        policy: Policy,
-    ) -> FreeShapes:
+    def of(cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy) -> FreeShapes:
         """Those of a model with a policy."""
         fresh = adapter.make_cache(kv)
         pad_to = policy.pad_to if pads(adapter, fresh) else 0
@@ -110,9 +101,9 @@ class FreeShapes:
         """The adapter that computes in these shapes."""
         return adapter
 
-    def config(self, config: Policy) -> Policy:
+    def policy(self, policy: Policy) -> Policy:
         """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
-        return config
+        return policy
 
     def key(self, key: PromptKey) -> PromptKey:
         """A prompt's key in which equal positions have equal states, as far as these shapes say."""
@@ -182,7 +173,10 @@ class FreeShapes:
 
     def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
         """The layers of an empty batch, by a row's caches; slabs have at least so many columns."""
-        return _layers(caches, self.layout, places, self.few_bits, partial(self.columns, least=least))
+        layers = [make_layer_cache(single, self.layout, places) for single in caches]
+        for layer in layers:
+            set_layer(layer, partial(self.columns, least=least), self.few_bits)
+        return layers
 
     def decode_call(self) -> Call:
         return Call()
@@ -238,12 +232,12 @@ class FixedShapes:
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
-    def config(self, config: Policy) -> Policy:
+    def policy(self, policy: Policy) -> Policy:
         if self.joint is None or not self.call_tokens:
-            config = replace(config, prefill_together=1)
+            policy = replace(policy, prefill_together=1)
         if self.joint is None or not self.call_patches:
-            config = replace(config, encode_together=1)
-        return replace(config, slack=0, pad_to=self.pad_to)
+            policy = replace(policy, encode_together=1)
+        return replace(policy, slack=0, pad_to=self.pad_to)
 
     def key(self, key: PromptKey) -> PromptKey:
         """A prompt's key in which equal positions have equal bits, not only equal meaning.
@@ -350,9 +344,9 @@ class FixedShapes:
         return max(least, next((width for width in self.widths if width >= tokens), power))
 
     def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
-        layers = _layers(caches, self.layout, places, self.few_bits, partial(self.columns, least=least))
+        layers = [make_layer_cache(single, self.layout, places) for single in caches]
         for layer in layers:
-            always_mask(layer)
+            set_layer(layer, partial(self.columns, least=least), self.few_bits, always_masked=True)
         return layers
 
     def decode_call(self) -> Call:
@@ -452,14 +446,3 @@ def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
     """Positions that whole prompts of one chunk are computed in; the longest where they are of any length."""
     most = longest if context is None else min(longest, context - 1)
     return sorted({padded_length(length, pad_to) for length in range(1 if pad_to else most, most + 1)})
-
-
-def _layers(
-    caches: Sequence[Any], layout: Placement, places: int, few_bits: str, columns: Callable[[int], int]
-) -> list[LayerCache]:
-    layers = [make_layer_cache(single, layout, places) for single in caches]
-    for layer in layers:
-        set_columns(layer, columns)
-        if few_bits != PACKED:
-            read_few_bits(layer, few_bits)
-    return layers
