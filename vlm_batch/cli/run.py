@@ -75,14 +75,14 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             raise UsageError("--ray and --shard auto are two ways to use several machines; give one of them")
         open_batcher = open_cluster
     if args.dry_run:
-        from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES  # with MLX, which is needed now
+        from vlm_batch.engine.reuse import Caches  # with MLX, which is needed now
 
         return show_dry_run(
             Job(sources, questions, Sink(), _shard(args)),
             lambda: open_batcher(args),
             sys.stdout,
             rows=args.batch,
-            cache_bytes=vars(args).get("cache_bytes", DEFAULT_CACHE_BYTES),
+            cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
     return _answer(sources, questions, args, open_batcher)
 

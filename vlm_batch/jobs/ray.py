@@ -165,7 +165,8 @@ class Cluster:
             self._join(ray)
             count, resources = _share(ray, *self._wanted)
             options = self._model[1]
-            room = (options.get("max_rows") or DEFAULT_ROWS) + options.get("look_ahead", DEFAULT_LOOK_AHEAD)
+            ahead = (options.get("policy") or {}).get("look_ahead", DEFAULT_LOOK_AHEAD)
+            room = (options.get("max_rows") or DEFAULT_ROWS) + ahead
             actor = ray.remote(Worker).options(
                 **resources, max_concurrency=room + 2, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
             )
