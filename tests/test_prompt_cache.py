@@ -13,7 +13,7 @@ import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_vlm.trainer.peft.lora import LoRaLayer
 
-from tests.harness import NUM_TOKENS, Ask, Inputs, run, shared_adapter
+from tests.harness import NUM_TOKENS, Ask, Inputs, run, settings_for, shared_adapter
 from tests.recording import record, record_none
 from tests.reuse_cases import (
     TWO_WAY,
@@ -81,7 +81,7 @@ def test_continued_beside_a_cold_row(name: str, placement: Placement, monkeypatc
         why = "refused: the whole prompt attends both ways, so a longer one has other keys from its first position on"
         record_none(name, "continued_cache", why)
         pytest.skip(why)
-    generator = BatchGenerator(shared_adapter(name), placement=placement)
+    generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement))
     first = first_turns(name, generator, IMAGE, TEXT)
     turns = {key: next_turn(name, key, result, 50) for key, result in zip((IMAGE, TEXT), first, strict=True)}
     caches = [result.cache for result in first]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import KVCache
 
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from vlm_batch.adapters.attention import attention
 from vlm_batch.caches import Placement, RowsCache, always_mask
 from vlm_batch.caches.rows import MOST_STACKED
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 
 LENGTHS = (7, 5, 5, 5, 9, 9, 5)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -122,8 +121,8 @@ def test_pictures_of_one_size_decode_as_one_array(name: str, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(RowsCache, "update_and_fetch", watched)
-    config = SchedulerConfig(max_rows=4, idle_budget=512, prefill_together=4)
-    engine = BatchGenerator(shared_adapter(name), placement=Placement.ROWS, config=config)
+    config = {"max_rows": 4, "idle_budget": 512, "prefill_together": 4}
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, **config))
     asks = [Ask("text:4:14"), Ask("text:6:14", tokens=4), Ask("text:7:14"), Ask("text:5:26", at=2)]
     check(name, run_family(name, asks, generator=engine))
     assert ["one of several"] * 3 in [one[:3] for one in seen], seen[:3]
