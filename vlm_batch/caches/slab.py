@@ -108,6 +108,11 @@ class SlabArrays:
 class SlabCache(SlabArrays):
     """A layer of full attention. ``lengths[s]`` tokens of place s are valid; an empty place has length 0."""
 
+    #: The window of a sliding layer, None for full attention.
+    span: int | None = None
+    #: Whether a step over it has all kernels that its graph has: none of its operations can be fused.
+    has_graphs_kernels = True
+
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
         self.always_masked = False
@@ -157,16 +162,6 @@ class SlabCache(SlabArrays):
         self._lengths = (self._lengths + [0] * num_places)[:num_places]
 
     @property
-    def span(self) -> int | None:
-        """The window of a sliding layer, None for full attention."""
-        return None
-
-    @property
-    def has_graphs_kernels(self) -> bool:
-        """Whether a step over it has all kernels that its graph has: none of its operations can be fused."""
-        return True
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
@@ -190,7 +185,7 @@ class SlabCache(SlabArrays):
         self.keys = put_columns(self.keys, at, keys)
         self.values = put_columns(self.values, at, values)
         self.advance()
-        return self._fetched()
+        return self.state
 
     def advance(self) -> None:
         """Count the token that every live place was given."""
@@ -241,7 +236,8 @@ class SlabCache(SlabArrays):
     @property
     def state(self) -> tuple[mx.array, mx.array]:
         """The result of the last ``update_and_fetch`` (layers that share another layer's KV read it)."""
-        return self._fetched()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         """The keys that each place may attend to once one token is appended: (S, 1, 1, C) bool, or None if all."""
@@ -279,10 +275,6 @@ class SlabCache(SlabArrays):
     def _positions(self) -> mx.array:
         return self.offset
 
-    def _fetched(self) -> tuple[mx.array, mx.array]:
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
 
 class RingSlabCache(SlabCache):
     """A layer of sliding-window attention: the token at position p lies in column p mod window.
@@ -290,17 +282,11 @@ class RingSlabCache(SlabCache):
     Keys are rotated before they are stored, so their order in the ring does not matter.
     """
 
+    has_graphs_kernels = False
+
     def __init__(self, num_places: int, window: int) -> None:
         super().__init__(num_places)
-        self.window = window
-
-    @property
-    def span(self) -> int | None:
-        return self.window
-
-    @property
-    def has_graphs_kernels(self) -> bool:
-        return False
+        self.window = self.span = window
 
     def take(self, place: int) -> RotatingKVCache:
         """The row's last tokens in their order."""
