@@ -295,7 +295,7 @@ def test_64_streams_are_each_answered_as_if_alone(server: Running) -> None:
             [{"role": "user", "content": "repeat: " + "a b c d e f g h"[: 2 * (index % 8) + 1]}],
         )
         asks.append(kinds[index // 4 % 4])
-    with VLMBatcher(default_checkpoint(), max_rows=1, cache_bytes=0) as alone:
+    with VLMBatcher(default_checkpoint(), max_rows=1, caches=None) as alone:
         params = SamplingParams(max_tokens=2048)
         expected = [alone.submit(messages=messages, params=params).result().text for messages in asks]
 
@@ -431,7 +431,9 @@ def test_an_answer_goes_on_with_the_last_turn(server: Running) -> None:
     reply = server.ask("POST", "/v1/chat/completions", {"messages": chat, "continue_final_message": True})
     assert reply.json["choices"][0]["message"]["content"] == " 4 5"
     with VLMBatcher(default_checkpoint()) as batcher:
-        unbegun = batcher.submit(messages=chat[:1], add_generation_prompt=False, params={"max_tokens": 9}).result()
+        unbegun = batcher.submit(
+            messages=chat[:1], template={"add_generation_prompt": False}, params={"max_tokens": 9}
+        ).result()
     reply = server.chat("count to 5", add_generation_prompt=False, max_tokens=9)
     assert reply.json["choices"][0]["message"]["content"] == unbegun.text
 

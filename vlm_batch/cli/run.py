@@ -75,14 +75,14 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             raise UsageError("--ray and --shard auto are two ways to use several machines; give one of them")
         open_batcher = open_cluster
     if args.dry_run:
-        from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES  # with MLX, which is needed now
+        from vlm_batch.engine.reuse import Caches  # with MLX, which is needed now
 
         return show_dry_run(
             Job(sources, questions, Sink(), _shard(args)),
             lambda: open_batcher(args),
             sys.stdout,
             rows=args.batch,
-            cache_bytes=vars(args).get("cache_bytes", DEFAULT_CACHE_BYTES),
+            cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
     return _answer(sources, questions, args, open_batcher)
 
@@ -113,13 +113,14 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
             raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
         journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
+    is_kept = target not in (None, "-") or args.sidecar is not None
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
-        goes_on=target not in (None, "-") or args.sidecar is not None,
+        goes_on=is_kept,
     )
     try:
         with view, _ended_by_signals():
@@ -139,8 +140,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
                 watch=view,
             )
     except (CannotWrite, NoWorkers) as error:
-        hint = "; --resume goes on from there" if target not in (None, "-") or args.sidecar is not None else ""
-        raise type(error)(f"{error}{hint}") from error
+        raise type(error)(f"{error}; --resume goes on from there" if is_kept else str(error)) from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:
         _write_report(args, summary, questions)
@@ -190,9 +190,7 @@ def _is_samples(source: Source) -> bool:
 
 def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
     """Names of rows where they are shown: without the folder that all of them lie in."""
-    where = ""
-    if all(isinstance(source, Files) for source in sources):
-        where = common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
+    where = _folder_of(sources) if all(isinstance(source, Files) for source in sources) else ""
     samples = {str(path): path.stem for path in sample_images()} if any(isinstance(s, Demo) for s in sources) else {}
 
     def label(row: Row) -> str:
@@ -201,6 +199,11 @@ def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
         return row.id[len(where) :]
 
     return label
+
+
+def _folder_of(sources: Sequence[Source]) -> str:
+    """The folder that all files lie in."""
+    return common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
 
 
 def _questions(args: argparse.Namespace) -> Questions:
@@ -251,8 +254,7 @@ def _sink(
             if item.row.error is None:
                 yield item.id, str(files[0]) if is_file else ""
 
-    paths = [source.paths for source in sources if isinstance(source, Files)]
-    return Sidecars(args.sidecar, common_folder([path for some in paths for path in some]), pictures, sink)
+    return Sidecars(args.sidecar, _folder_of(sources), pictures, sink)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -58,15 +58,15 @@ def read_header(output: Path) -> dict[str, Any] | None:
     path = header_path(output)
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
-        if header["form"] != FORM:
-            raise InvalidJob(f"{path} is of another version of vlm-batch ({header.get('vlm_batch')})")
-        return dict(header["settings"])
+        is_known = header["form"] == FORM
+        settings = dict(header["settings"]) if is_known else {}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InvalidJob):
-            raise
         raise InvalidJob(f"{path} cannot be read ({error}); --force goes on without it") from error
+    if not is_known:
+        raise InvalidJob(f"{path} is of another version of vlm-batch ({header.get('vlm_batch')})")
+    return settings
 
 
 def write_header(output: Path, settings: Mapping[str, Any]) -> None:

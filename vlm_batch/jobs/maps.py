@@ -6,7 +6,7 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_batch.handle import Handle
@@ -52,7 +52,9 @@ def map_table(
 
     Raises InvalidJob for a table or columns that do not fit.
     """
-    asked = _Asked(batcher, prompt, Columns(image=image, video=video), system, params_of(params), into)
+    questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
+    names = (into, f"{into}_error", f"{into}_tokens")
+    asked = _Asked(batcher, prompt, Columns(image=image, video=video), questions, names)
     if "pandas" in sys.modules and isinstance(table, sys.modules["pandas"].DataFrame):
         starts = range(0, len(table), BATCH_ROWS)
         rows = (row for start in starts for row in table.iloc[start : start + BATCH_ROWS].to_dict("records"))
@@ -75,35 +77,27 @@ def map_table(
     return _map_arrow(asked, table)
 
 
+@dataclass(frozen=True)
 class _Asked:
     """Asks about a table's rows, and gives the answers as cells."""
 
-    def __init__(
-        self,
-        batcher: VLMBatcher,
-        prompt: str | None,
-        columns: Columns,
-        system: str | None,
-        params: SamplingParams,
-        into: str,
-    ) -> None:
-        self._batcher = batcher
-        self._prompt = prompt
-        self._columns = columns
-        self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params)
-        self.names = (into, f"{into}_error", f"{into}_tokens")
+    batcher: VLMBatcher
+    prompt: str | None
+    given: Columns
+    questions: Questions
+    names: tuple[str, str, str]
 
     def columns(self, names: list[str], pictures: list[str]) -> Columns:
         """Find the columns of pictures, videos and prompts. Raises InvalidJob."""
         if taken := [name for name in self.names if name in names]:
             raise InvalidJob(f"the table has a column {taken[0]!r} already; into= takes another name")
-        missing = sorted(self._questions.columns - set(names))
-        if missing and self._prompt is not None:
+        missing = sorted(self.questions.columns - set(names))
+        if missing and self.prompt is not None:
             raise InvalidJob(f"the prompt names {{{missing[0]}}}, which is no column (columns: {', '.join(names)})")
-        if self._prompt is None and "prompt" not in names:
+        if self.prompt is None and "prompt" not in names:
             raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
-        found = self._columns.among(names, "the table", pictures)
-        return found if self._prompt is not None else replace(found, prompt="prompt")
+        found = self.given.among(names, "the table", pictures)
+        return found if self.prompt is not None else replace(found, prompt="prompt")
 
     def answers(
         self, rows: Iterable[Mapping[str, Any]], columns: Columns
@@ -113,7 +107,7 @@ class _Asked:
         try:
             for number, cells in enumerate(rows):
                 row = row_of_cells(cells, columns, place=f"row {number}", folder="")
-                ahead.append((cells, submitted_row(self._batcher, self._questions, row)))
+                ahead.append((cells, submitted_row(self.batcher, self.questions, row)))
                 if len(ahead) == WINDOW:
                     yield _answered(*ahead.popleft())
             while ahead:

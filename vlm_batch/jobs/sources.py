@@ -24,7 +24,6 @@ from vlm_batch.jobs.files import (
     Found,
     check_there,
     expanded,
-    find_files,
     is_url,
     is_video,
     picture_suffixes,
@@ -79,25 +78,17 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
     reading = reading or Reading()
     check_there(arguments)
     sources: list[Source] = []
-    plain: list[str] = []
+    files: list[str] = []  # since the last table
     found = Found()
-
-    def close_plain() -> None:
-        if plain:
-            new = find_files(plain, suffixes=reading.suffixes, recursive=reading.recursive, found=found)
-            sources.extend(_of_files(new, reading))
-            plain.clear()
-
     for argument in arguments:
         for path in expanded(argument):
             opened = _table(path, reading)
             if opened is None:
-                plain.append(path)
-                continue
-            close_plain()
-            if path == "-" or found.add(path):  # a table in two spellings is one table
-                sources.extend(opened)
-    close_plain()
+                files += found.look_for(path, suffixes=reading.suffixes, recursive=reading.recursive)
+            elif path == "-" or found.add(path):  # a table in two spellings is one table
+                sources += [*_of_files(files, reading), *opened]
+                files = []
+    sources += _of_files(files, reading)
     if not sources:
         looked = " ".join(reading.suffixes)
         said = f" ({found.said()})" if found.said() else ""
@@ -161,7 +152,7 @@ def fingerprint(path: str) -> str:
 
 @dataclass(frozen=True)
 class Files(Source):
-    """Pictures and videos by their paths and URLs."""
+    """Pictures and videos by their paths and URLs, which are their ids."""
 
     paths: tuple[str, ...]
     fps: float | None = None
@@ -170,7 +161,15 @@ class Files(Source):
     columns = FILE_COLUMNS
 
     def rows(self) -> Iterator[Row]:
-        return (row_of_file(path, fps=self.fps, max_frames=self.max_frames) for path in self.paths)
+        for path in self.paths:
+            prepare_for(path)
+            columns = file_columns(path)
+            if is_video(path):
+                clip = Video(path, fps=self.fps, max_frames=self.max_frames)
+                yield Row(id=path, videos=(clip,), columns=columns)
+            else:
+                row_id = name_of(path) if path.startswith("data:") else path
+                yield Row(id=row_id, images=(path,), columns=columns)
 
 
 def read_standard_input(reading: Reading) -> Source:
@@ -221,15 +220,6 @@ class Pdf(SourceFile):
             columns = {**file_columns(self.path), "page": number + 1, "pages": count}
             load = partial(render_page, self.path, number, self.dpi)
             yield Row(id=page, images=(page,), columns=columns, load=load)
-
-
-def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
-    """A picture or video as a row: its path is its id."""
-    prepare_for(path)
-    columns = file_columns(path)
-    if is_video(path):
-        return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)
-    return Row(id=path if not path.startswith("data:") else name_of(path), images=(path,), columns=columns)
 
 
 def file_columns(path: str) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ def refusal(error: InvalidRequest) -> ApiError:
     if fields := _FIELDS.match(text):
         names = [_ON_THE_WIRE[name] for name in re.findall(r"\w+", fields[0]) if name != "and"]
         text, param = " and ".join(names) + text[fields.end() :], names[0]
-    instead = "; text that is final already goes to /v1/completions" if "rendered=True" in error.advice else ""
+    instead = "; text that is final already goes to /v1/completions" if "template=None" in error.advice else ""
     return ApiError(400, without_paths(text) + instead, param=param, code=type(error).__name__)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_batch.errors import InvalidParameters
+from vlm_batch.errors import InvalidParameters, InvalidPrompt
 from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal
@@ -26,7 +26,7 @@ from vlm_batch.server.wire import (
     TextFormat,
     Wire,
 )
-from vlm_batch.types import FORMS, Request, SamplingParams
+from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
 #: The largest priority that a client may give its request.
 MAX_PRIORITY = 100
@@ -72,18 +72,24 @@ class Ask:
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams
-    template: Mapping[str, Any]
+    template: Template | None
     stream: bool
     include_usage: bool
     is_chat: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
+    pixels: Mapping[str, Any] = field(default_factory=dict)
     user: str | None = None
 
     def requests(self, *, request_id: str, priority: int) -> list[Request]:
         """One request for each prompt, in their order; its answers share what is encoded and prefilled."""
         return [
             Request(
-                params=self.params, request_id=f"{request_id}-{index}", priority=priority, **prompt, **self.template
+                params=self.params,
+                request_id=f"{request_id}-{index}",
+                priority=priority,
+                template=self.template,
+                **prompt,
+                **self.pixels,
             )
             for index, prompt in enumerate(self.prompts)
         ]
@@ -104,14 +110,20 @@ def chat_ask(
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ApiError(400, f"tools: two of them are named {twice[:100]!r}", param="tools")
-    template = _template(body, tools)
+    given = {TEMPLATE[name]: value for name, value in _asked(body, TEMPLATE).items() if name != "tools"}
+    pixels: dict[str, Any] = {name: given.pop(name) for name in ("min_pixels", "max_pixels") if name in given}
     if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
-        template.setdefault("enable_thinking", True)
+        given.setdefault("enable_thinking", True)
+    try:
+        template = Template(tools=tools or None, **given)
+    except InvalidPrompt as error:
+        raise refusal(error) from error
     return Ask(
         prompts=({"messages": list(messages)},),
         params=_params(body, max_tokens, logprobs, config, grammar=_call_grammar(body, tools, writer)),
         template=template,
         tools=tools,
+        pixels=pixels,
         **_shape(body),
     )
 
@@ -124,7 +136,7 @@ def completion_ask(body: CompletionRequest, config: ServerConfig) -> Ask:
     return Ask(
         prompts=prompts,
         params=_params(body, body.max_tokens, body.logprobs, config),
-        template={},
+        template=None,
         is_chat=False,
         **_shape(body),
     )
@@ -197,11 +209,6 @@ def _params(
         raise refusal(error) from error
 
 
-def _template(body: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    given = {TEMPLATE[name]: value for name, value in _asked(body, TEMPLATE).items() if name != "tools"}
-    return {**given, "tools": list(tools)} if tools else given
-
-
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a table that a body sets to more than nothing. Raises ApiError for a value that cannot be read."""
     found: dict[str, Any] = {}
@@ -231,12 +238,12 @@ _CONVERSIONS = {"response_format": _format, "logit_bias": _bias}
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:
     if isinstance(prompt, str):
-        return ({"prompt": prompt, "rendered": True},)
+        return ({"prompt": prompt},)
     if not prompt:
         raise ApiError(400, "prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
         return ({"token_ids": prompt},)
-    return tuple({"prompt": one, "rendered": True} if isinstance(one, str) else {"token_ids": one} for one in prompt)
+    return tuple({"prompt" if isinstance(one, str) else "token_ids": one} for one in prompt)
 
 
 def _arguments(text: str) -> Any:
