@@ -38,7 +38,7 @@ BODY_ROOMS, OF_REQUESTS = ("types", "batcher", "engine", "handle", "inputs"), ("
 NUMBERS = frozenset({"int", "float", "bool", "str", "tuple", "None"})
 #: Rooms that know the classes of caches on purpose: what they are made of, and the families.
 KNOW_CACHES = ("models", "adapters")
-#: Members of an adapter that the engine calls and reads, and no family has of its own (``SingleRow`` says one for ``max_rows``).
+#: Members of an adapter that the engine calls and reads, and no family has of its own.
 CALLS = frozenset(
     {
         *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products", "remember_features"),
