@@ -56,6 +56,33 @@ NO_LAYOUT = {
 }
 
 
+#: Families that came with transformers 5: nobody has folders of theirs in the older layout.
+NO_OLDER = frozenset(
+    {
+        *("cohere_compass", "gemma4", "gemma4_experts", "gemma4_unified", "glm5_next", "hunyuan_vl", "minicpmv4_6"),
+        *("minicpmv4_7", "mistral3_ministral3", "mistral3_mistral4", "muse_glimmer", "muse_spark", "qwen3_5"),
+        *("qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp", "step3p7"),
+    }
+)
+
+
+def older(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as transformers 4 wrote it: rotary settings by their older names, and the width of a head."""
+    found = {name: older(value) if name.endswith("_config") and value else value for name, value in config.items()}
+    if "transformers_version" in found:
+        found["transformers_version"] = "4.57.1"
+    rope = found.pop("rope_parameters", None) or {}
+    if "rope_type" not in rope and rope:  # one for each kind of layers
+        found["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+    flat = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if "mrope_section" in rope or rope.get("rope_type", "axial") not in ("axial", "default"):
+        kind = "mrope" if rope["rope_type"] == "default" else rope["rope_type"]
+        flat["rope_scaling"] = {**rope, "type": kind, "rope_type": rope["rope_type"]}
+    if rope.get("rope_type", "axial") != "axial" and found.get("head_dim") is None:
+        flat["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    return {**found, **flat}
+
+
 @cache
 def layout(name: str) -> Mapping[str, Any]:
     """What was recorded of a family: "files" by name, and "tensors"."""
@@ -100,8 +127,10 @@ def write_checkpoint(
     dtype: mx.Dtype = mx.float32,
     rounded: mx.Dtype | None = None,
     config: Mapping[str, Any] | None = None,
+    is_older: bool = False,
 ) -> Path:
-    """A family's folder. ``rounded`` rounds weights to a type without keeping them in it; ``config`` changes config.json."""
+    """A family's folder, ``is_older`` as transformers 4 laid it out. ``rounded`` rounds weights to a type without keeping them
+    in it; ``config`` changes config.json."""
 
     def as_asked(value: np.ndarray) -> mx.array:
         array = mx.array(value)
@@ -111,7 +140,9 @@ def write_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     for file, settings in layout(name)["files"].items():
-        changed = settings | dict(config or {}) if file == "config.json" else settings
+        changed = settings
+        if file == "config.json":
+            changed = {**(older(settings) if is_older else settings), **(config or {})}
         (folder / file).write_text(json.dumps(changed), encoding="utf-8")
     tensors = {key: as_asked(value) for key, value in tensors_of(name).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})

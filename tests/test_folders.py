@@ -22,9 +22,10 @@ from tests.checkpoints import write_checkpoint
 from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
 from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.arrays import as_numpy
-from vlm_batch.checkpoints import normalise_config, older_processor_files, read_model
+from vlm_batch.checkpoints import older_processor_files, read_model
 from vlm_batch.loading import adapt, load_model
 from vlm_batch.models._aya_vision import best_grid as cohere_grid
+from vlm_batch.models._layouts import corrected
 from vlm_batch.models._llama4_pictures import TileProcessor
 from vlm_batch.models._llama4_pictures import best_grid as llama_grid
 
@@ -107,7 +108,7 @@ def write_llava(folder: Path) -> Path:
 def test_llava_takes_a_picture(tmp_path: Path) -> None:
     """mlx-vlm hands `padding` to a picture's processor, which refuses what it does not know."""
     folder, image = write_llava(tmp_path / "llava"), picture(16, 16)
-    result = ask(folder, [image], "<image> w5 w6", rendered=True)
+    result = ask(folder, [image], "<image> w5 w6", template=None)
     assert result.ok, result.error
     expected = alone("llava", folder, [*[128] * 16, 5, 6], pixel_values=squares([image], 16))
     assert list(result.token_ids) == expected.tokens
@@ -197,7 +198,7 @@ def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:
             "max_patches": 4,
         },
     )
-    result = ask(folder, [image], "<IMG> w5 w6", rendered=True)
+    result = ask(folder, [image], "<IMG> w5 w6", template=None)
     assert result.ok, result.error
     expected = alone("aya_vision_cohere2", folder, [129, *[128] * 4, 131, 130, 5, 6], pixel_values=squares([image], 16))
     assert list(result.token_ids) == expected.tokens
@@ -355,7 +356,7 @@ def test_a_saved_folder_takes_pictures(name: str, tmp_path: Path) -> None:
     images = [picture(16, 16), picture(40, 24, seed=1)]
     with VLMBatcher(folder) as batcher:
         asked: dict[str, Any] = (
-            {"prompt": "w5 w6"} if saved.has_template else {"prompt": f"{saved.picture} w5 w6", "rendered": True}
+            {"prompt": "w5 w6"} if saved.has_template else {"prompt": f"{saved.picture} w5 w6", "template": None}
         )
         requests = [Request(images=image, params=ANSWER, **asked) for image in images]
         results = [handle.result(timeout=60) for handle in map(batcher.submit_request, requests)]
@@ -406,7 +407,7 @@ def test_gemma3_takes_a_rendered_prompt_with_a_picture(tmp_path: Path) -> None:
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}},
         image_seq_length=9,
     )
-    result = ask(folder, [image], "<start_of_image> w5 w6", rendered=True)
+    result = ask(folder, [image], "<start_of_image> w5 w6", template=None)
     assert result.ok, result.error
     assert result.usage.image_tokens == 9
     ids = [129, *[128] * 9, 130, 5, 6]
@@ -416,7 +417,7 @@ def test_gemma3_takes_a_rendered_prompt_with_a_picture(tmp_path: Path) -> None:
     again = ask(folder, [image], "w5 w6")
     assert again.ok, again.error
     with VLMBatcher(folder) as batcher, pytest.raises(InvalidPrompt, match="0 picture placeholders for 1"):
-        batcher.submit([image], "<image_soft_token> w5", rendered=True)
+        batcher.submit([image], "<image_soft_token> w5", template=None)
 
 
 def write_llama4(folder: Path) -> Path:
@@ -517,12 +518,12 @@ def test_a_dropped_group_of_experts_is_out_of_the_choice() -> None:
 
 def test_older_configurations_stay_as_they_are() -> None:
     older = {"model_type": "qwen3_vl", "transformers_version": "4.57.0", "text_config": {"rope_theta": 5e6}}
-    assert normalise_config(older) == older
+    assert corrected(older) == older
 
 
 def test_scaled_positions_are_handed_on() -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
-    text = normalise_config({"model_type": "mllama", "text_config": {"rope_parameters": rope}})["text_config"]
+    text = corrected({"model_type": "mllama", "text_config": {"rope_parameters": rope}})["text_config"]
     assert text["rope_theta"] == 5e5
     assert text["rope_scaling"] == {"type": "llama3", **rope}
 
@@ -539,6 +540,4 @@ def test_scaled_positions_that_mlx_vlm_cannot_be_told_are_refused(tmp_path: Path
 def test_layers_at_no_regular_distance_are_refused() -> None:
     layers = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModel, match="at no regular distance"):
-        normalise_config(
-            {"model_type": "qwen3_5", "transformers_version": "5.23.0", "text_config": {"layer_types": layers}}
-        )
+        corrected({"model_type": "qwen3_5", "transformers_version": "5.23.0", "text_config": {"layer_types": layers}})

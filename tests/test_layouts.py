@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, names, write_checkpoint
+from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, NO_OLDER, names, write_checkpoint
 from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, requests_of
 from vlm_batch.checkpoints import TypedNorm, read_model
 from vlm_batch.errors import UnsupportedModel
@@ -57,6 +57,30 @@ def test_a_saved_folder_answers_as_transformers(name: str, tmp_path: Path) -> No
         for request, trace in answers(name, model).items():
             assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
             assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
+
+
+@pytest.mark.parametrize("name", sorted({*names()} - NO_OLDER))
+def test_an_older_folder_answers_as_transformers(name: str, tmp_path: Path) -> None:
+    """Rules go by what a folder holds: which version wrote it is not asked."""
+    model = loaded(write_checkpoint(tmp_path / name, name, is_older=True))
+    with np.load(REFERENCES / f"{name}.npz") as recorded:
+        for request, trace in answers(name, model, few=True).items():
+            assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
+            assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["5", "4"])
+@pytest.mark.parametrize("name", ["idefics2", "idefics3", "smolvlm", "aya_vision", "paligemma", "glm_ocr"])
+def test_scaled_positions_that_no_class_reads_are_refused(name: str, is_older: bool, tmp_path: Path) -> None:
+    """Also where they lie in ``rope_scaling``, as transformers 4 wrote them."""
+    folder = write_checkpoint(tmp_path / name, name, is_older=is_older)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    place = "rope_scaling" if is_older else "rope_parameters"
+    scaled = {"rope_type": "yarn", "factor": 4.0, **({} if is_older else {"rope_theta": 100.0})}
+    config["text_config"][place] = scaled
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="has yarn positions, which mlx-vlm's class of it does not know"):
+        read_model(folder, in_float32=True)
 
 
 @pytest.mark.parametrize("name", [*FROM_ONE, "falcon_h1", "gemma3", "qwen2_5_vl"])
@@ -125,3 +149,24 @@ def test_experts_that_are_in_no_row_of_layers_are_refused(layers: list[str], tmp
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="no experts in a row of layers"):
         load_model(folder)
+
+
+def test_what_no_answer_reads_may_be_there_or_not(tmp_path: Path) -> None:
+    """SigLIP's pooling head by transformers' names, and a tower's type of numbers."""
+    folder = write_checkpoint(tmp_path / "granite", "granite_vision")
+    tensors = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    head = "vision_tower.head."
+    shapes = {"probe": (1, 1, 32), "attention.in_proj_weight": (96, 32), "attention.in_proj_bias": (96,)}
+    shapes |= {"attention.out_proj.weight": (32, 32), "attention.out_proj.bias": (32,), "mlp.fc1.weight": (64, 32)}
+    shapes |= {"mlp.fc1.bias": (64,), "mlp.fc2.weight": (32, 64), "mlp.fc2.bias": (32,)}
+    shapes |= {"layernorm.weight": (32,), "layernorm.bias": (32,)}
+    whole = tensors | {head + name: mx.ones(shape) for name, shape in shapes.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), whole, metadata={"format": "pt"})
+    model = loaded(folder)
+    assert (model.vision_tower.vision_model.head.attention.in_proj.weight == 1).all()
+    folder = write_checkpoint(tmp_path / "glm_ocr", "glm_ocr")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loaded(folder)

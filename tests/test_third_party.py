@@ -28,8 +28,9 @@ from vlm_batch import SamplingParams, VLMBatcher
 import mlx.core as mx
 import my_vl_model
 from mlx_vlm.generate.ar import generate_step
-from mlx_vlm.utils import load, prepare_inputs
+from mlx_vlm.utils import prepare_inputs
 from PIL import Image
+from vlm_batch.loading import load_model
 
 NAMES = ["red_circle.png", "digits_728.png", None, "receipt.jpg"]
 folder, pictures = Path("checkpoint"), Path(sys.argv[1])
@@ -42,7 +43,7 @@ with VLMBatcher(folder, max_rows=4) as batcher:
     handles = [batcher.submit(path, prompt, params=params) for path, prompt in zip(paths, prompts)]
     together = [handle.result() for handle in handles]
 
-model, processor = load(str(folder))  # what of it is still to be computed belongs to this thread
+model, processor = load_model(folder)  # what of it is still to be computed belongs to this thread
 with VLMBatcher(model, processor) as batcher:
     together.append(batcher.submit(paths[0], prompts[0], params=params).result())
 paths, prompts = [*paths, paths[0]], [*prompts, prompts[0]]

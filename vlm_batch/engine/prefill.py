@@ -16,15 +16,12 @@ from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, padded_count, padded_length, together
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, padded_count, padded_length, together
+from vlm_batch.policy import Policy
 from vlm_batch.records import Call, Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
 Guard = Callable[..., Any]
-
-
-#: The longest chunk that is warmed up where chunks have no bound.
-LONGEST = 2048
 
 
 class Prefill:
@@ -35,7 +32,7 @@ class Prefill:
         self,
         adapter: ModelAdapter,
         reuse: Reuse,
-        config: SchedulerConfig,
+        config: Policy,
         kv: KVQuantisation | None,
         guard: Guard,
         exact: Exact | None = None,
@@ -51,12 +48,12 @@ class Prefill:
         self._guard = guard
         self._kv = kv
         fresh = adapter.make_cache(kv)
-        self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
-        self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
+        self._pad_to = config.pad_to if pads(adapter, fresh) else 0
+        self._most_together = config.prefill_together if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
         # What a forward costs beside its positions, in positions; prompts of other lengths are no neighbours in exact answers.
-        self._fill = (config.smallest_chunk or 0) // 2 if self._pad_to and exact is None else 0
-        self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
+        self._fill = config.smallest_chunk // 2 if self._pad_to and exact is None else 0
+        self._longest = config.max_chunk if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 

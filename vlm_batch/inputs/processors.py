@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_vlm.utils import StoppingCriteria
 from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -38,6 +39,16 @@ def without_text_options(processor: Any) -> Any:
     processor, part = copy.copy(processor), copy.copy(part)
     part.__class__ = type(theirs.__name__, (theirs,), {"__call__": call, "__module__": theirs.__module__})
     processor.image_processor = part
+    return processor
+
+
+def with_stops(processor: Any, detokenizer: Any, config: Any) -> Any:
+    """The processor with what mlx-vlm's loops look for on it: a detokeniser of this class, and the ids that end an answer."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    processor.detokenizer = detokenizer(tokenizer)
+    further = getattr(processor, "additional_eos_token_ids", ())
+    stops = StoppingCriteria(getattr(config, "eos_token_id", None), tokenizer, additional_eos_token_ids=further)
+    tokenizer.stopping_criteria = stops
     return processor
 
 

@@ -87,14 +87,14 @@ class ReservedWords:
 
     def check_prompt(self, text: str) -> None:
         """Refuse a prompt that holds a reserved word. Raises InvalidPrompt."""
-        self._check(text, self.placeholders | self.turns, "give text that is final already with rendered=True")
+        self._check(text, self.placeholders | self.turns, "give text that is final already with template=None")
 
     def check_chat(self, messages: Iterable[Message]) -> None:
         """Refuse a chat that holds one; an assistant's turn may repeat what the model itself writes."""
         for message in messages:
             words = self.placeholders if message.get("role") == "assistant" else self.placeholders | self.turns
             for text in (*texts_of(message), _in_one(message.get("content"))):
-                self._check(text, words, "render the chat yourself and give it as prompt with rendered=True")
+                self._check(text, words, "render the chat yourself and give it as prompt with template=None")
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Refuse a template's further arguments, such as tools and documents, if they hold one."""

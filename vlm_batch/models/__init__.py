@@ -6,7 +6,6 @@ registered by whoever imports their module.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vlm_batch import registry
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 #: The group of entry points by which other packages make families known.
 ENTRY_POINTS = "vlm_batch.families"
-#: The package in which mlx-vlm's loader looks for the code of a model type, and the names that it needs there.
-UPSTREAM, NEEDED = "mlx_vlm.models", ("Model", "ModelConfig")
+#: The names that mlx-vlm's loader needs in the package of a model type.
+NEEDED = ("Model", "ModelConfig")
 
 
 def register(spec: ModelSpec) -> Callable[[registry.AdapterType], registry.AdapterType]:
@@ -59,26 +59,25 @@ def adapter_for(model_type: str) -> type[Adapter]:
     return spec.adapter
 
 
-def provide_package(model_type: str) -> None:
-    """Let mlx-vlm's loader find the model code of a family that names its own ``package``.
+def package_of(model_type: str) -> ModuleType | None:
+    """The model code of a family that names its own ``package``; None where mlx-vlm has it.
 
     Raises UnsupportedModel where the package cannot be imported, lacks what a loader needs, or is not needed.
     """
-    spec, name = spec_for(model_type), f"{UPSTREAM}.{model_type}"
+    spec = spec_for(model_type)
     if spec is None or spec.package is None:
-        return
+        return None
+    if find_spec(f"mlx_vlm.models.{model_type}") is not None:
+        raise UnsupportedModel(
+            f"{spec.family}: mlx-vlm has code for {model_type!r}: leave package={spec.package!r} out"
+        )
     try:
         package = import_module(spec.package)
     except ImportError as error:
         raise UnsupportedModel(f"{spec.family}: its model code {spec.package!r} cannot be imported: {error}") from error
     if missing := [needed for needed in NEEDED if needed not in vars(package)]:
         raise UnsupportedModel(f"{spec.family}: its model code {spec.package!r} has no {' and no '.join(missing)}")
-    if sys.modules.get(name) is not package:
-        if find_spec(name) is not None:
-            raise UnsupportedModel(
-                f"{spec.family}: mlx-vlm has code for {model_type!r}: leave package={spec.package!r} out"
-            )
-        sys.modules[name] = package
+    return package
 
 
 def _import_all() -> None:

@@ -1,4 +1,4 @@
-"""The rules that layouts are made of: changes to a configuration, and to the names and places of tensors."""
+"""What corrects a folder before mlx-vlm's classes read it: rules for ``config.json`` and for tensors, and their changes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,81 @@ from vlm_batch.errors import UnsupportedModel
 
 Config = dict[str, Any]
 Weights = dict[str, mx.array]
+Change = Callable[[Config], Config]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Changes to one family's ``config.json`` and tensors before mlx-vlm's classes read them."""
+class Rule:
+    """A correction of ``config.json``. It goes by what a folder holds, not by the version that it names.
 
-    config: Callable[[Config], Config] = lambda config: config
-    weights: Callable[[Weights, Config], Weights] = lambda weights, config: weights
-    #: (tensors on disk, tensors as mlx-vlm has changed them) -> corrections of the latter.
+    It is for the model types ``types`` (every type, where there are none), and for a ``part`` that has all entries of
+    ``where``: "text" and "vision", "" for the whole, "*" for the whole and everything in it. ``source`` says who reads the
+    result: a file of mlx-vlm's models, or of transformers.
+    """
+
+    types: str
+    change: Change
+    source: str
+    part: str = ""
+    where: str = ""
+
+    def apply(self, config: Config, model_type: str) -> Config:
+        """The configuration of this type, corrected if the rule is for it."""
+        if self.types and model_type not in self.types.split():
+            return config
+        if self.part == "*":
+            return self._everywhere(config)
+        key = f"{self.part}_config"
+        part = config.get(key) if self.part else config
+        if not isinstance(part, Mapping) or not self._fits(part):
+            return config
+        changed = self.change(dict(part))
+        return config | {key: changed} if self.part else changed
+
+    def _fits(self, part: Mapping[str, Any]) -> bool:
+        return all(
+            isinstance(part.get(name), Mapping) if name.endswith("_config") else part.get(name) is not None
+            for name in self.where.split()
+        )
+
+    def _everywhere(self, config: Mapping[str, Any]) -> Config:
+        parts = {
+            name: value for name, value in config.items() if name.endswith("_config") and isinstance(value, Mapping)
+        }
+        found = {**config, **{name: self._everywhere(part) for name, part in parts.items()}}
+        return self.change(found) if self._fits(found) else found
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Corrections of a family's tensors: as they lie (``names``, then ``change``), and as mlx-vlm has put them (``finish``)."""
+
+    #: Patterns of names and what they become, in order.
+    names: tuple[tuple[str, str], ...] = ()
+    change: Callable[[Weights, Config], Weights] = lambda weights, config: weights
+    #: (tensors on disk, tensors as mlx-vlm has changed them) -> the latter, corrected.
     finish: Callable[[Weights, Weights, Config], Weights] = lambda lying, put, config: put
+    #: The beginning of the names of parameters that no answer reads: zeros where a folder leaves them out.
+    unread: str = ""
     #: Norms whose weights count from one (a pattern): they are kept in float32, as transformers multiplies them.
-    from_one: str = ""
-    #: Whether pictures are processed by transformers' processor of this type, though the model is read as another type's.
-    keeps_processor: bool = False
-    #: Sets attributes of the processor, from the configuration, that mlx-vlm does not read from the files.
-    processor: Callable[[Any, Config], None] = lambda processor, config: None
+    from_one: str = r"(?!)"
+
+    def put(self, weights: Weights, config: Config) -> Weights:
+        """Tensors of a file as mlx-vlm expects them."""
+        found: Weights = {}
+        for name, value in weights.items():
+            for pattern, replacement in self.names:
+                name = re.sub(pattern, replacement, name)
+            found[name] = value
+        return self.change(found, config)
 
 
-# Configurations
+# Changes of a configuration
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def in_order(*steps: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """Several rules, one after the other."""
+def in_order(*steps: Change) -> Change:
+    """Several changes, one after the other."""
 
     def run(config: Config) -> Config:
         for step in steps:
@@ -46,68 +97,25 @@ def in_order(*steps: Callable[[Config], Config]) -> Callable[[Config], Config]:
     return run
 
 
-def part(name: str, change: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """A rule for a part of the configuration, "text" or "vision"; nothing where there is no such part."""
-    key = f"{name}_config"
-    return lambda config: config | {key: change(dict(config[key]))} if isinstance(config.get(key), Mapping) else config
-
-
-def renamed(**names: str) -> Callable[[Config], Config]:
+def renamed(**names: str) -> Change:
     """Entries known under other names: old name -> the one that mlx-vlm reads, where that is not there yet."""
     return lambda config: (
         config | {new: config[old] for old, new in names.items() if old in config and config.get(new) is None}
     )
 
 
-def filled(**values: Any) -> Callable[[Config], Config]:
+def filled(**values: Any) -> Change:
     """Entries that transformers' class has as constants and mlx-vlm's asks for."""
     return lambda config: config | {name: value for name, value in values.items() if config.get(name) is None}
 
 
-def without(*names: str) -> Callable[[Config], Config]:
+def without(*names: str) -> Change:
     """Entries left out, because mlx-vlm's class takes no other than its own."""
     return lambda config: {name: value for name, value in config.items() if name not in names}
 
 
-def own_vision_type(config: Config) -> Config:
-    """A tower's type without transformers' suffix, which mlx-vlm's tower refuses: qwen2_vl for qwen2_vl_vision."""
-    own = str(config["model_type"])
-
-    def strip(tower: Config) -> Config:
-        return tower | {"model_type": own} if tower.get("model_type") == f"{own}_vision" else tower
-
-    return part("vision", strip)(config)
-
-
-def text_at_the_root(config: Config) -> Config:
-    """The decoder's settings beside the model's, where mlx-vlm takes them from: its class overwrites ``text_config``."""
-    text = config.get("text_config")
-    return {**text, **config} if isinstance(text, Mapping) else config
-
-
-def full_attention_interval(name: str = "full_attention_interval") -> Callable[[Config], Config]:
-    """``layer_types`` as mlx-vlm counts them: every n-th layer has full attention.
-
-    Raises UnsupportedModel for layers that lie otherwise, which mlx-vlm has no way to be told.
-    """
-
-    def change(config: Config) -> Config:
-        types = config.get("layer_types")
-        return config | {name: _interval(types)} if isinstance(types, Sequence) and types else config
-
-    return change
-
-
-def _interval(types: Sequence[str]) -> int:
-    full = [kind == "full_attention" for kind in types]
-    interval = full.index(True) + 1 if any(full) else len(full) + 1
-    if full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
-        raise UnsupportedModel(f"layer_types {list(types)} have full attention at no regular distance")
-    return interval
-
-
-def refused(reason: str) -> Callable[[Config], Config]:
-    """A rule for what cannot be put. Raises UnsupportedModel, with the reason."""
+def refused(reason: str) -> Change:
+    """What cannot be put. Raises UnsupportedModel, with the reason."""
 
     def refuse(config: Config) -> Config:
         raise UnsupportedModel(f"model type {config['model_type']!r} cannot be read: {reason}")
@@ -115,34 +123,29 @@ def refused(reason: str) -> Callable[[Config], Config]:
     return refuse
 
 
-# Weights
+def full_attention_interval(name: str) -> Change:
+    """``layer_types`` as mlx-vlm counts them: every n-th layer has full attention.
+
+    Raises UnsupportedModel for layers that lie otherwise, which mlx-vlm has no way to be told.
+    """
+
+    def change(config: Config) -> Config:
+        full = [kind == "full_attention" for kind in config["layer_types"]]
+        interval = full.index(True) + 1 if any(full) else len(full) + 1
+        if full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
+            raise UnsupportedModel(f"layer_types {config['layer_types']} have full attention at no regular distance")
+        return config | {name: interval}
+
+    return change
+
+
+def text_at_the_root(config: Config) -> Config:
+    """The decoder's settings beside the model's, where mlx-vlm takes them from: its class overwrites ``text_config``."""
+    return {**config["text_config"], **config}
+
+
+# Changes of tensors
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def names(*rules: tuple[str, str]) -> Callable[[Weights, Config], Weights]:
-    """Tensors renamed by patterns, in order."""
-
-    def rename(weights: Weights, config: Config) -> Weights:
-        return {_renamed(name, rules): value for name, value in weights.items()}
-
-    return rename
-
-
-def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def after(*steps: Callable[[Weights, Config], Weights]) -> Callable[[Weights, Config], Weights]:
-    """Several rules for tensors, one after the other."""
-
-    def run(weights: Weights, config: Config) -> Weights:
-        for step in steps:
-            weights = step(weights, config)
-        return weights
-
-    return run
 
 
 def joined_attention(weights: Weights, queries: str, before: str, after: str) -> Weights:
@@ -152,3 +155,25 @@ def joined_attention(weights: Weights, queries: str, before: str, after: str) ->
         parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
         found[name.replace(f"{before}q_proj.", after)] = mx.concatenate(parts)
     return found
+
+
+def raised(weights: Weights, names: str) -> Weights:
+    """Weights in half precision whose names a pattern finds, made float32.
+
+    mlx-vlm adds ones and multiplies in the file's type, which loses three digits of a norm that counts from one.
+    """
+    half = (mx.bfloat16, mx.float16)
+    return {
+        name: value.astype(mx.float32) if value.dtype in half and re.search(names, name) else value
+        for name, value in weights.items()
+    }
+
+
+def kinds_renamed(name: str, **words: str) -> Change:
+    """A list of kinds of layers by mlx-vlm's words."""
+    return lambda config: config | {name: [words.get(kind, kind) for kind in config[name]]}
+
+
+def every(name: str, kinds: Sequence[str]) -> list[int]:
+    """The layers that are of a kind."""
+    return [layer for layer, kind in enumerate(kinds) if kind == name]
