@@ -180,9 +180,7 @@ def load_model(
     except Exception as error:  # whatever a tokenizer's or a processor's class raises, or a package that it asks for
         said = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
-    spec = spec_for(model_type)
-    if spec is not None and spec.adapter is not None:
-        leave_on_disk(model, spec.adapter.on_disk())
+    leave_on_disk(model)
     if wanted is not None:
         model.set_dtype(wanted)
         mx.eval(model.parameters())
