@@ -296,8 +296,7 @@ class Preparer:
         else:
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
-            self._reserved.check_chat(turns)
-            self._reserved.check_arguments(options.arguments)
+            self._reserved.check_chat(turns, options.arguments)
             prompt = self.processing.render(turns, len(images), len(clips), options)
         return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
 
@@ -324,8 +323,7 @@ class Preparer:
 
     def _rendered(self, prompt: str, is_final: bool, num_images: int, num_videos: int, options: TemplateOptions) -> str:
         if not is_final:
-            self._reserved.check_prompt(prompt)
-            self._reserved.check_arguments(options.arguments)
+            self._reserved.check_prompt(prompt, options.arguments)
             return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
