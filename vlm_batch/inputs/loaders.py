@@ -176,19 +176,19 @@ class Loaders:
     def process(self, loading: Loading) -> None:
         """Have what was read processed; returns at once."""
         pool = self._long_work if loading.question.takes_long else self._work
-
-        def work() -> Prepared:
-            begin = time.perf_counter()
-            try:
-                return self._prepare(loading.question, loading.cancelled)
-            finally:
-                loading.process_seconds = time.perf_counter() - begin
-
         try:
-            working = pool.submit(work, loading.cancelled)
+            working = pool.submit(partial(self._prepared, loading), loading.cancelled)
             working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
         except BaseException as error:
             loading.end(error)
+
+    def _prepared(self, loading: Loading) -> Prepared:
+        # No function within another: an error's traceback would hold its closure, and with it the loading.
+        begin = time.perf_counter()
+        try:
+            return self._prepare(loading.question, loading.cancelled)
+        finally:
+            loading.process_seconds = time.perf_counter() - begin
 
     def close(self) -> None:
         """End everything that is under way, and wait a little for what native code is doing."""

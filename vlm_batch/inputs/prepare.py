@@ -143,14 +143,9 @@ class Question:
         return replace(self, images=images, videos=videos, num_pixels=sum(map(count_pixels, images)))
 
     @property
-    def is_long(self) -> bool:
-        """Whether its prompt takes long to become tokens."""
-        return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
-
-    @property
     def takes_long(self) -> bool:
         """Whether preparing it takes long, whatever it waits for."""
-        return self.is_long or self.has_large_form
+        return self.has_large_form or (self.prompt is not None and len(self.prompt) >= LONG_PROMPT)
 
     @cached_property
     def lane(self) -> Lane:
@@ -395,17 +390,17 @@ class Preparer:
 
     def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
         """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
-        if question.is_long:
+        prompt = question.prompt
+        if prompt is not None and len(prompt) >= LONG_PROMPT:
             with self._long_lock:
                 settings = settings_of(self.processing.processor)
                 if self._long is None or self._long[0] != settings:
                     self._long = settings, self.processing.copy()
-                assert question.prompt is not None
                 with self._long[1].seeing(question.pixels):
-                    return settled(self._long[1].inputs(question.prompt, images, clips))
+                    return settled(self._long[1].inputs(prompt, images, clips))
         with self._copies.one() as processing, processing.seeing(question.pixels):
-            if question.prompt is not None:
-                return settled(processing.inputs(question.prompt, images, clips))
+            if prompt is not None:
+                return settled(processing.inputs(prompt, images, clips))
             found = processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
             return settled(found)
 

@@ -192,7 +192,7 @@ class Processing:
         if (
             clips and frames is not None
         ):  # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
-            seconds = [frames / clip.sampled_fps for clip in clips]
+            seconds = [step / clip.sampled_fps for clip in clips]
             found = {**found, "second_per_grid_ts": np.array(seconds, dtype=np.float32)}
         return as_mlx({**found})
 

@@ -77,7 +77,8 @@ class ReservedWords:
         around = [word for word in special if word in picture and word not in turns]
         written = [_middle(plain, text) for text in (picture, video) if text]
         written = [word for word in written if len(word) > 1 and not word.isalnum()]
-        known = _marks_of(type(processor))
+        kind: type = type(processor)
+        known = _marks_of(kind)
         fixed = (*named, *marked, *around, *(word for word in written if not _NUMBER.search(word)))
         fixed = (*fixed, *(word for word in known if "\\" not in word))
         patterns = {r"\d+".join(map(re.escape, _NUMBER.split(word))) for word in written if _NUMBER.search(word)}
