@@ -32,26 +32,23 @@ from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
-from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
 from vlm_batch.exactness import exact_for, versions  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
-from vlm_batch.policy import POLICIES  # noqa: E402
+from vlm_batch.policy import policy_of  # noqa: E402
 from vlm_batch.records import Call  # noqa: E402
-from vlm_batch.runtime.device import device  # noqa: E402
 
 REPRODUCIBLE = "reproducible"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine is set: the parts of ``reproducible`` that it has, or all of it (``exact``), with other settings of the
-    device's ``policy``."""
+    """How an engine is set: the parts of ``reproducible`` that it has, or all of it (``exact``), with other settings than the
+    device's (``policy``)."""
 
-    config: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
     by_shapes: bool = False
     exact: bool = False
     most: int | None = None  # rows in a forward
-    policy: dict[str, Any] = field(default_factory=dict)
 
 
 WAYS = {
@@ -109,8 +106,7 @@ class Engine(Driven):
 
     def __init__(self, model: Any, workload: Workload, way: Way) -> None:
         adapter = adapt(model)
-        config = replace(SchedulerConfig(max_rows=workload.rows), **way.config)
-        policy = replace(POLICIES[device()], **way.policy)
+        policy = policy_of({"max_rows": workload.rows, **way.policy})
         exact = exact_for(adapter, policy=policy, max_rows=workload.rows) if way.exact else None
         if exact is not None and way.most is not None:
             exact = replace(exact, counts=tuple(count for count in exact.counts if count <= way.most))
@@ -118,7 +114,7 @@ class Engine(Driven):
         watched: Any = adapter
         for name in CALLS:
             setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
-        self.generator = BatchGenerator(adapter, config=config, exact=exact)
+        self.generator = BatchGenerator(adapter, policy=policy, exact=exact)
         if way.by_shapes:
             fixed = Call(is_fixed=True)
             self.generator.encoder.call = self.generator.prefill.call = self.generator._decoder._call = fixed

@@ -27,8 +27,8 @@ from vlm_batch.arrays import as_mlx  # noqa: E402
 from vlm_batch.engine.constraints import Guide  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
-from vlm_batch.engine.scheduler import SchedulerConfig  # noqa: E402
 from vlm_batch.inputs.grammar import Forms  # noqa: E402
+from vlm_batch.policy import policy_of  # noqa: E402
 from vlm_batch.types import SamplingParams  # noqa: E402
 
 PLAIN = 8
@@ -60,7 +60,7 @@ def random_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool) -> tuple[list[float], list[float]]:
     """Seconds between two tokens of the plain rows: of the wall's clock, and of the processors."""
-    generator = BatchGenerator(adapter, config=SchedulerConfig(max_rows=PLAIN + extra))
+    generator = BatchGenerator(adapter, policy=policy_of({"max_rows": PLAIN + extra}))
     for index in range(PLAIN + extra):
         inputs = as_mlx({"input_ids": caches.np.full((1, 32), 5 + index)})
         params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=index)

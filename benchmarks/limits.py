@@ -137,12 +137,13 @@ def engine_step(model: Any, contexts: RandomContexts, rows: int, context: int) -
     import mlx.core as mx
 
     from vlm_batch.engine.generator import BatchGenerator
-    from vlm_batch.engine.scheduler import SchedulerConfig
     from vlm_batch.loading import adapt
+    from vlm_batch.policy import policy_of
 
-    config = SchedulerConfig(max_rows=rows, prefill_budget=rows * context, idle_budget=rows * context)
+    tokens = rows * context
+    policy = policy_of({"max_rows": rows, "prefill_budget": tokens, "idle_budget": tokens})
     adapter: Any = RecallingAdapter(adapt(model), contexts)
-    generator = BatchGenerator(adapter, config=config)
+    generator = BatchGenerator(adapter, policy=policy)
     for row in range(rows):
         ids = mx.full((1, context), 20 + row, dtype=mx.int32)
         generator.insert(str(row), {"input_ids": ids}, SamplingParams(max_tokens=STEPS + 2 * rows, ignore_eos=True))

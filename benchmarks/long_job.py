@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from vlm_batch import SamplingParams, VLMBatcher, jobs
+from vlm_batch import Caches, SamplingParams, VLMBatcher, jobs
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.jobs import Batcher, Item, Summary, Watch
 from vlm_batch.types import Result
@@ -80,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sources, _ = jobs.open_sources([str(write_rows(Path(folder), args.rows))])
         sink = jobs.open_sink(str(Path(folder) / "answers.jsonl"))
-        with VLMBatcher(default_checkpoint(), max_rows=args.batch, cache_bytes=args.cache_bytes) as batcher:
+        with VLMBatcher(default_checkpoint(), max_rows=args.batch, caches=Caches(args.cache_bytes)) as batcher:
             summary = jobs.run(sources, sink, batcher, questions=questions, watch=watch)
     print(json.dumps({"answered": summary.answered, "failed": summary.failed, "course": watch.found}))
 

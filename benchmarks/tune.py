@@ -4,7 +4,7 @@
     python -m benchmarks.tune --shape 3b             a GPU, the sizes of Qwen2.5-VL-3B, bfloat16
     python -m benchmarks.tune --kv-bits 8            the same with keys and values in few bits
 
-Prints the measurements and the settings that they speak for, and JSON as the last line. Nothing is kept.
+Prints the measurements and the settings that they speak for, and JSON as the last line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 
 from vlm_batch.runtime import blas
 
@@ -22,11 +23,10 @@ blas.preload_openblas()  # before anything imports mlx.core
 from benchmarks.compare.engines import to_mlx  # noqa: E402
 from benchmarks.compare.shapes import SHAPES, build  # noqa: E402
 from benchmarks.compare.workloads import make_workload  # noqa: E402
-from vlm_batch import tuning  # noqa: E402
-from vlm_batch.caches.quantisation import quantisation_of  # noqa: E402
+from vlm_batch.caches.quantisation import KVQuantisation  # noqa: E402
+from vlm_batch.cli.measuring import measure, settings_of  # noqa: E402
 from vlm_batch.cli.tune import show  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
-from vlm_batch.policy import POLICIES, SETTINGS  # noqa: E402
 from vlm_batch.runtime.device import device  # noqa: E402
 
 
@@ -38,16 +38,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
     args = parser.parse_args()
     blas.limit_threads(args.threads)
-    shape, kind = SHAPES[args.shape], device()
+    shape = SHAPES[args.shape]
     asks = make_workload("captions", shape).asks[:16]
     pictures = [to_mlx(ask) for ask in asks]
-    adapter, kv = adapt(build(shape)), quantisation_of(args.kv_bits)
-    measured = tuning.measure(
-        adapter, kv, pictures, seconds=args.seconds, say=lambda said: print(said, file=sys.stderr)
-    )
-    found = tuning.settings_of(measured, POLICIES[kind])
-    show(measured, found, POLICIES[kind], {name: one.source(kind) for name, one in SETTINGS.items()}, sys.stdout)
-    print(json.dumps({"device": kind.value, "shape": args.shape, "settings": found, "measured": measured.as_json()}))
+    adapter = adapt(build(shape))
+    kv = KVQuantisation(args.kv_bits) if args.kv_bits else None
+    measured = measure(adapter, kv, pictures, seconds=args.seconds, say=lambda said: print(said, file=sys.stderr))
+    found = settings_of(measured)
+    show(measured, found, sys.stdout)
+    print(json.dumps({"device": device().value, "shape": args.shape, "settings": found, "measured": asdict(measured)}))
 
 
 if __name__ == "__main__":

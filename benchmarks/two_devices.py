@@ -56,7 +56,7 @@ class Fleet:
             workers=workers,
             num_gpus=args.gpus,
             num_cpus=args.cpus,
-            options={"max_rows": args.batch, "cache_bytes": 0},
+            options={"max_rows": args.batch, "caches": None},
             say=self._heard,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models import cache as upstream
 
-from vlm_batch.caches import SlabCache, full, indexed, quantized, recurrent, slab, stacked
+from vlm_batch.caches import SlabCache, indexed, quantized, recurrent, rows, slab
 from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
@@ -44,8 +44,8 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
     places: list[tuple[Any, str, Any]] = [
         *((module, "grown", announce(module.grown)) for module in (slab, recurrent, indexed)),  # type: ignore[attr-defined]
         (quantized, "_joined", announce(quantized._joined)),
-        (stacked, "_stacked", announce(stacked._stacked)),
-        (full, "row_of", announce(full.row_of)),
+        (rows, "_stacked", announce(rows._stacked)),
+        (rows, "row_of", announce(rows.row_of)),
         (prefill, "take_row", announce(prefill.take_row)),
         (upstream, "mx", Watched(announce, ("zeros", "concatenate"))),
         (choosing, "mx", Watched(announce, ("array",))),

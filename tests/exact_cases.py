@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.switch_layers import SwitchLinear
 
+from tests.harness import settings_for
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
@@ -24,7 +25,6 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.exactness import Joint, prove
 from vlm_batch.models import adapter_for
 from vlm_batch.runtime.device import Device, device
@@ -126,12 +126,12 @@ def joined(exact: Exact, name: str, precision: str, kv: KVQuantisation | None = 
 
 def engine_of(adapter: Adapter, exact: Exact, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:
     """A fresh reproducible engine."""
-    config = SchedulerConfig(max_rows=way.max_rows, prefill_budget=way.budget, idle_budget=way.budget)
+    config = {"max_rows": way.max_rows, "prefill_budget": way.budget, "idle_budget": way.budget}
     budget = ByteBudget(2**28 if way.keeps else 0)
     adapter.remember_features(FeatureStore(budget))
     prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
     reuse = Reuse(adapter, prefix, exact=exact)
-    return BatchGenerator(adapter, placement=way.placement, config=config, reuse=reuse, exact=exact, kv=kv)
+    return BatchGenerator(adapter, policy=settings_for(way.placement, **config), reuse=reuse, exact=exact, kv=kv)
 
 
 def play(

@@ -42,7 +42,9 @@ def oversubscribe(requests: int, fit: int) -> tuple[list[Waited], int, float]:
     model = assets.default_checkpoint()
     with VLMBatcher(model) as own:
         row = own._loop.generator.memory.of(100)  # all rows have fewer tokens than are allocated at a time
-    with VLMBatcher(model, max_rows=4 * fit, max_bytes=int(row * (fit + 0.5)), look_ahead=LOOK_AHEAD) as own:
+    with VLMBatcher(
+        model, max_rows=4 * fit, max_bytes=int(row * (fit + 0.5)), policy={"look_ahead": LOOK_AHEAD}
+    ) as own:
         begin = time.perf_counter()
         handles = [own.submit(**asked(number)) for number in range(requests)]
         most = 0

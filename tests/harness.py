@@ -25,8 +25,8 @@ from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import adapter_for
+from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.prefix import PrefixCache
@@ -99,18 +99,24 @@ def oracle(name: str, key: str, num_tokens: int = NUM_TOKENS) -> Trace:
     return tiny.greedy(tiny.build(), inputs_of(name, key), num_tokens)
 
 
+def settings_for(placement: Placement | None = None, /, **said: Any) -> Policy:
+    """The settings of a layout, by default this device's, with what is said in their places; None says nothing."""
+    own = {} if placement is None else {"placement": placement.value}
+    return policy_of(own | {name: value for name, value in said.items() if value is not None})
+
+
 def run(
     adapter: Adapter,
     inputs: Callable[[str], Inputs],
     asks: Sequence[Ask],
     *,
     placement: Placement = Placement.ROWS,
-    config: SchedulerConfig | None = None,
+    config: Mapping[str, Any] | None = None,
     compile_decode: bool = False,
     generator: BatchGenerator | None = None,
 ) -> list[Answer]:
     """Play a scenario to its end. ``generator`` continues a used one."""
-    config = config or SchedulerConfig(max_rows=4)
+    config = config or {"max_rows": 4}
     answers = [Answer(ask) for ask in asks]
     recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(asks))}
 
@@ -120,7 +126,7 @@ def run(
         return sample(logits, rows)
 
     batch = generator or BatchGenerator(
-        adapter, placement=placement, config=config, compile_decode=compile_decode, reuse=default_reuse(adapter)
+        adapter, policy=settings_for(placement, **config), compile_decode=compile_decode, reuse=default_reuse(adapter)
     )
     batch.chooser.sampler = recording
     with pytest.MonkeyPatch.context() as patch:

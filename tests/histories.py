@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from tests.allocations import WANT, announced, check_alike
+from tests.harness import settings_for
 from tests.zoo import PLAIN, Inputs
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
@@ -38,7 +39,6 @@ from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
 from vlm_batch.store.budget import ByteBudget, footprint
@@ -209,7 +209,7 @@ def _alone(family: str, asked: Asked, is_quantised: bool) -> Result:
 def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     """The one answer to a request in an engine of its own, from the beginning."""
     generator = BatchGenerator(
-        adapter_of(family, "alone"), text=TEXT, config=SchedulerConfig(max_rows=1), kv=_kv(is_quantised)
+        adapter_of(family, "alone"), text=TEXT, policy=settings_for(max_rows=1), kv=_kv(is_quantised)
     )
     loop = EngineLoop(generator, ManualLoaders())
     handle = Handle("alone", loop.cancel)
@@ -450,7 +450,8 @@ class History:
         self.generator = BatchGenerator(
             faulty,
             text=TEXT,
-            config=SchedulerConfig(
+            policy=settings_for(
+                placement,
                 max_rows=ROWS,
                 prefill_budget=16,
                 look_ahead=4,
@@ -458,7 +459,6 @@ class History:
                 if most_rows is None
                 else _rows_of(family, placement, is_quantised).together([64]) * most_rows,
             ),
-            placement=placement,
             reuse=Reuse(faulty, self.prefix, budget=self.budget),
             kv=_kv(is_quantised),
             sampler=self._sample,

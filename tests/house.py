@@ -26,6 +26,7 @@ from rich.table import Table
 import vlm_batch
 from tests.test_imports import FLOOR
 from vlm_batch.models import families
+from vlm_batch.policy import SETTINGS
 
 PACKAGE = Path(vlm_batch.__file__).parent
 MAX_LINES, MAX_METHODS = 60, 25
@@ -302,7 +303,14 @@ def files_of_families() -> dict[str, int]:
 def count_all() -> list[Count]:
     """Every line of the table."""
     files = sources()
-    return [*count_way(), *count_imports(files), *count_sizes(files), *count_words(files), *count_families()]
+    return [
+        *count_way(),
+        *count_imports(files),
+        *count_sizes(files),
+        *count_settings(files),
+        *count_words(files),
+        *count_families(),
+    ]
 
 
 def count_way() -> list[Count]:
@@ -365,6 +373,38 @@ def count_sizes(files: list[Source]) -> list[Count]:
         Count(f"classes over {MAX_METHODS} methods", str(len(wide)), "1", ", ".join(wide)),
         Count("most parameters of a constructor", str(most), "8", owner),
     ]
+
+
+def count_settings(files: list[Source]) -> list[Count]:
+    """Places where a setting is declared, and what users must choose from."""
+    declared = Counter(name for file in files if file.room not in KNOW_CACHES for name in declarations(file.tree))
+    most = max(declared.values())
+    made = {
+        child.name: parameters(child)
+        for file in files
+        if file.room == "batcher"
+        for node in file.tree.body
+        if isinstance(node, ast.ClassDef)
+        for child in node.body
+        if isinstance(child, ast.FunctionDef)
+    }
+    return [
+        Count("most declarations of a setting", str(most), "2", ", ".join(n for n in declared if declared[n] == most)),
+        Count("parameters of VLMBatcher; of submit", f"{made['__init__']}; {made['submit']}", "14; 14"),
+    ]
+
+
+def declarations(tree: ast.Module) -> Iterator[str]:
+    """The settings that a file declares, each time: as a class's field, or in a table at its top."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            fields = [child.target for child in node.body if isinstance(child, ast.AnnAssign)]
+            yield from (field.id for field in fields if isinstance(field, ast.Name) and field.id in SETTINGS)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            parts = list(ast.walk(node))
+            texts = [part.value for part in parts if isinstance(part, ast.Constant)]
+            said = texts + [part.arg for part in parts if isinstance(part, ast.keyword)]
+            yield from (name for name in said if isinstance(name, str) and name in SETTINGS)
 
 
 def constructors(node: ast.ClassDef) -> list[ast.FunctionDef]:

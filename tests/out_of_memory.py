@@ -28,9 +28,9 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.compare.shapes import SHAPES, Shape, _text, _vision, build
+from tests.harness import settings_for
 from vlm_batch.engine import recovery
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.exactness import exact_for
 from vlm_batch.loading import adapt
@@ -291,8 +291,8 @@ def engine(load: Load) -> Engine:
     """An engine that answers reproducibly, so that a row begun again has every bit of what it had."""
     adapter = adapt(build(load.shape))
     exact = exact_for(adapter, max_rows=load.rows)
-    config = SchedulerConfig(max_rows=load.rows, prefill_together=1)
-    return Engine(load, BatchGenerator(adapter, config=config, exact=exact))
+    config = {"max_rows": load.rows, "prefill_together": 1}
+    return Engine(load, BatchGenerator(adapter, policy=settings_for(**config), exact=exact))
 
 
 def measure(own: Engine, most: Callable[[], int]) -> tuple[int, int]:

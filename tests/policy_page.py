@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlm_batch.policy import POLICIES, SETTINGS
+from vlm_batch.policy import SETTINGS
 from vlm_batch.runtime.device import Device
 
 PAGE = Path(__file__).parent.parent / "docs/tuning.md"
@@ -25,11 +25,11 @@ def _tables() -> str:
         "|---" * (2 + len(kinds)) + "|",
     ]
     for name, setting in SETTINGS.items():
-        values = " | ".join(str(vars(POLICIES[kind])[name]) for kind in kinds)
+        values = " | ".join(str(setting.values[kind][0]) for kind in kinds)
         lines.append(f"| `{name}` | {setting.meaning} | {values} |")
     lines += ["", "Where the values come from:", "", "| setting | cpu | cuda | metal |", "|---|---|---|---|"]
     lines += [
-        f"| `{name}` | " + " | ".join(setting.source(kind) for kind in kinds) + " |"
+        f"| `{name}` | " + " | ".join(setting.values[kind][1] for kind in kinds) + " |"
         for name, setting in SETTINGS.items()
     ]
     return "\n".join(lines) + "\n"

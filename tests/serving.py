@@ -13,11 +13,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.run import Server, make_server
-from vlm_batch.server.service import Batcher
 
 IMAGES = Path(__file__).parent.parent / "fixtures" / "images"
 START_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Running:
 
 @contextmanager
 def serving(
-    open_batcher: Callable[[], Batcher] | None = None, *, policy: FetchPolicy | None = None, **settings: Any
+    open_batcher: Callable[[], VLMBatcher] | None = None, *, policy: FetchPolicy | None = None, **settings: Any
 ) -> Iterator[Running]:
     """A server of the embedded checkpoint, or of ``open_batcher``, that is ready; ``settings`` are ServerConfig's."""
     config = ServerConfig(model=str(default_checkpoint()), **{"port": 0, "shutdown_seconds": 1.0, **settings})
@@ -103,10 +103,8 @@ def serving(
         assert not thread.is_alive(), "the server did not stop"
 
 
-def open_checkpoint() -> Batcher:
+def open_checkpoint() -> VLMBatcher:
     """The embedded checkpoint."""
-    from vlm_batch import VLMBatcher
-
     return VLMBatcher(str(default_checkpoint()), max_rows=16)
 
 

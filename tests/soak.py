@@ -28,7 +28,7 @@ from typing import Any
 import mlx.core as mx
 
 from tests.serving import Running, picture, serving, text, wait_until
-from vlm_batch import Handle, Result, SamplingParams, VLMBatcher, assets
+from vlm_batch import Caches, Handle, Result, SamplingParams, VLMBatcher, assets
 
 PICTURES = Path(__file__).parent.parent / "fixtures" / "images"
 #: In flight at a time.
@@ -111,7 +111,7 @@ def soak(
 ) -> tuple[list[Sample], Counter[str], list[str]]:
     """Samples, how requests ended, and what was wrong. ``keep`` is shown the samples as they grow."""
     draw, ends, wrong, samples = random.Random(seed), Counter[str](), list[str](), list[Sample]()
-    with VLMBatcher(assets.default_checkpoint(), cache_bytes=CACHE_BYTES) as batcher:
+    with VLMBatcher(assets.default_checkpoint(), caches=Caches(CACHE_BYTES)) as batcher:
         alone: dict[str, tuple[Any, ...]] = {}
         trial = random.Random(1)
         for _ in range(600):  # before anything else is there
@@ -237,7 +237,7 @@ def soak_http(
 ) -> tuple[list[Sample], Counter[str], list[str]]:
     """``soak`` of a server, by clients in threads of this process."""
     samples, alone, trial = list[Sample](), dict[str, tuple[str, ...]](), random.Random(1)
-    with serving(lambda: VLMBatcher(assets.default_checkpoint(), max_rows=8, cache_bytes=CACHE_BYTES)) as server:
+    with serving(lambda: VLMBatcher(assets.default_checkpoint(), max_rows=8, caches=Caches(CACHE_BYTES))) as server:
         for _ in range(600):  # before anybody else is there
             name, body = posted(trial)
             if name and name not in alone:

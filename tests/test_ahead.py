@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.harness import shared_adapter
+from tests.harness import settings_for, shared_adapter
 from vlm_batch import SamplingParams, VLMBatcher, assets
 from vlm_batch.engine.admission import Admission, Sizes
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels
 from vlm_batch.inputs.loaders import Loading
@@ -55,8 +54,8 @@ class Waiting:
     """An admission whose engine does nothing: what is prepared stays until it is ended."""
 
     def __init__(self, bound: int = BOUND, look_ahead: int = 64) -> None:
-        config = SchedulerConfig(max_rows=1, look_ahead=look_ahead, look_ahead_bytes=bound)
-        self.generator = BatchGenerator(shared_adapter("qwen2_vl"), config=config)
+        config = {"max_rows": 1, "look_ahead": look_ahead, "look_ahead_bytes": bound}
+        self.generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(**config))
         self.admission = self.generator.admission
         self.rows: dict[str, Row] = {}
         self._loadings: dict[str, FakeLoading] = {}
@@ -307,12 +306,12 @@ def test_a_batcher_reads_ahead_within_its_bytes(way: str, room: int, held: list[
     path = tmp_path / "a.png"
     Image.fromarray(one).save(path)
     picture: Any = {"array": one, "bytes": path.read_bytes(), "path": path}[way]
-    with VLMBatcher(CHECKPOINT, cache_bytes=0) as other:
+    with VLMBatcher(CHECKPOINT, caches=None) as other:
         assert other.submit(picture, f"{DESCRIBE} 0").result(timeout=60).ok
     size = held[-1]
     held.clear()
     most = room * size + 1
-    with VLMBatcher(CHECKPOINT, max_rows=1, cache_bytes=0, look_ahead_bytes=most) as batcher:
+    with VLMBatcher(CHECKPOINT, max_rows=1, caches=None, policy={"look_ahead_bytes": most}) as batcher:
         first = batcher.submit(None, "count to 9", params=SamplingParams(max_tokens=20_000, ignore_eos=True))
         next(iter(first))  # it has the only place
         handles = [batcher.submit(picture, f"{DESCRIBE} {index}") for index in range(10)]

@@ -25,11 +25,13 @@ from PIL import Image
 
 from vlm_batch import (
     BatcherClosed,
+    Caches,
     InvalidCache,
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
     InvalidRequest,
+    KVQuantisation,
     PromptCache,
     PromptTooLong,
     Request,
@@ -127,7 +129,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
         batcher.submit(messages=chat),
         batcher.submit([CIRCLE], messages=bare),
         batcher.submit(CIRCLE, messages=[{"role": "user", "content": DESCRIBE}]),
-        batcher.submit(CIRCLE, rendered, rendered=True),
+        batcher.submit(CIRCLE, rendered, template=None),
         batcher.submit(inputs=inputs),
         batcher.submit(CIRCLE, token_ids=np.array(inputs["input_ids"])[0].tolist()),
     ]
@@ -175,7 +177,7 @@ def test_generate_keeps_the_order_and_reads_generators_lazily(batcher: VLMBatche
 
     first = next(stream := batcher.as_completed(source()))
     assert first.request_id.startswith("lazy-")
-    assert produced <= batcher.look_ahead + batcher.stats().most_rows + 1  # beside a batch's worth
+    assert produced <= batcher.policy["look_ahead"]["value"] + batcher.stats().most_rows + 1  # beside a batch's worth
     stream.close()  # type: ignore[attr-defined]
     results = batcher.generate(source())
     assert [result.request_id for result in results] == [f"lazy-{n}" for n in range(40)]
@@ -191,7 +193,7 @@ def test_generate_fills_a_batch_of_more_rows_than_are_read_ahead() -> None:
             params = SamplingParams(max_tokens=100 + 4 * number, ignore_eos=True)  # they end one by one
             yield Request(prompt="count to 9", params=params)
 
-    with VLMBatcher(CHECKPOINT, max_rows=24, look_ahead=2) as wide:
+    with VLMBatcher(CHECKPOINT, max_rows=24, policy={"look_ahead": 2}) as wide:
         assert all(result.ok for result in wide.generate(source(wide.stats)))
     assert most > 8
 
@@ -255,7 +257,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no_role": ({"messages": [{"content": "a"}]}, InvalidPrompt, "role"),
     "no_token_ids": ({"token_ids": []}, InvalidPrompt, "token_ids is empty"),
     "too_few_placeholders": (
-        {"images": [CIRCLE, SQUARE], "prompt": "<|vision_start|><|image_pad|><|vision_end|> what?", "rendered": True},
+        {"images": [CIRCLE, SQUARE], "prompt": "<|vision_start|><|image_pad|><|vision_end|> what?", "template": None},
         InvalidPrompt,
         "1 picture placeholders for 2 pictures",
     ),
@@ -508,7 +510,7 @@ def about(batcher: VLMBatcher, image: Any, question: str = DESCRIBE, **how: Any)
 def test_an_overwritten_file_is_another_picture(tmp_path: Path) -> None:
     """The answer follows the pixels, not the path; the same pixels under another name are the same picture."""
     path = tmp_path / "picture.png"
-    with VLMBatcher(CHECKPOINT) as keeping, VLMBatcher(CHECKPOINT, cache_bytes=0) as forgetting:
+    with VLMBatcher(CHECKPOINT) as keeping, VLMBatcher(CHECKPOINT, caches=None) as forgetting:
         for source in (CIRCLE, SQUARE, CIRCLE):
             shutil.copy(source, path)
             kept, right = about(keeping, str(path)), about(forgetting, str(path))
@@ -541,7 +543,7 @@ def test_another_setting_of_the_processor_makes_another_picture() -> None:
 def test_a_conversation_goes_on_from_its_cache(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": [{"type": "image", "image": str(TWO)}, {"type": "text", "text": DESCRIBE}]}]
     params = SamplingParams(max_tokens=12)
-    with VLMBatcher(CHECKPOINT, cache_bytes=0) as batcher:
+    with VLMBatcher(CHECKPOINT, caches=None) as batcher:
         first = batcher.submit(messages=chat, params=params, return_cache=True).result()
         assert first.cache is not None
         assert batcher.submit(messages=chat, params=params).result().cache is None
@@ -564,21 +566,21 @@ def test_a_conversation_goes_on_from_its_cache(tmp_path: Path) -> None:
         failed = batcher.submit(images=["missing.png"], prompt=DESCRIBE, cache=unread).result()
         assert failed.finish_reason == "error"
         assert not unread.is_continued  # the request never had it
-    with VLMBatcher(CHECKPOINT, kv_bits=8, kv_group_size=32) as other:
+    with VLMBatcher(CHECKPOINT, kv=KVQuantisation(8, group_size=32)) as other:
         assert about(other, str(CIRCLE)).text == right_answer(CIRCLE)
         with pytest.raises(InvalidCache, match="kv_bits=None; this batcher has kv_bits=8"):
             other.submit(messages=chat, cache=unread)
 
 
 def right_answer(path: Path) -> str:
-    with VLMBatcher(CHECKPOINT, cache_bytes=0) as batcher:
+    with VLMBatcher(CHECKPOINT, caches=None) as batcher:
         return about(batcher, str(path)).text
 
 
 def test_what_is_kept_outlives_the_batcher(tmp_path: Path) -> None:
     cached = []
     for _ in range(2):
-        with VLMBatcher(CHECKPOINT, cache_dir=tmp_path / "rows") as batcher:
+        with VLMBatcher(CHECKPOINT, caches=Caches(directory=tmp_path / "rows")) as batcher:
             cached.append(about(batcher, str(CIRCLE)).usage.cached_tokens)
     assert cached[0] == 0
     assert cached[1] > 0
@@ -589,14 +591,24 @@ def test_what_is_kept_outlives_the_batcher(tmp_path: Path) -> None:
     [
         ({"kv_bits": 7}, "kv_bits is 7"),
         ({"kv_bits": 3.5}, "turboquant"),
-        ({"kv_bits": 8, "kv_group_size": 128}, "numbers a head"),
-        ({"cache_bytes": -1}, "cache_bytes is -1"),
-        ({"cache_bytes": 0, "cache_dir": "somewhere"}, "cache_dir needs cache_bytes"),
+        ({"kv": KVQuantisation(8, group_size=128)}, "numbers a head"),
     ],
 )
 def test_cache_options_out_of_range_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         VLMBatcher(CHECKPOINT, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_bytes": -1}, "max_bytes is -1"),
+        ({"max_bytes": 0, "directory": "somewhere"}, "directory needs max_bytes"),
+    ],
+)
+def test_bounds_on_what_is_kept_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Caches(**options)
 
 
 def test_live_counters_and_times_say_where_a_request_was() -> None:
@@ -693,7 +705,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         InvalidPrompt,
         "'<|image_pad|>', which .* video's place",
     ),
-    "typed_end": ({"prompt": "a<|im_end|>\n<|im_start|>system\nb"}, InvalidPrompt, "end of a turn; .*rendered=True"),
+    "typed_end": ({"prompt": "a<|im_end|>\n<|im_start|>system\nb"}, InvalidPrompt, "end of a turn; .*template=None"),
     "typed_in_chat": (chat([{"type": "text", "text": "<|im_end|>"}]), InvalidPrompt, "end of a turn"),
     "typed_frame": ({"prompt": "<|vision_start|>"}, InvalidPrompt, "video's place"),
     "typed_in_a_call": (
@@ -853,7 +865,7 @@ def test_a_placeholder_without_a_picture_is_refused_at_submit(batcher: VLMBatche
     with pytest.raises(InvalidPrompt, match=said):
         batcher.submit(inputs={"input_ids": np.array([ids])})
     with pytest.raises(InvalidPrompt, match="1 picture placeholders for 0 pictures"):
-        batcher.submit(prompt=text, rendered=True)
+        batcher.submit(prompt=text, template=None)
 
 
 def test_processed_inputs_that_do_not_fit_are_refused_at_submit(batcher: VLMBatcher) -> None:

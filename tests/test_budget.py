@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.harness import every_family, inputs_of, shared_adapter
+from tests.harness import every_family, inputs_of, settings_for, shared_adapter
 from tests.zoo import family as tiny_family
-from vlm_batch import SamplingParams, VLMBatcher
+from vlm_batch import Caches, SamplingParams, VLMBatcher
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingGridTower
 from vlm_batch.arrays import arrays_of, as_mlx, own_array
@@ -24,7 +24,6 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidCache
 from vlm_batch.models import adapter_for
 from vlm_batch.records import PromptKey
@@ -194,8 +193,8 @@ def test_one_new_picture_in_two_requests_that_arrive_together(placement: Placeme
     name = "qwen2_vl"
     adapter, store = remembering(name)
     reuse = Reuse(adapter, PrefixCache(store.budget), budget=store.budget)
-    config = SchedulerConfig(max_rows=4, encode_together=4, prefill_together=4)
-    generator = BatchGenerator(adapter, placement=placement, config=config, reuse=reuse)
+    config = {"max_rows": 4, "encode_together": 4, "prefill_together": 4}
+    generator = BatchGenerator(adapter, policy=settings_for(placement, **config), reuse=reuse)
     results: list[Result] = []
     for turn in range(3):
         for index in range(2):
@@ -214,7 +213,7 @@ def test_one_new_picture_in_two_requests_that_arrive_together(placement: Placeme
 def test_a_budget_of_a_few_rows_serves_on() -> None:
     """Pictures that come twice, far more than the budget has room for: every one is answered."""
     random = np.random.RandomState(0)
-    with VLMBatcher(default_checkpoint(), cache_bytes=200_000) as batcher:
+    with VLMBatcher(default_checkpoint(), caches=Caches(200_000)) as batcher:
         for _ in range(110):
             picture = Image.fromarray(random.randint(0, 255, (56, 56, 3), dtype=np.uint8))
             asked = batcher.submit([picture, picture], "describe", params=SamplingParams(max_tokens=2))

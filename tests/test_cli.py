@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from vlm_batch import families
+from vlm_batch import Caches, KVQuantisation, Limits, families
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import console, serve
 from vlm_batch.cli import main as cli
@@ -418,19 +418,13 @@ def test_options_of_the_batcher_reach_it(folder: Path, monkeypatch: pytest.Monke
     assert cli.main(["run", "pictures", "--model", str(default_checkpoint()), *options]) == 2
     assert given == {
         "max_rows": 3,
-        "cache_bytes": 1_500_000_000,
-        "cache_dir": "kept",
-        "cache_dir_bytes": 20_000_000,
-        "max_image_pixels": None,
-        "max_video_pixels": 4_000_000,
-        "max_prompt_tokens": 900,
-        "min_pixels": 4_000,
-        "max_pixels": 1_500_000,
-        "kv_bits": 4.0,
-        "kv_group_size": 32,
+        "caches": Caches(1_500_000_000, "kept", 20_000_000),
+        "limits": Limits(
+            prompt_tokens=900, image_pixels=None, video_pixels=4_000_000, min_pixels=4_000, max_pixels=1_500_000
+        ),
+        "kv": KVQuantisation(4.0, group_size=32),
         "reproducible": True,
-        "look_ahead": 5,
-        "look_ahead_bytes": 2_000_000_000,
+        "policy": {"look_ahead": 5, "look_ahead_bytes": 2_000_000_000},
         "max_bytes": 4_000_000_000,
         "trust_remote_code": False,
     }
@@ -441,9 +435,9 @@ def test_the_server_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> Non
     args = cli.parser().parse_args(["serve", "--kv-bits=4", "--kv-group-size=32", "--reproducible", "--max-pixels=9"])
     given: dict[str, object] = {}
     monkeypatch.setattr("vlm_batch.batcher.VLMBatcher", lambda model, **options: given.update(options))
-    serve.open_batcher(args)
-    assert given["kv_bits"] == 4.0 and given["kv_group_size"] == 32 and given["reproducible"] is True
-    assert given["max_pixels"] == 9 and not {"kv_quant_scheme", "quantized_kv_start"} & given.keys()
+    serve.load_batcher(args)
+    assert given["kv"] == KVQuantisation(4.0, group_size=32) and given["reproducible"] is True
+    assert given["limits"] == Limits(max_pixels=9) and "policy" not in given
 
 
 def test_control_characters_cannot_steer_the_terminal(

@@ -25,7 +25,6 @@ from tests.zoo.deepseek_v4 import VISION, made, settings
 from tests.zoo.deepseek_v41 import token_map
 from vlm_batch import SamplingParams, VLMBatcher
 from vlm_batch.caches import PoolCache
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import load_model
 from vlm_batch.models import adapter_for
@@ -160,7 +159,7 @@ def test_a_checkpoint_answers_together_as_alone(name: str, request: pytest.Fixtu
     params = SamplingParams(max_tokens=12)
     with VLMBatcher(folder) as batcher:
         alone = [batcher.submit(**one, params=params).result() for one in requests]
-    with VLMBatcher(folder, cache_bytes=0) as batcher:
+    with VLMBatcher(folder, caches=None) as batcher:
         handles = [batcher.submit(**one, params=params) for one in requests]
         together = [handle.result() for handle in handles]
     assert [result.error for result in [*alone, *together]] == [None] * 8
@@ -213,8 +212,8 @@ def test_rounded_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [f"text:{seed}:{9 + seed}" for seed in range(8)] + ["image:1:0", "image:2:1", "image:3:2", "two:7"]
     right = {key: generate_alone(family("deepseek_v41").build(), inputs_of("deepseek_v41", key), 8) for key in keys}
     adapter = adapter_for("deepseek_v41")(family("deepseek_v41").build())
-    one = SchedulerConfig(max_rows=1, encode_ahead=0)
-    for config, most in ((one, 1), (SchedulerConfig(max_rows=4), 3)):
+    one = {"max_rows": 1, "encode_ahead": 0}
+    for config, most in ((one, 1), ({"max_rows": 4}, 3)):
         turned = 0
         for answer in run(
             adapter, lambda key: inputs_of("deepseek_v41", key), [Ask(key) for key in keys], config=config

@@ -39,7 +39,7 @@ from tests.exact_cases import (
 )
 from tests.exact_table import DATA, Record
 from tests.zoo import FAMILIES
-from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch import Caches, Request, SamplingParams, VLMBatcher
 from vlm_batch.adapters import kernels
 from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.products import hold_products, in_numbers, products_of
@@ -53,12 +53,11 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.proof import best_class, classes_of, decode_bits, moving_product, numbers_apart
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.exactness import Joint, exact_for, prove
 from vlm_batch.loading import load_model
 from vlm_batch.models import _kimi_k3
-from vlm_batch.policy import POLICIES
+from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call, DecodeStep, PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device
@@ -407,7 +406,7 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
     ]
     assert replace(exact, pad_to=0).rows(64) == replace(exact, joint=None).rows(64) == 1
     assert replace(exact, stops=(32,)).rows(64) == 1, "two chunks"
-    config = SchedulerConfig(prefill_together=32, encode_together=16)
+    config = Policy(prefill_together=32, encode_together=16)
     assert (exact.config(config).prefill_together, exact.config(config).encode_together) == (32, 1)
     assert Exact().config(config).prefill_together == 1
     assert exact.settings != replace(exact, call_tokens=640).settings != replace(exact, joint=None).settings
@@ -727,12 +726,12 @@ def requests() -> list[Request]:
 def test_a_reproducible_batcher(half: Any, tmp_path: Path) -> None:
     """Sampled and greedy, with log-probabilities: one by one, together, reversed, cold, kept, from files, after a restart."""
     asked = requests()
-    with VLMBatcher(*half, reproducible=True, max_rows=1, cache_bytes=0) as batcher:
+    with VLMBatcher(*half, reproducible=True, max_rows=1, caches=None) as batcher:
         right = [ask(batcher, [one])[0] for one in asked]
     assert all(one[-1] is None for one in right)
     folder = tmp_path / "rows"
     for _ in range(2):  # the second finds what the first has left in files
-        with VLMBatcher(*half, reproducible=True, cache_dir=folder) as batcher:
+        with VLMBatcher(*half, reproducible=True, caches=Caches(directory=folder)) as batcher:
             assert ask(batcher, asked) == right
             assert ask(batcher, asked[::-1]) == right[::-1]
             assert batcher.stats().cached_tokens > 0
@@ -761,7 +760,7 @@ def test_a_prompt_cache_changes_nothing(half: Any) -> None:
         first = batcher.submit(messages=chat, params=params, return_cache=True).result()
         chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "repeat: a a a a"}]
         second = batcher.submit(messages=chat, params=params, cache=first.cache).result()
-    with VLMBatcher(*half, reproducible=True, cache_bytes=0) as batcher:
+    with VLMBatcher(*half, reproducible=True, caches=None) as batcher:
         cold = batcher.submit(messages=chat, params=params).result()
     assert second.error is None
     assert (second.token_ids, second.logprobs) == (cold.token_ids, cold.logprobs)

@@ -24,10 +24,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import NUM_TOKENS, inputs_of, oracle, shared_adapter
+from tests.harness import NUM_TOKENS, inputs_of, oracle, settings_for, shared_adapter
 from tests.histories import History
 from vlm_batch import (
     BatcherClosed,
+    Caches,
     FetchPolicy,
     Handle,
     InvalidImage,
@@ -35,9 +36,11 @@ from vlm_batch import (
     InvalidPrompt,
     InvalidRequest,
     InvalidVideo,
+    Limits,
     Request,
     Result,
     SamplingParams,
+    Template,
     Video,
     VLMBatcher,
     assets,
@@ -55,10 +58,10 @@ from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
+from vlm_batch.policy import Policy
 from vlm_batch.runtime import memory as memory_of_device
 from vlm_batch.runtime import threads, watchdog
 from vlm_batch.store.budget import ByteBudget
@@ -100,29 +103,48 @@ def test_a_priority_that_cannot_be_ordered_is_refused_at_submit(batcher: VLMBatc
         {"max_rows": 1.5},
         {"max_rows": "8"},
         {"max_rows": True},
-        {"prefill_budget": 0},
-        {"token_gap": math.nan},
-        {"token_gap": "fast"},
-        {"max_prompt_tokens": 1.5},
-        {"max_image_pixels": "many"},
-        {"max_video_pixels": -1},
-        {"look_ahead": None},
-        {"look_ahead_bytes": 0},
-        {"look_ahead_bytes": 1.5},
-        {"cache_bytes": 1.5},
-        {"cache_dir": 3},
-        {"cache_dir_bytes": "1"},
+        {"max_bytes": 0},
         {"kv_bits": "8"},
-        {"kv_bits": 8, "kv_group_size": 64.0},
-        {"kv_bits": 8, "quantized_kv_start": -1},
+        {"kv": KVQuantisation(8), "kv_bits": 8},
+        {"kv": 8},
+        {"limits": {"prompt_tokens": 9}},
+        {"caches": 0},
         {"trust_remote_code": "yes"},
+        {"warm_up": 1},
         {"fetch": "all"},
+        {"policy": "fast"},
     ],
     ids=str,
 )
 def test_every_option_is_checked_when_the_batcher_is_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(reversed(wrong))):
         VLMBatcher(CHECKPOINT, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("record", "wrong"),
+    [
+        (Policy, {"prefill_budget": 0}),
+        (Policy, {"token_gap": math.nan}),
+        (Policy, {"token_gap": "fast"}),
+        (Policy, {"look_ahead": None}),
+        (Policy, {"look_ahead_bytes": 0}),
+        (Policy, {"look_ahead_bytes": 1.5}),
+        (Limits, {"prompt_tokens": 1.5}),
+        (Limits, {"image_pixels": "many"}),
+        (Limits, {"video_pixels": -1}),
+        (Limits, {"min_pixels": 9, "max_pixels": 8}),
+        (Caches, {"max_bytes": 1.5}),
+        (Caches, {"directory": 3}),
+        (Caches, {"directory_bytes": "1"}),
+        (KVQuantisation, {"bits": 8, "group_size": 64.0}),
+        (KVQuantisation, {"bits": 8, "start": -1}),
+    ],
+    ids=str,
+)
+def test_every_record_is_checked_when_it_is_made(record: Callable[..., Any], wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(reversed(wrong))):
+        record(**wrong)
 
 
 def test_a_model_is_a_path_or_a_model() -> None:
@@ -193,7 +215,11 @@ DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
     "priority": lambda batcher, value: batcher.submit(prompt="count to 3", priority=value),
     "request_id": lambda batcher, value: batcher.submit(prompt="count to 3", request_id=value),
     "cache": lambda batcher, value: batcher.submit(prompt="count to 3", cache=value),
-    "rendered": lambda batcher, value: batcher.submit(prompt="count to 3", rendered=value),
+    "template": lambda batcher, value: batcher.submit(prompt="count to 3", template=value),
+    **{
+        name: lambda _, value, name=name: Template(**{name: value})  # type: ignore[misc]
+        for name in ("tools", "enable_thinking", "reasoning_effort", "add_generation_prompt")
+    },
     "return_cache": lambda batcher, value: batcher.submit(prompt="count to 3", return_cache=value),
     "params": lambda batcher, value: batcher.submit(prompt="count to 3", params=value),
     "prompt": lambda batcher, value: batcher.submit(prompt=value),
@@ -238,9 +264,12 @@ DOORS: dict[str, Callable[[VLMBatcher, Any], Any]] = {
     },
     **{
         name: lambda _, value, name=name: VLMBatcher(CHECKPOINT, **{name: value})  # type: ignore[misc]
-        for name in ("token_gap", "cache_bytes", "cache_dir", "kv_bits", "trust_remote_code", "fetch")
+        for name in ("policy", "caches", "limits", "kv", "kv_bits", "trust_remote_code", "fetch")
     },
-    "kv_quant_scheme": lambda _, value: VLMBatcher(CHECKPOINT, kv_bits=4, kv_quant_scheme=value),
+    "token_gap": lambda _, value: VLMBatcher(CHECKPOINT, policy={"token_gap": value}),
+    "cache bytes": lambda _, value: Caches(value),
+    "cache directory": lambda _, value: Caches(directory=value),
+    "scheme": lambda _, value: KVQuantisation(4, scheme=value),
 }
 
 
@@ -618,7 +647,7 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
 ) -> None:
     """In the middle of it: some layers have their token by then, and others have not."""
     adapter = shared_adapter(family)
-    generator = BatchGenerator(adapter, placement=placement)
+    generator = BatchGenerator(adapter, policy=settings_for(placement))
     _joined(generator, family, FOUR)
     decode = adapter.decode
     forwards: list[list[str]] = []
@@ -740,7 +769,7 @@ def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: t
         sampled = sample(logits, rows)
         return Failing(sampled.tokens, sampled.highest) if count in fails else sampled
 
-    generator = BatchGenerator(shared_adapter(FAMILY), placement=Placement.SLAB, sampler=sampler)
+    generator = BatchGenerator(shared_adapter(FAMILY), policy=settings_for(Placement.SLAB), sampler=sampler)
     for seed, (name, key) in enumerate(FOUR.items()):
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, seed=seed))
     results = _finish(generator)
@@ -801,7 +830,7 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
 ) -> None:
     """It begins again where its user waits for them, and has no further token to say; else they are not kept."""
     adapter, prefix = shared_adapter(FAMILY), PrefixCache(ByteBudget(2**28))
-    generator = BatchGenerator(adapter, reuse=Reuse(adapter, prefix), placement=Placement.SLAB)
+    generator = BatchGenerator(adapter, reuse=Reuse(adapter, prefix), policy=settings_for(Placement.SLAB))
     owner: Any = DecodeBatch if where == "take" else Reuse
     name = "take" if where == "take" else "_saved"
     right, failed = getattr(owner, name), 0
@@ -849,7 +878,7 @@ def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers share their mask, so that one which had been widened already would no longer fit it."""
-    generator = BatchGenerator(shared_adapter(family), placement=Placement.SLAB)
+    generator = BatchGenerator(shared_adapter(family), policy=settings_for(Placement.SLAB))
     short, long = "text:5:300", "text:7:600"
     generator.insert("short", as_mlx(inputs_of(family, short)), SamplingParams(max_tokens=NUM_TOKENS))
     results = {event.request_id: event.result for event in generator.step() if event.result is not None}
@@ -910,14 +939,14 @@ def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, mo
 def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) -> None:
     """Ten times as many as fit: nothing is refused or lost, nobody waits for those that came later, and the bound holds."""
     adapter = shared_adapter(family)
-    generator = BatchGenerator(adapter, placement=placement)
+    generator = BatchGenerator(adapter, policy=settings_for(placement))
     generator.insert("first", as_mlx(inputs_of(family, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
     while not len(generator.batch):
         generator.step()
     row = generator.batch.nbytes
     rows = 5 if placement is Placement.SLAB else 3  # a slab has one place, two or four: eight would be too many
-    config = SchedulerConfig(max_rows=8, max_bytes=int(rows * 1.2 * row))
-    generator = BatchGenerator(adapter, placement=placement, config=config)
+    config = {"max_rows": 8, "max_bytes": int(rows * 1.2 * row)}
+    generator = BatchGenerator(adapter, policy=settings_for(placement, **config))
     generator.memory.learn(adapter_caches(adapter, family), 26)
     keys = list(FOUR.values())
     for index in range(30):
@@ -949,8 +978,8 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
     asks = [("many", "text:5:26", params), ("last", "text:4:9", SamplingParams(max_tokens=NUM_TOKENS))]
     answers = []
     for max_bytes in (2**62, bound):
-        config = SchedulerConfig(max_rows=16, max_bytes=max_bytes)
-        generator = BatchGenerator(adapter, placement=Placement.ROWS, config=config)
+        config = {"max_rows": 16, "max_bytes": max_bytes}
+        generator = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, **config))
         generator.memory.learn(adapter_caches(adapter, family), 26)
         for name, key, how in asks:
             generator.insert(name, as_mlx(inputs_of(family, key)), how)
@@ -1099,7 +1128,7 @@ def test_a_load_that_took_nearly_all_memory_says_nothing_of_an_encoding(monkeypa
 
 
 def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
-    with VLMBatcher(CHECKPOINT, cache_bytes=0) as own:
+    with VLMBatcher(CHECKPOINT, caches=None) as own:
         generator = own._loop.generator
         asks: list[dict[str, Any]] = [
             {"prompt": "count to 9", "params": SamplingParams(max_tokens=30, ignore_eos=True)},

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.harness import Ask, run, shared_adapter
+from tests.harness import Ask, run, settings_for, shared_adapter
 from tests.kernels import emulated
 from tests.reuse_cases import request
 from tests.test_kv_quant import IMAGE, TEXT, UNIFORM, check, generator
@@ -24,7 +24,6 @@ from vlm_batch.caches.quantized import Layout, SlabStates, of_slab
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.row import Prompt, new_row
-from vlm_batch.policy import policy_for
 from vlm_batch.records import DecodeStep
 from vlm_batch.runtime.device import Device
 from vlm_batch.types import SamplingParams
@@ -148,8 +147,8 @@ def test_the_policy_has_slabs_in_few_bits_attended_by_the_kernel(
         return found[-1]
 
     monkeypatch.setattr(few_bits, "attended", attended)
-    policy = policy_for("slab", Device.CPU).with_settings({"few_bits": "kernel"})
-    engine = generator("qwen2_vl", UNIFORM, placement=Placement.SLAB, policy=policy)
+    policy = settings_for(Placement.SLAB, few_bits="kernel")
+    engine = generator("qwen2_vl", UNIFORM, policy=policy)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
     answers = run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine)
     check("qwen2_vl", answers, UNIFORM)

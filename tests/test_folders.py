@@ -108,7 +108,7 @@ def write_llava(folder: Path) -> Path:
 def test_llava_takes_a_picture(tmp_path: Path) -> None:
     """mlx-vlm hands `padding` to a picture's processor, which refuses what it does not know."""
     folder, image = write_llava(tmp_path / "llava"), picture(16, 16)
-    result = ask(folder, [image], "<image> w5 w6", rendered=True)
+    result = ask(folder, [image], "<image> w5 w6", template=None)
     assert result.ok, result.error
     expected = alone("llava", folder, [*[128] * 16, 5, 6], pixel_values=squares([image], 16))
     assert list(result.token_ids) == expected.tokens
@@ -198,7 +198,7 @@ def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:
             "max_patches": 4,
         },
     )
-    result = ask(folder, [image], "<IMG> w5 w6", rendered=True)
+    result = ask(folder, [image], "<IMG> w5 w6", template=None)
     assert result.ok, result.error
     expected = alone("aya_vision_cohere2", folder, [129, *[128] * 4, 131, 130, 5, 6], pixel_values=squares([image], 16))
     assert list(result.token_ids) == expected.tokens
@@ -356,7 +356,7 @@ def test_a_saved_folder_takes_pictures(name: str, tmp_path: Path) -> None:
     images = [picture(16, 16), picture(40, 24, seed=1)]
     with VLMBatcher(folder) as batcher:
         asked: dict[str, Any] = (
-            {"prompt": "w5 w6"} if saved.has_template else {"prompt": f"{saved.picture} w5 w6", "rendered": True}
+            {"prompt": "w5 w6"} if saved.has_template else {"prompt": f"{saved.picture} w5 w6", "template": None}
         )
         requests = [Request(images=image, params=ANSWER, **asked) for image in images]
         results = [handle.result(timeout=60) for handle in map(batcher.submit_request, requests)]
@@ -407,7 +407,7 @@ def test_gemma3_takes_a_rendered_prompt_with_a_picture(tmp_path: Path) -> None:
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}},
         image_seq_length=9,
     )
-    result = ask(folder, [image], "<start_of_image> w5 w6", rendered=True)
+    result = ask(folder, [image], "<start_of_image> w5 w6", template=None)
     assert result.ok, result.error
     assert result.usage.image_tokens == 9
     ids = [129, *[128] * 9, 130, 5, 6]
@@ -417,7 +417,7 @@ def test_gemma3_takes_a_rendered_prompt_with_a_picture(tmp_path: Path) -> None:
     again = ask(folder, [image], "w5 w6")
     assert again.ok, again.error
     with VLMBatcher(folder) as batcher, pytest.raises(InvalidPrompt, match="0 picture placeholders for 1"):
-        batcher.submit([image], "<image_soft_token> w5", rendered=True)
+        batcher.submit([image], "<image_soft_token> w5", template=None)
 
 
 def write_llama4(folder: Path) -> Path:

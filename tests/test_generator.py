@@ -10,14 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
+from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, settings_for, shared_adapter
 from vlm_batch.arrays import as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.records import Call
 from vlm_batch.store.budget import ByteBudget
@@ -94,7 +93,7 @@ def test_a_row_that_raises_while_it_is_encoded_leaves_nothing_on_the_model(monke
 def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:
     """Its neighbours' tokens are the same as if it had never come, whether they run before, beside or after it."""
     bad_inputs, bad_params, said = BAD[how]
-    generator = engine(placement=placement, config=SchedulerConfig(max_prompt_tokens=100))
+    generator = engine(policy=settings_for(placement, max_prompt_tokens=100))
     generator.insert("before", inputs(TEXT), SamplingParams(max_tokens=NUM_TOKENS))
 
     def arrive(step: int) -> None:
@@ -114,14 +113,14 @@ def test_a_bad_row_ends_alone(how: str, placement: Placement) -> None:
 
 
 def test_too_long_names_both_numbers() -> None:
-    generator = engine(config=SchedulerConfig(max_prompt_tokens=20))
+    generator = engine(policy=settings_for(max_prompt_tokens=20))
     generator.insert("long", inputs(OTHER), SamplingParams())
     generator.insert("short", inputs(TEXT), SamplingParams(max_tokens=3))
     results = finish(generator)
     assert isinstance(results["long"].exception, PromptTooLong)
     length = inputs(OTHER)["input_ids"].shape[1]
     assert f"{length} tokens" in str(results["long"].error)
-    assert "20 are taken (max_prompt_tokens)" in str(results["long"].error)
+    assert "20 are taken (Limits.prompt_tokens)" in str(results["long"].error)
     assert results["short"].token_ids == right_tokens(TEXT, 3)
 
 
@@ -162,7 +161,7 @@ def test_an_id_in_use_is_refused() -> None:
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 9])
 def test_cancel_at_every_stage(step: int) -> None:
     """Waiting for a place, in the middle of prefill, and while decoding."""
-    generator = engine(config=SchedulerConfig(max_rows=2, prefill_budget=3, idle_budget=3))
+    generator = engine(policy=settings_for(max_rows=2, prefill_budget=3, idle_budget=3))
     for name, key in (("a", TEXT), ("b", IMAGE), ("c", OTHER)):
         generator.insert(name, inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
 
@@ -253,7 +252,7 @@ def test_usage_and_timings() -> None:
 
 
 def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None:
-    generator = engine(config=SchedulerConfig(max_rows=1))
+    generator = engine(policy=settings_for(max_rows=1))
     generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=8))
     generator.insert("next", inputs(IMAGE), SamplingParams(max_tokens=2))
     row, encoded, last = generator._rows["next"], 0.0, 0.0
@@ -297,7 +296,7 @@ def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
 
 
 def test_priority_goes_first_when_places_are_short() -> None:
-    generator = engine(config=SchedulerConfig(max_rows=1))
+    generator = engine(policy=settings_for(max_rows=1))
     order: list[str] = []
     for name, priority in (("low", 0), ("high", 5), ("middle", 3)):
         generator.insert(name, inputs(TEXT), SamplingParams(max_tokens=2), priority)
@@ -353,7 +352,7 @@ def together_and_apart(monkeypatch: pytest.MonkeyPatch, prefill: int, fails: boo
         return whole(rows, *rest)
 
     monkeypatch.setattr(adapter, "prefill", watched)
-    check(FAMILY, run_family(FAMILY, [Ask(key) for key in SAME], config=SchedulerConfig(prefill_together=prefill)))
+    check(FAMILY, run_family(FAMILY, [Ask(key) for key in SAME], config={"prefill_together": prefill}))
     return shared
 
 
@@ -401,7 +400,7 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
         return encode(requests, call)
 
     monkeypatch.setattr(shared_adapter(FAMILY), "encode_together", counted)
-    generator = engine(config=SchedulerConfig(encode_together=3, max_rows=3))
+    generator = engine(policy=settings_for(encode_together=3, max_rows=3))
     size = num_bytes(inputs(SAME[0]))
     memory = generator.admission._encoding
     begin, begun = memory.begin, list[int]()
@@ -440,7 +439,7 @@ def looked_at(
 
     monkeypatch.setattr(adapter, "encode_together", counted)
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**24))) if keeps else None
-    generator = engine(config=SchedulerConfig(encode_together=3), reuse=reuse)
+    generator = engine(policy=settings_for(encode_together=3), reuse=reuse)
     for number, key in enumerate(keys):
         generator.insert(str(number), inputs(key), SamplingParams(max_tokens=NUM_TOKENS))
     results = finish(generator)

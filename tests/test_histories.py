@@ -32,7 +32,7 @@ from tests.histories import (
     play,
 )
 from tests.many_histories import How, News, Played, play_some, read_record, record_of, show, tell_fault
-from vlm_batch import SamplingParams, VLMBatcher, assets
+from vlm_batch import Caches, SamplingParams, VLMBatcher, assets
 from vlm_batch.caches import Placement
 from vlm_batch.records import Call, DecodeStep
 
@@ -197,7 +197,7 @@ def test_a_history_of_threads() -> None:
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         raise ValueError("of the test")
 
-    with VLMBatcher(assets.default_checkpoint(), max_rows=8, cache_bytes=300_000) as batcher:
+    with VLMBatcher(assets.default_checkpoint(), max_rows=8, caches=Caches(300_000)) as batcher:
         alone = {prompt: batcher.submit(None, prompt).result(60).text for prompt in asks}
         adapter = batcher._loop.generator.adapter
         decode, calls = adapter.decode, 0

@@ -55,6 +55,14 @@ def test_sizes() -> None:
     )
 
 
+def test_declarations_of_settings() -> None:
+    text = (
+        'class A:\n    max_chunk: int = 1\n    other: int\nTABLE = Policy(max_chunk=2, slack=0)\nNAMES = ("slack",)\n'
+    )
+    text += "def run(slack: int) -> None:\n    go(max_chunk=slack)\n"
+    assert sorted(house.declarations(ast.parse(text))) == ["max_chunk", "max_chunk", "slack", "slack"]
+
+
 @pytest.mark.parametrize(
     ("code", "count"),
     [
@@ -100,7 +108,9 @@ def test_the_package_is_counted() -> None:
     """One request, and every line of the table."""
     found = {count.what: count for count in house.count_all()}
     counts = {what: count.now for what, count in found.items()}
-    assert len(counts) == 13
+    assert len(counts) == 15
+    assert counts["most declarations of a setting"] == "2"
+    assert counts["parameters of VLMBatcher; of submit"] == "14; 14"
     assert 10 < int(counts["files that one picture and three tokens pass"]) < 65
     assert 100 < int(counts["distinct functions that they pass"]) < 550
     assert {"Request", "Result"} <= set(house.bodies())

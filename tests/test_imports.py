@@ -31,7 +31,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "engine"),
     ("checkpoints",),
     ("exactness",),
-    ("tuning",),
     ("loading",),
     ("batcher", "verify"),
     ("server", "integrations", "jobs"),

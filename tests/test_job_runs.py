@@ -978,7 +978,8 @@ def test_models_are_told_to_think(
 
     class Keeps(Echo):
         def answer(self, request: Request) -> Result:
-            seen.append((request.enable_thinking, request.params.thinking_budget))
+            assert request.template is not None
+            seen.append((request.template.enable_thinking, request.params.thinking_budget))
             return super().answer(request)
 
     cli.main([*RUN, "--out", "out.jsonl", *options, "--thinking-budget", "50"], open_batcher=Keeps())

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import Answer, Ask, inputs_of, oracle, run, shared_adapter
+from tests.harness import Answer, Ask, inputs_of, oracle, run, settings_for, shared_adapter
 from tests.recording import record, record_none
 from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
@@ -24,7 +24,7 @@ from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement, SlabCache
-from vlm_batch.caches.layers import save_layer
+from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import (
     QuantizedCache,
@@ -38,9 +38,8 @@ from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.policy import KERNEL, PACKED, UNPACKED, policy_for
+from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.records import DecodeStep
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -71,7 +70,7 @@ def alone(name: str, key: str, kv: KVQuantisation, num_tokens: int = 8) -> tuple
         shared_adapter(name),
         lambda key: request(name, key),
         [Ask(key, tokens=num_tokens)],
-        generator=generator(name, kv, placement=Placement.ROWS, config=SchedulerConfig(idle_budget=2048)),
+        generator=generator(name, kv, policy=settings_for(Placement.ROWS, idle_budget=2048)),
     )
     assert answer.result is not None
     assert answer.result.error is None, answer.result.error
@@ -143,7 +142,7 @@ def test_equal_prompts_are_prefilled_together(
 
     monkeypatch.setattr(adapter, "prefill", watched)
     asks = [Ask(f"image:{seed}:1") for seed in (1, 2, 3)]
-    engine = generator(name, kv, placement=placement, config=SchedulerConfig(prefill_together=8, idle_budget=512))
+    engine = generator(name, kv, policy=settings_for(placement, prefill_together=8, idle_budget=512))
     answers = run(adapter, lambda key: request(name, key), asks, generator=engine)
     assert shared == [(3, {QuantizedCache})]
     check(name, answers, kv)
@@ -159,7 +158,7 @@ def test_rows_that_stay_exact_at_first_are_prefilled_apart(monkeypatch: pytest.M
 
     monkeypatch.setattr(adapter, "prefill", watched)
     asks = [Ask(f"image:{seed}:1") for seed in (1, 2)]
-    engine = generator("qwen2_vl", LATE, config=SchedulerConfig(prefill_together=8, idle_budget=512))
+    engine = generator("qwen2_vl", LATE, policy=settings_for(prefill_together=8, idle_budget=512))
     check("qwen2_vl", run(adapter, lambda key: request("qwen2_vl", key), asks, generator=engine), LATE)
 
 
@@ -186,12 +185,12 @@ def test_turboquant_is_refused_away_from_metal(monkeypatch: pytest.MonkeyPatch) 
     for kind in (Device.CPU, Device.CUDA):
         monkeypatch.setattr(loading, "device", lambda kind=kind: kind)
         with pytest.raises(UnsupportedModel, match=r"5 to 19 times as long .* kv_bits=4 .*VLM_BATCH_TURBOQUANT=slow"):
-            VLMBatcher(default_checkpoint(), kv_bits=4, kv_quant_scheme="turboquant")
+            VLMBatcher(default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant"))
     monkeypatch.setattr(loading, "device", lambda: Device.METAL)
     loading.check_scheme(TURBO)
     monkeypatch.setattr(loading, "device", lambda: Device.CPU)
     monkeypatch.setenv(loading.TURBOQUANT, "slow")
-    with VLMBatcher(default_checkpoint(), kv_bits=4, kv_quant_scheme="turboquant") as batcher:
+    with VLMBatcher(default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant")) as batcher:
         assert batcher.submit(prompt="count to 5", params={"max_tokens": 4}).result().error is None
 
 
@@ -204,7 +203,7 @@ def test_rows_are_what_they_are_alone(name: str, placement: Placement) -> None:
     quantised, _ = UNIFORM.counts(shared_adapter(name).make_cache())
     assert quantised, f"{name} has no layer that bits would apply to: it is to be refused"
     asks = [Ask(IMAGE), Ask(TEXT, tokens=3), Ask(OTHER, at=2), Ask(TEXT, at=3, cancel_at=7)]
-    engine = generator(name, UNIFORM, placement=placement, config=SchedulerConfig(prefill_budget=5, idle_budget=5))
+    engine = generator(name, UNIFORM, policy=settings_for(placement, prefill_budget=5, idle_budget=5))
     answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
     record(name, "kv_8_bits", placement, check(name, answers, UNIFORM))
     exact = oracle(name, IMAGE).logprobs[0]
@@ -218,7 +217,7 @@ def test_turboquant_for_every_family_or_refused_by_name(name: str, placement: Pl
         refused(name, "kv_turboquant", TURBO)
         return
     asks = [Ask(IMAGE, tokens=5), Ask(TEXT, at=2, tokens=5)]
-    engine = generator(name, TURBO, placement=placement)
+    engine = generator(name, TURBO, policy=settings_for(placement))
     answers = run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine)
     record(name, "kv_turboquant", placement, check(name, answers, TURBO))
 
@@ -231,7 +230,9 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
         refused(name, "kv_8_bits_continued", TURBO)
         return
     adapter = shared_adapter(name)
-    engine = generator(name, UNIFORM, placement=placement, reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28))))
+    engine = generator(
+        name, UNIFORM, policy=settings_for(placement), reuse=Reuse(adapter, PrefixCache(ByteBudget(2**28)))
+    )
     engine.insert("first", as_mlx(request(name, TEXT)), SamplingParams(max_tokens=4, seed=0), return_cache=True)
     (first,) = [event.result for _ in range(60) for event in engine.step() if event.result is not None]
     assert first.error is None, first.error
@@ -248,9 +249,9 @@ def test_quantised_conversations_go_on(name: str, placement: Placement, tmp_path
     ways = [held, None] if shared else [None]  # continued, unless a longer prompt has other keys; a hit of what it left
     for brought in ways:
         reuse = Reuse(adapter) if brought is not None else engine.reuse
-        warm = generator(name, UNIFORM, placement=placement, reuse=reuse)
+        warm = generator(name, UNIFORM, policy=settings_for(placement), reuse=reuse)
         found = quantised_answer(name, longer, warm, brought)
-        right = quantised_answer(name, longer, generator(name, UNIFORM, placement=Placement.ROWS))
+        right = quantised_answer(name, longer, generator(name, UNIFORM, policy=settings_for(Placement.ROWS)))
         assert found.result is not None
         assert found.result.error is None, found.result.error
         if shared:
@@ -272,7 +273,7 @@ def test_quantised_slabs_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(CompiledDecode, "__call__", counted)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
-    engine = generator("qwen2_vl", UNIFORM, placement=Placement.SLAB, compile_decode=True)
+    engine = generator("qwen2_vl", UNIFORM, policy=settings_for(Placement.SLAB), compile_decode=True)
     check(
         "qwen2_vl",
         run(shared_adapter("qwen2_vl"), lambda key: request("qwen2_vl", key), asks, generator=engine),
@@ -294,7 +295,7 @@ def test_turboquant_decodes_without_unpacking_the_cache(placement: Placement, mo
             return _right(self, *args, **kwargs)
 
         monkeypatch.setattr(TurboCache, method, counted)
-    engine = generator(name, TURBO, placement=placement)
+    engine = generator(name, TURBO, policy=settings_for(placement))
     for index, key in enumerate((IMAGE, TEXT, OTHER)):
         engine.insert(str(index), as_mlx(request(name, key)), SamplingParams(max_tokens=9))
     while len(engine.batch) < 3:
@@ -328,7 +329,7 @@ def quantised_answer(name: str, inputs: Any, engine: BatchGenerator, cache: Prom
 def test_a_dropped_mask_is_far_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: rows of different lengths in one slab, without the mask between them."""
     monkeypatch.setattr(SlabCache, "make_mask", lambda self, length, **_: None)
-    engine = generator(name, UNIFORM, placement=Placement.SLAB)
+    engine = generator(name, UNIFORM, policy=settings_for(Placement.SLAB))
     answers = run(shared_adapter(name), lambda key: request(name, key), [Ask(IMAGE), Ask(OTHER)], generator=engine)
     with pytest.raises(AssertionError):
         check(name, answers, UNIFORM)
@@ -353,7 +354,7 @@ def test_a_dropped_mask_is_far_off(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_other_schemes(name: str, kv: KVQuantisation, placement: Placement) -> None:
     """TurboQuant row by row; late quantisation, whose start lies in the middle of a prompt or of an answer."""
     asks = [Ask(IMAGE), Ask(OTHER, tokens=8), Ask(TEXT, at=2, tokens=4)]
-    engine = generator(name, kv, placement=placement, config=SchedulerConfig(prefill_budget=7, idle_budget=7))
+    engine = generator(name, kv, policy=settings_for(placement, prefill_budget=7, idle_budget=7))
     check(name, run(shared_adapter(name), lambda key: request(name, key), asks, generator=engine), kv)
 
 
@@ -362,7 +363,7 @@ def test_kept_rows_go_on_quantised_and_exactly(kv: KVQuantisation) -> None:
     name = "qwen2_vl"
     adapter = shared_adapter(name)
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)))
-    engine = generator(name, kv, reuse=reuse, placement=Placement.SLAB)
+    engine = generator(name, kv, reuse=reuse, policy=settings_for(Placement.SLAB))
     cached = []
     for key in (IMAGE, f"{IMAGE}~1", f"{TEXT}", f"{TEXT}+1"):
         answers = run(adapter, lambda key: request(name, key), [Ask(key)], generator=engine)
@@ -469,7 +470,7 @@ def test_slabs_and_rows_hold_the_same() -> None:
         for found, right in zip(taken.state, twin.state, strict=True):
             assert found.shape == right.shape
             assert all(mx.array_equal(a, b).item() for a, b in zip(found.parts, right.parts, strict=True))
-        state = save_layer(taken, taken.offset)
+        state = kind_of(taken).saved(taken.offset)
         again = state.restore(7)
         assert again.state[0].shape == (1, 2, 7, 48)
 
@@ -523,8 +524,8 @@ def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypat
         return found
 
     monkeypatch.setattr(QuantizedSlabCache, "_fetched", fetched)
-    policy = policy_for("slab", Device.CPU).with_settings({"few_bits": few_bits})
-    engine = generator("qwen2_vl", UNIFORM, placement=Placement.SLAB, policy=policy)
+    policy = settings_for(Placement.SLAB, few_bits=few_bits)
+    engine = generator("qwen2_vl", UNIFORM, policy=policy)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
     check(
         "qwen2_vl",
@@ -541,7 +542,7 @@ def test_a_late_cache_is_exact_until_its_start() -> None:
     found, _ = late.update_and_fetch(keys[:, :, :1], keys[:, :, :1])
     assert isinstance(found, QuantizedStates)
     assert found.shape == (1, 2, 21, 32)
-    state = save_layer(late, 21)
+    state = kind_of(late).saved(21)
     assert state.floor == 20
     assert [state.reaches(length) for length in (19, 20, 21, 22)] == [False, True, True, False]
 
@@ -549,14 +550,14 @@ def test_a_late_cache_is_exact_until_its_start() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"bits": 3.5}, "kv_bits is 3.5; uniform quantisation takes .* need kv_quant_scheme='turboquant'"),
+        ({"bits": 3.5}, "kv_bits is 3.5; uniform quantisation takes .* need scheme='turboquant'"),
         ({"bits": 7}, "kv_bits is 7; uniform"),
         ({"bits": 16}, "kv_bits is 16"),
         ({"bits": 9, "scheme": "turboquant"}, "turboquant takes 2 to 8 bits"),
         ({"bits": 3.3, "scheme": "turboquant"}, "in steps of a half"),
-        ({"bits": 8, "group_size": 48}, "kv_group_size is 48"),
-        ({"bits": 8, "scheme": "fp8"}, "kv_quant_scheme is 'fp8'; it must be one of uniform, turboquant"),
-        ({"bits": 8, "start": -1}, "quantized_kv_start is -1"),
+        ({"bits": 8, "group_size": 48}, "group_size is 48"),
+        ({"bits": 8, "scheme": "fp8"}, "scheme is 'fp8'; it must be one of uniform, turboquant"),
+        ({"bits": 8, "start": -1}, "start is -1"),
     ],
 )
 def test_what_a_scheme_cannot_do_is_refused(options: dict[str, Any], said: str) -> None:
@@ -565,9 +566,7 @@ def test_what_a_scheme_cannot_do_is_refused(options: dict[str, Any], said: str) 
 
 
 def test_heads_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    with pytest.raises(
-        ValueError, match="keys have 16 numbers a head: with kv_group_size=64 they would be stored as 64"
-    ):
+    with pytest.raises(ValueError, match="keys have 16 numbers a head: with group_size=64 they would be stored as 64"):
         check_quantisation(shared_adapter("qwen2_vl"), KVQuantisation(8))
 
 

@@ -325,7 +325,7 @@ def test_a_processor_that_cannot_be_copied_is_everybodys_in_turn() -> None:
 def test_slow_urls_hold_up_no_other_request(site: str) -> None:
     """As many as are read ahead, and their videos: texts, local pictures and bytes are answered meanwhile."""
     policy = FetchPolicy(allow_private=True, seconds=60)
-    with VLMBatcher(assets.default_checkpoint(), look_ahead=4, fetch=policy) as batcher:
+    with VLMBatcher(assets.default_checkpoint(), policy={"look_ahead": 4}, fetch=policy) as batcher:
         slow = [batcher.submit(f"{site}/silent", "describe the picture") for _ in range(20)]
         slow += [batcher.submit(prompt="describe the video", videos=f"{site}/silent") for _ in range(4)]
         others = [

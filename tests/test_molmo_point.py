@@ -94,7 +94,7 @@ def test_sampled_points_are_those_of_the_request_alone() -> None:
     params = SamplingParams(max_tokens=14, temperature=1.0, top_p=0.95, seed=5)
     found = []
     for company in ([], [([picture(60, 60, 7)], "a wide one"), ([], "and words")]):
-        with VLMBatcher(family("molmo_point").build(), processor(), max_rows=4, cache_bytes=0) as batcher:
+        with VLMBatcher(family("molmo_point").build(), processor(), max_rows=4, caches=None) as batcher:
             others = [batcher.submit(images or None, words, params=params) for images, words in company]
             mine = batcher.submit([picture(40, 20, 0)], "point at it", params=params)
             found.append(mine.result(timeout=120).token_ids)
@@ -136,7 +136,7 @@ def test_another_question_about_a_picture_goes_on_from_it() -> None:
     questions = ["point at it", "where is it", "and now this one"]
     alone = []
     for question in questions:
-        with VLMBatcher(family("molmo_point").build(), processor(), cache_bytes=0) as batcher:
+        with VLMBatcher(family("molmo_point").build(), processor(), caches=None) as batcher:
             alone.append(batcher.submit(picture(40, 20, 0), question, params=params).result(timeout=120))
     with VLMBatcher(family("molmo_point").build(), processor()) as batcher:
         found = [

@@ -176,10 +176,9 @@ def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "gemma3", "molmo2", "moondream2", "moondream3"])
 def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
-    from tests.harness import SchedulerConfig
 
     monkeypatch.setattr("vlm_batch.engine.scheduler.chunk_end", lambda row, budget: min(row.length, row.done + budget))
-    assert worst(name, run_family(name, [Ask(IMAGES[2])], config=SchedulerConfig(idle_budget=3))) > FAR
+    assert worst(name, run_family(name, [Ask(IMAGES[2])], config={"idle_budget": 3})) > FAR
 
 
 @pytest.mark.parametrize("name", ["qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe"])

@@ -16,30 +16,29 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from tests.exact_cases import KEYS, Arrival, Way, alone, engine_of, exact_of, play
 from tests.exact_cases import adapter_of as adapter_in
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, every_family, run_family, settings_for, shared_adapter
+from tests.zoo import FAMILIES
 from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.prefill import Prefill
+from vlm_batch.engine.prefill import Prefill, pads
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.scheduler import (
     Chunk,
     PrefillRow,
     Scheduler,
-    SchedulerConfig,
     padded_count,
     padded_length,
     together,
 )
-from vlm_batch.models import families
-from vlm_batch.policy import POLICIES
+from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Encoded
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 
 FAMILY = "qwen2_vl"
-PADDED = SchedulerConfig(max_rows=4, pad_to=16)
+PADDED = {"max_rows": 4, "pad_to": 16}
 MIXED = [Ask("image:1:0"), Ask("text:4:9"), Ask("image:2:1", at=1), Ask("text:5:26", at=2), Ask("text:6:14", at=2)]
 
 
@@ -116,10 +115,12 @@ def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
     row = PrefillRow("a", 2000, 0)
 
     def first(budget: int, pad_to: int) -> int:
-        return Scheduler(SchedulerConfig(max_rows=4, pad_to=pad_to)).plan([row], budget)[0].end
+        return (
+            Scheduler(Policy(max_rows=4, max_chunk=2048, smallest_chunk=64, pad_to=pad_to)).plan([row], budget)[0].end
+        )
 
     assert [first(700, 64), first(700, 0), first(3, 64)] == [768, 700, 3]
-    capped = Scheduler(SchedulerConfig(max_rows=4, pad_to=64, max_chunk=512))
+    capped = Scheduler(Policy(max_rows=4, smallest_chunk=64, pad_to=64, max_chunk=512))
     assert [chunk.end for chunk in capped.plan([row], 700)] == [512, 704]
 
 
@@ -128,7 +129,7 @@ def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
     rows = [PrefillRow("a", 300, 0, waited=9.0), PrefillRow("b", 2000, 0, waited=1.0), PrefillRow("c", 90, 0)]
 
     def plan(budget: int, pad_to: int, *left: PrefillRow) -> list[tuple[str, int]]:
-        config = SchedulerConfig(max_rows=4, pad_to=pad_to, smallest_chunk=1024, slack=64, ageing_seconds=100.0)
+        config = Policy(max_rows=4, max_chunk=2048, pad_to=pad_to, smallest_chunk=1024, slack=64, ageing_seconds=100.0)
         return [(chunk.request_id, chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
 
     assert plan(1100, 0) == [("a", 300), ("b", 800)]
@@ -142,7 +143,7 @@ def test_gpus_pad_and_cpus_do_not() -> None:
     assert POLICIES[Device.CPU].pad_to == 0
     assert POLICIES[Device.CUDA].pad_to == POLICIES[Device.METAL].pad_to == 64
     with pytest.raises(ValueError, match="pad_to is -1"):
-        SchedulerConfig(pad_to=-1)
+        Policy(pad_to=-1)
 
 
 # ---- caches ----
@@ -177,7 +178,7 @@ def _same_states(plain: RotatingKVCache, padded: RotatingKVCache) -> None:
 
 
 def test_the_families_that_most_people_serve_are_padded() -> None:
-    names = {spec.family for spec in families() if spec.adapter is not None and spec.adapter.pads_prefill}
+    names = {name for name in FAMILIES if pads(shared_adapter(name), shared_adapter(name).make_cache())}
     assert {
         "qwen2_vl",
         "qwen2_5_vl",
@@ -197,7 +198,6 @@ def test_states_that_cannot_be_cut_back_are_not_padded_whatever_a_family_says(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = shared_adapter(name)
-    monkeypatch.setattr(type(adapter), "pads_prefill", True)
     assert not can_trim(adapter.make_cache())
     check(name, run_family(name, [Ask("text:4:9"), Ask("text:5:26")], placement=Placement.SLAB, config=PADDED))
 
@@ -212,14 +212,14 @@ def test_prompts_of_all_lengths_come_in_few_shapes(placement: Placement, shapes:
 
 
 def test_nothing_is_padded_where_that_is_said(shapes: list[tuple[int, int]]) -> None:
-    check(FAMILY, run_family(FAMILY, MIXED, placement=Placement.SLAB, config=replace(PADDED, pad_to=0)))
+    check(FAMILY, run_family(FAMILY, MIXED, placement=Placement.SLAB, config=PADDED | {"pad_to": 0}))
     assert {9, 26, 14} <= {width for _, width in shapes}
 
 
 def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]]) -> None:
     """Five texts of 9 to 14 tokens: six rows of 16, the last of which nobody reads."""
     asks = [Ask(f"text:{seed}:{length}") for seed, length in ((4, 9), (6, 14), (7, 12), (8, 11), (9, 13))]
-    config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512)
+    config = PADDED | {"max_rows": 8, "prefill_together": 8, "idle_budget": 512}
     check(FAMILY, run_family(FAMILY, asks, placement=Placement.SLAB, config=config))
     assert shapes == [(6, 16)]
 
@@ -242,7 +242,7 @@ def test_prompts_of_other_lengths_are_one_array(name: str, monkeypatch: pytest.M
     """Of 9, 26 and 40 tokens, and one with a picture."""
     counts = rows_computed(monkeypatch)
     asks = [Ask("text:4:9"), Ask("text:5:26"), Ask("text:9:40"), Ask("image:3:2")]
-    config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512, smallest_chunk=256)
+    config = PADDED | {"max_rows": 8, "prefill_together": 8, "idle_budget": 512, "smallest_chunk": 256}
     check(name, run_family(name, asks, placement=Placement.SLAB, config=config))
     assert max(counts) >= 3
 
@@ -253,7 +253,7 @@ def test_prompts_are_filled_up_by_half_of_what_a_forward_computes_as_fast(
 ) -> None:
     """Of 9 tokens beside 40: in one array they take 2 x 48 positions, apart 16 and 48."""
     counts = rows_computed(monkeypatch)
-    config = replace(PADDED, max_rows=8, prefill_together=8, idle_budget=512, smallest_chunk=smallest)
+    config = PADDED | {"max_rows": 8, "prefill_together": 8, "idle_budget": 512, "smallest_chunk": smallest}
     asks = [Ask("text:4:9"), Ask("text:9:40")]
     check("qwen2_vl", run_family("qwen2_vl", asks, placement=Placement.SLAB, config=config))
     assert max(counts, default=1) == most
@@ -261,7 +261,7 @@ def test_prompts_are_filled_up_by_half_of_what_a_forward_computes_as_fast(
 
 @pytest.mark.parametrize("budget", [5, 20])
 def test_chunks_that_end_in_a_prompt_are_cut_back_before_the_next(budget: int, shapes: list[tuple[int, int]]) -> None:
-    config = replace(PADDED, prefill_budget=budget, idle_budget=budget)
+    config = PADDED | {"prefill_budget": budget, "idle_budget": budget}
     asks = [Ask("text:5:26", tokens=12), Ask("image:3:2", at=2), Ask("text:9:40", at=3)]
     check(FAMILY, run_family(FAMILY, asks, placement=Placement.SLAB, config=config))
     assert all(width % 16 == 0 for _, width in shapes)
@@ -270,7 +270,7 @@ def test_chunks_that_end_in_a_prompt_are_cut_back_before_the_next(budget: int, s
 def test_beginnings_are_kept_without_the_padding(shapes: list[tuple[int, int]]) -> None:
     adapter = shared_adapter(FAMILY)
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)))
-    engine = BatchGenerator(adapter, placement=Placement.SLAB, config=PADDED, reuse=reuse)
+    engine = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, **PADDED), reuse=reuse)
     asks = [Ask("text:5:40")]
     check(FAMILY, run_family(FAMILY, asks, generator=engine))
     shapes.clear()
@@ -282,7 +282,7 @@ def test_beginnings_are_kept_without_the_padding(shapes: list[tuple[int, int]]) 
 def test_few_bits_are_not_padded(shapes: list[tuple[int, int]]) -> None:
     """Their caches cannot be cut back as if the padding had not been in the chunk."""
     engine = BatchGenerator(
-        shared_adapter(FAMILY), placement=Placement.SLAB, config=PADDED, kv=KVQuantisation(8, group_size=32)
+        shared_adapter(FAMILY), policy=settings_for(Placement.SLAB, **PADDED), kv=KVQuantisation(8, group_size=32)
     )
     run_family(FAMILY, [Ask("text:4:9")], generator=engine)
     assert shapes == [(1, 9)]
@@ -298,3 +298,19 @@ def test_reproducible_answers_are_padded_by_their_own_lengths(name: str) -> None
     answers = play(name, engine_of(adapter_in(name, "bfloat16"), exact, way), arrivals)
     for arrival, answer in zip(arrivals, answers, strict=True):
         assert answer == replace(alone(name, "bfloat16", arrival.key, exact), cached=answer.cached), arrival
+
+
+# ---- families ----
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_a_familys_prompts_are_right_in_few_lengths(name: str) -> None:
+    """Alone, several in one array, and in chunks: every causal family whose caches can be cut back."""
+    adapter = shared_adapter(name)
+    if not pads(adapter, adapter.make_cache()):
+        pytest.skip(f"{name} is not padded")
+    texts = (Ask(key) for key in ("text:4:14", "text:6:14", "text:7:9", "text:5:26"))
+    asks = [*texts, Ask("image:2:1"), Ask("image:1:1", at=2), Ask("image:3:2", at=2)]
+    config = PADDED | {"max_rows": 6, "prefill_together": 8, "encode_together": 4, "idle_budget": 512}
+    for chunk in (256, 16):
+        check(name, run_family(name, asks, placement=Placement.SLAB, config=config | {"max_chunk": chunk}))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness import every_family, inputs_of, shared_adapter
+from tests.harness import every_family, inputs_of, settings_for, shared_adapter
 from tests.recording import record
 from tests.zoo import END_OF_TEXT, VOCABULARY
 from vlm_batch.arrays import as_mlx
@@ -23,7 +23,6 @@ from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.row import Prompt, Row, new_row
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.engine.several import Several
 from vlm_batch.records import Thinking
 from vlm_batch.types import SamplingParams
@@ -101,8 +100,7 @@ def run(family: str, names: Sequence[str], placement: Placement, gap: int = 0) -
     generator = BatchGenerator(
         shared_adapter(family),
         text=AnswerText(eos_token_ids=frozenset({END_OF_TEXT})),
-        placement=placement,
-        config=SchedulerConfig(max_rows=5, prefill_budget=16),
+        policy=settings_for(placement, max_rows=5, prefill_budget=16),
     )
     ends: dict[str, tuple[int, ...]] = {}
     coming, step = list(names), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.harness import (
     inputs_of,
     oracle,
     run_family,
+    settings_for,
     shared_adapter,
 )
 from tests.recording import record
@@ -27,7 +29,6 @@ from vlm_batch.adapters import kernels
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import families, spec_for
 from vlm_batch.types import SamplingParams
 
@@ -39,8 +40,8 @@ def together(*keys: str) -> list[Ask]:
     return [Ask(key) for key in keys]
 
 
-def chunked(budget: int) -> SchedulerConfig:
-    return SchedulerConfig(max_rows=4, prefill_budget=budget, idle_budget=budget)
+def chunked(budget: int) -> dict[str, Any]:
+    return {"max_rows": 4, "prefill_budget": budget, "idle_budget": budget}
 
 
 def two_images(name: str) -> list[Ask]:
@@ -55,7 +56,7 @@ def equal_prompts(name: str) -> list[Ask]:
     return [*together("image:1:1", IMAGES[1], "image:3:1", "text:4:14", TEXTS[2]), *late]
 
 
-def middle_of_image(name: str) -> SchedulerConfig:
+def middle_of_image(name: str) -> dict[str, Any]:
     """A budget whose first chunk ends inside the first picture."""
     ids = np.asarray(inputs_of(name, IMAGES[2])["input_ids"])[0].tolist()
     image_ids = shared_adapter(name).image_token_ids()
@@ -64,7 +65,7 @@ def middle_of_image(name: str) -> SchedulerConfig:
 
 
 #: name -> (requests, scheduler settings), both made for a family.
-SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], SchedulerConfig] | None]] = {
+SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], dict[str, Any]] | None]] = {
     "alone_image": (lambda name: together(IMAGES[1]), None),
     "alone_text": (lambda name: together(TEXTS[0]), None),
     "images_together": (lambda name: together(*IMAGES), None),
@@ -110,23 +111,23 @@ SCENARIOS: dict[str, tuple[Callable[[str], list[Ask]], Callable[[str], Scheduler
     ),
     "more_rows_than_places": (
         lambda name: [*together(*IMAGES, *TEXTS), Ask(IMAGES[0], tokens=3), Ask(TEXTS[2], tokens=5)],
-        lambda name: SchedulerConfig(max_rows=3, prefill_budget=8),
+        lambda name: {"max_rows": 3, "prefill_budget": 8},
     ),
     "longer_than_the_window": (
         lambda name: [Ask(TEXTS[1], tokens=20), Ask(IMAGES[2], tokens=14, at=2), Ask("text:9:40", tokens=12)],
         lambda name: chunked(11),
     ),
-    "equal_prompts": (equal_prompts, lambda name: SchedulerConfig(max_rows=6, encode_together=4, prefill_together=8)),
+    "equal_prompts": (equal_prompts, lambda name: {"max_rows": 6, "encode_together": 4, "prefill_together": 8}),
     "equal_prompts_apart": (
         equal_prompts,
-        lambda name: SchedulerConfig(max_rows=6, encode_together=1, prefill_together=1),
+        lambda name: {"max_rows": 6, "encode_together": 1, "prefill_together": 1},
     ),
     "one_token": (lambda name: [Ask(IMAGES[0], tokens=1), Ask(TEXTS[0], tokens=1), Ask(IMAGES[1])], None),
 }
 
 #: The same for families with videos: one row of frames among the others.
 VIDEOS = ("video:1:0", "video:2:1", "video:3:2")
-VIDEO_SCENARIOS: dict[str, tuple[list[Ask], SchedulerConfig | None]] = {
+VIDEO_SCENARIOS: dict[str, tuple[list[Ask], dict[str, Any] | None]] = {
     "alone_video": (together(VIDEOS[1]), None),
     "alone_picture_and_video": (together("both:6"), None),
     "videos_together": (together(*VIDEOS), None),
@@ -150,7 +151,7 @@ VIDEO_SCENARIOS: dict[str, tuple[list[Ask], SchedulerConfig | None]] = {
     ),
     "more_videos_than_places": (
         [*together(*VIDEOS, TEXTS[0], IMAGES[0]), Ask(VIDEOS[0], tokens=3)],
-        SchedulerConfig(max_rows=2, prefill_budget=8),
+        {"max_rows": 2, "prefill_budget": 8},
     ),
 }
 
@@ -213,7 +214,7 @@ def test_parity_with_the_kernels_for_cuda(name: str, monkeypatch: pytest.MonkeyP
 def test_image_then_text_then_image_on_one_engine(name: str, placement: Placement) -> None:
     """Served one after another by one long-lived engine: nothing of a request is left for the next."""
     adapter = shared_adapter(name)
-    engine = BatchGenerator(adapter, placement=placement, reuse=default_reuse(adapter))
+    engine = BatchGenerator(adapter, policy=settings_for(placement), reuse=default_reuse(adapter))
     largest = max(
         check(name, run_family(name, [Ask(key)], generator=engine))
         for key in (IMAGES[0], TEXTS[0], IMAGES[1], TEXTS[0], IMAGES[0])
@@ -247,7 +248,7 @@ def test_seeded_sampling_is_the_same_in_any_batch(name: str, placement: Placemen
 
 
 def _alone(name: str, ask: Ask, seed: int) -> tuple[int, ...]:
-    engine = BatchGenerator(shared_adapter(name), placement=Placement.ROWS)
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS))
     assert ask.params is not None
     params = replace(ask.params, seed=seed, max_tokens=ask.tokens)
     engine.insert("alone", as_mlx(inputs_of(name, ask.key)), params)

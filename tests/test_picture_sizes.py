@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlm_batch import VLMBatcher
+from vlm_batch import Limits, VLMBatcher
 from vlm_batch.assets import CHECKOUT, default_checkpoint, sample_images
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.processing import PixelBounds
@@ -53,7 +53,7 @@ def test_each_request_has_its_own_size(batcher: VLMBatcher) -> None:
 
 
 def test_the_batchers_bounds() -> None:
-    with VLMBatcher(default_checkpoint(), max_pixels=6272) as batcher:
+    with VLMBatcher(default_checkpoint(), limits=Limits(max_pixels=6272)) as batcher:
         assert pixels(batcher.submit(CIRCLE, DESCRIBE).result(timeout=60)) <= 6272
         assert pixels(batcher.submit(CIRCLE, DESCRIBE, max_pixels=3136).result(timeout=60)) <= 3136
         with pytest.raises(InvalidImage, match="max_pixels is 9,000; the batcher's is 6,272"):

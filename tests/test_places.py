@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from tests.harness import NUM_TOKENS, Answer, Ask, check, inputs_of, run, shared_adapter
+from tests.harness import NUM_TOKENS, Answer, Ask, check, inputs_of, run, settings_for, shared_adapter
 from vlm_batch.adapters.attention import attention
 from vlm_batch.caches import Placement, RecurrentCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
@@ -105,7 +105,7 @@ def test_a_family_answers_at_a_place_that_held_nan(
     """A row's keys, values and states become NaN, and it is cancelled; a shorter one gets its place beside a neighbour."""
 
     def played(is_broken: bool) -> list[Answer]:
-        generator = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, kv=kv)
+        generator = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.SLAB), kv=kv)
         cancel = generator.cancel
 
         def broken(request_id: str) -> Any:

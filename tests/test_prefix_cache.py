@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache
 
-from tests.harness import TOLERANCE, Ask, difference, every_family, inputs_of, run, shared_adapter
+from tests.harness import TOLERANCE, Ask, difference, every_family, inputs_of, run, settings_for, shared_adapter
 from tests.recording import record, record_none
 from tests.reuse_cases import (
     TAIL,
@@ -36,8 +36,8 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.recurrent import RecurrentState
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.reuse import CacheSettings, Reuse
-from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end
+from vlm_batch.engine.reuse import Caches, Reuse
+from vlm_batch.engine.scheduler import PrefillRow, chunk_end
 from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -65,7 +65,7 @@ all_families = pytest.mark.parametrize("name", every_family())
 def test_hits(name: str, placement: Placement) -> None:
     """The same prompt again, another question about the same picture, and a longer prompt: all from what is kept."""
     only_resumable(name, "prefix_hits")
-    asks = asker(name, placement=placement)
+    asks = asker(name, policy=settings_for(placement))
     assert asks.ask(IMAGE, SHORT) == [0, 0]
     # Nothing is prefilled, not even the last token: its logits were kept.
     assert asks.ask(SHORT, IMAGE) == [length(name, SHORT), length(name, IMAGE)]
@@ -86,7 +86,7 @@ def test_hits_with_two_pictures(name: str, placement: Placement) -> None:
         why = family(name).no_two_images
         record_none(name, "prefix_two_images", why)
         pytest.skip(why)
-    asks = asker(name, placement=placement)
+    asks = asker(name, policy=settings_for(placement))
     assert asks.ask("two:7", "two:8")[0] == 0
     # Of exactly 33 positions mlx-vlm's loop turns phi3_v's first 32 by other factors than a whole prompt of 33.
     other = "two:7~2" if name == "phi3_v" else "two:7+2"
@@ -259,13 +259,13 @@ def test_a_second_picture_after_a_cached_one() -> None:
 def test_rows_wait_for_a_neighbour_that_prefills_their_beginning() -> None:
     """Five questions about one picture that arrive together: it is prefilled once."""
     name = "qwen2_vl"
-    asks = asker(name, config=SchedulerConfig(max_rows=5))
+    asks = asker(name, policy=settings_for(max_rows=5))
     found = asks.ask(IMAGE, *(f"{IMAGE}~{seed}" for seed in range(1, 5)))
     assert found == [0] + [length(name, IMAGE) - TAIL] * 4
 
 
 def test_rows_of_other_beginnings_do_not_wait() -> None:
-    asks = asker("qwen2_vl", config=SchedulerConfig(max_rows=2, encode_ahead=1, idle_budget=4))
+    asks = asker("qwen2_vl", policy=settings_for(max_rows=2, encode_ahead=1, idle_budget=4))
     assert asks.ask(IMAGE, TEXT, f"{IMAGE}~1", "text:4:9", f"{TEXT}+1")[:2] == [0, 0]
 
 
@@ -278,8 +278,8 @@ def test_a_restored_row_is_the_cold_one_bit_for_bit(name: str) -> None:
     for warm in (False, True):
         adapter = shared_adapter(name)
         reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)) if warm else None)
-        config = SchedulerConfig(prefill_budget=at, idle_budget=at)
-        generator = BatchGenerator(adapter, placement=Placement.ROWS, config=config, reuse=reuse)
+        config = {"prefill_budget": at, "idle_budget": at}
+        generator = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, **config), reuse=reuse)
         if warm:
             generator.insert("first", as_mlx(request(name, TEXT)), SamplingParams(max_tokens=1))
             while generator.has_work:
@@ -466,7 +466,7 @@ def test_chunks_end_at_stops_and_before_the_spans_that_hold_them() -> None:
 def test_nothing_is_kept_of_what_is_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing request leaves nothing behind, nor does a cancelled one that was still in its prompt."""
     name = "qwen2_vl"
-    asks = asker(name, config=SchedulerConfig(prefill_budget=4, idle_budget=4))
+    asks = asker(name, policy=settings_for(prefill_budget=4, idle_budget=4))
     generator = asks.generator
     generator.insert("a", as_mlx(inputs_of(name, TEXT)), SamplingParams(max_tokens=4))
     generator.step()
@@ -494,8 +494,8 @@ def on_disk(
     placement: Placement | None = None,
 ) -> Asker:
     adapter = shared_adapter(name)
-    prefix = CacheSettings(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
-    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), placement=placement))
+    prefix = Caches(budget, directory, max_bytes).prefix_cache(ByteBudget(budget), Identity(model))
+    return Asker(name, BatchGenerator(adapter, reuse=Reuse(adapter, prefix), policy=settings_for(placement)))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "mllama", "gemma3n", "qwen3_5"])

@@ -13,7 +13,7 @@ import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_vlm.trainer.peft.lora import LoRaLayer
 
-from tests.harness import NUM_TOKENS, Ask, Inputs, run, shared_adapter
+from tests.harness import NUM_TOKENS, Ask, Inputs, run, settings_for, shared_adapter
 from tests.recording import record, record_none
 from tests.reuse_cases import (
     TWO_WAY,
@@ -32,7 +32,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.layers import CacheKind, is_whole_kind, save_layer
+from vlm_batch.caches.layers import CacheKind, is_whole_kind, kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.retained import RetainedPromptCache
@@ -81,7 +81,7 @@ def test_continued_beside_a_cold_row(name: str, placement: Placement, monkeypatc
         why = "refused: the whole prompt attends both ways, so a longer one has other keys from its first position on"
         record_none(name, "continued_cache", why)
         pytest.skip(why)
-    generator = BatchGenerator(shared_adapter(name), placement=placement)
+    generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement))
     first = first_turns(name, generator, IMAGE, TEXT)
     turns = {key: next_turn(name, key, result, 50) for key, result in zip((IMAGE, TEXT), first, strict=True)}
     caches = [result.cache for result in first]
@@ -227,7 +227,7 @@ def seen(cache: object) -> list[np.ndarray]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_cache_is_the_cache_and_shares_nothing_with_it(kind: str) -> None:
     live = KINDS[kind]()
-    state = save_layer(live, 12)
+    state = kind_of(live).saved(12)
     mx.eval(state.arrays())
     right = seen(live)
     for _ in range(2):  # a second restoring is not changed by what became of the first
@@ -284,10 +284,10 @@ def _nones(cache: object) -> list[bool]:
 
 
 def test_a_window_is_cut_back_only_while_it_has_not_rolled() -> None:
-    state = save_layer(filled(RotatingKVCache(16), 12), 12)
+    state = kind_of(filled(RotatingKVCache(16), 12)).saved(12)
     assert [state.reaches(length) for length in (1, 11, 12, 13)] == [True, True, True, False]
     assert all(np.array_equal(a, b[:, :, :7]) for a, b in zip(seen(state.restore(7)), state.arrays(), strict=True))
-    rolled = save_layer(filled(RotatingKVCache(8), 12), 12)
+    rolled = kind_of(filled(RotatingKVCache(8), 12)).saved(12)
     assert [rolled.reaches(length) for length in (1, 8, 11, 12)] == [False, False, False, True]
 
 

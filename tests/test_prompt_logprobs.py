@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.harness import TOLERANCE, every_family, inputs_of, shared_adapter
+from tests.harness import TOLERANCE, every_family, inputs_of, settings_for, shared_adapter
 from tests.zoo import family as tiny_family
 from vlm_batch import InvalidRequest, Request, Result, SamplingParams, VLMBatcher
 from vlm_batch.adapters.base import Adapter
@@ -18,7 +18,6 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.engine import logprobs
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 
 TEXT, PICTURE = "text:5:26", "image:1:0"
 ASKED = SamplingParams(prompt_logprobs=3, max_tokens=2, ignore_eos=True)
@@ -28,7 +27,7 @@ REFUSED = {"florence2", "paligemma", "paligemma2"}
 
 def answers(name: str, asked: Mapping[str, SamplingParams], **settings: Any) -> dict[str, Result]:
     """Results of requests that arrive together, by their keys."""
-    engine = BatchGenerator(shared_adapter(name), config=SchedulerConfig(max_rows=4, **settings))
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(max_rows=4, **settings))
     for key, params in asked.items():
         engine.insert(key, as_mlx(inputs_of(name, key)), params)
     found: dict[str, Result] = {}

@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vlm_batch._version import __version__
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.fetch import Fetched
-from vlm_batch.jobs.ray import OUTPUT_COLUMNS, Answer, Cluster
+from vlm_batch.jobs.ray import OUTPUT_COLUMNS, Answer, Cluster, Worker
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.sending import changed_ahead, with_files, with_whole_paths
-from vlm_batch.types import Request, Video
+from vlm_batch.types import Request, Result, Video
 
 ROOT = Path(__file__).parent.parent
 #: Seconds after which a cluster is ended, on a machine that is busy with other things.
@@ -217,6 +218,20 @@ def test_reading_ahead_keeps_the_order_and_is_bounded(tmp_path: Path) -> None:
     for number, request in enumerate(changed_ahead(requests(), with_files)):
         assert request.prompt == str(number)
         assert asked <= number + 16
+
+
+def test_a_worker_answers_a_row_that_comes_again_while_it_has_it() -> None:
+    """A connection was lost, and the worker was not."""
+
+    async def ask() -> list[Result]:
+        worker, row = Worker(), Request(prompt="count to 3", request_id="a")
+        await worker.load(None, {}, __version__)
+        await worker.load(None, {}, __version__)
+        return [*await asyncio.gather(worker.ask(row), worker.ask(row))]
+
+    assert [(result.request_id, result.text) for result in asyncio.run(ask())] == [("a", "1 2 3")] * 2
+    with pytest.raises(InvalidJob, match="this machine 0"):
+        asyncio.run(Worker().load(None, {}, "0"))
 
 
 def test_an_actor_answers_several_batches_at_once() -> None:

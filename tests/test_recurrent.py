@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache
 
-from tests.harness import inputs_of, shared_adapter
+from tests.harness import inputs_of, settings_for, shared_adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.engine.generator import BatchGenerator
@@ -67,7 +67,7 @@ def test_a_list_of_caches_has_a_layer_cache_for_each(placement: Placement, kind:
 
 @pytest.mark.parametrize("placement", list(Placement))
 def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(placement: Placement) -> None:
-    generator = BatchGenerator(shared_adapter("qwen3_5"), placement=placement)
+    generator = BatchGenerator(shared_adapter("qwen3_5"), policy=settings_for(placement))
     for index, key in enumerate(("text:4:9", "image:2:1", "text:5:26")):
         generator.insert(str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=40))
     for _ in range(4):
@@ -84,7 +84,7 @@ def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(placement: P
 @pytest.mark.parametrize("placement", list(Placement))
 def test_nothing_grows_with_the_tokens(placement: Placement) -> None:
     """Live arrays and bytes after 60 tokens are those after 20; nothing keeps a graph of the steps before."""
-    generator = BatchGenerator(shared_adapter("qwen3_5"), placement=placement)
+    generator = BatchGenerator(shared_adapter("qwen3_5"), policy=settings_for(placement))
     for index, key in enumerate(("text:4:9", "text:5:26")):
         generator.insert(str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=90))
     seen = []

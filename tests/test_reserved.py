@@ -14,11 +14,11 @@ import mlx_vlm
 import pytest
 from mlx_vlm.prompt_utils import apply_chat_template
 
+from vlm_batch import Template
 from vlm_batch.assets import CHECKOUT
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.reserved import ReservedWords, _marks_of
-from vlm_batch.inputs.template import TemplateOptions
 from vlm_batch.models import adapter_for, families
 
 CHECKPOINTS = ["qwen2_vl", "qwen3_vl", "qwen3_5", "falcon_ocr", "aya_vision", "mllama"]
@@ -111,7 +111,7 @@ def test_families_that_take_the_last_message_alone_get_it_whole(family: str) -> 
     assert len(bare.render("a b", 0)) < 20
     assert "said" in bare.render([{"role": "user", "content": "x"}, {"role": "user", "content": "said"}], 0)
     with pytest.raises(InvalidPrompt, match="takes the last message alone"):
-        bare.render("a b", 0, options=TemplateOptions(add_generation_prompt=False))
+        bare.render("a b", 0, options=Template(add_generation_prompt=False))
 
 
 class Written:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, shared_adapter
+from tests.harness import NUM_TOKENS, Ask, check, inputs_of, oracle, run_family, settings_for, shared_adapter
 from tests.zoo import family
 from vlm_batch import VLMBatcher
 from vlm_batch.arrays import as_mlx
@@ -19,9 +19,9 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
-from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.models import adapter_for
-from vlm_batch.policy import POLICIES
+from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.runtime.device import Device
 from vlm_batch.types import Event, SamplingParams
 
@@ -106,7 +106,7 @@ def test_its_bounds_are_checked() -> None:
 
 
 def test_only_steps_that_did_nothing_else_are_fed() -> None:
-    scheduler = Scheduler(SchedulerConfig(max_rows=64, first_rows=8))
+    scheduler = Scheduler(Policy(first_rows=8, most_rows=64))
     for _ in range(50):
         scheduler.record(8, 0.01, 256, are_waiting=True)
         scheduler.record(8, 0.01, 0, are_waiting=True)  # a device may still be at the chunk
@@ -119,7 +119,7 @@ def test_only_steps_that_did_nothing_else_are_fed() -> None:
 
 
 def test_said_rows_stay() -> None:
-    scheduler = Scheduler(SchedulerConfig(max_rows=5))
+    scheduler = Scheduler(Policy(max_rows=5))
     for _ in range(50):
         scheduler.record(5, 0.01, 0, are_waiting=True)
     assert scheduler.num_places == 5
@@ -141,9 +141,9 @@ def test_rows_come_and_go_while_their_number_changes(
     placement: Placement, exact: Exact | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that moves at almost every step, and slabs that are made anew: each row's answer is the one it gets alone."""
-    config = SchedulerConfig(max_rows=6, first_rows=1, prefill_budget=64)
+    config = {"first_rows": 1, "most_rows": 6, "prefill_budget": 64}
     adapter = adapter_for(NAME)(family(NAME).build()) if exact is not None else shared_adapter(NAME)
-    generator = BatchGenerator(adapter, config=config, placement=placement, exact=exact)
+    generator = BatchGenerator(adapter, policy=settings_for(placement, **config), exact=exact)
     limit = generator.scheduler.limit
     assert limit is not None and generator.scheduler.num_places == 1
     keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
@@ -166,8 +166,8 @@ def test_rows_come_and_go_while_their_number_changes(
 
 
 def test_slabs_have_the_places_that_their_rows_need() -> None:
-    config = SchedulerConfig(max_rows=16)
-    generator = BatchGenerator(shared_adapter(NAME), config=config, placement=Placement.SLAB)
+    config = {"max_rows": 16}
+    generator = BatchGenerator(shared_adapter(NAME), policy=settings_for(Placement.SLAB, **config))
     batch, few = generator.batch, 0
     for seed, count in enumerate((28, 24, 4, 16, 20)):
         inputs = as_mlx(inputs_of(NAME, f"text:{seed}:{5 + seed}"))
@@ -194,7 +194,7 @@ def test_no_place_is_left_for_rows_that_did_not_come(placement: Placement, monke
     """Others were to join in the same step and failed."""
     join = DecodeBatch.join
     monkeypatch.setattr(DecodeBatch, "join", lambda self, row, caches, others=0: join(self, row, caches, others + 2))
-    generator = BatchGenerator(shared_adapter(NAME), placement=placement)
+    generator = BatchGenerator(shared_adapter(NAME), policy=settings_for(placement))
     generator.insert("a", as_mlx(inputs_of(NAME, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
     results = [event.result for _ in range(200) if generator.has_work for event in generator.step() if event.result]
     assert [list(result.token_ids) for result in results] == [oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]]

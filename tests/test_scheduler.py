@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, SchedulerConfig, chunk_end, together
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, chunk_end, together
+from vlm_batch.policy import Policy
 
-SCHEDULER = Scheduler(SchedulerConfig(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
+SCHEDULER = Scheduler(Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
 
 
 def chunks_of(row: PrefillRow, budget: int) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ def test_what_is_left_of_a_prompt_counts() -> None:
 
 def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> None:
     """One of 30 tokens comes each second, as fast as they are prefilled; the long one's turn comes within a minute."""
-    scheduler = Scheduler(SchedulerConfig(ageing_seconds=1000.0))
+    scheduler = Scheduler(Policy(ageing_seconds=1000.0))
     long, waiting = PrefillRow("long", 300, 0), []
     for second in range(60):
         waiting.append((f"short-{second}", second))
@@ -109,7 +110,7 @@ def test_places_are_bounded() -> None:
 
 
 def test_a_chunk_is_bounded_whatever_the_budget() -> None:
-    scheduler = Scheduler(SchedulerConfig(max_chunk=20))
+    scheduler = Scheduler(Policy(max_chunk=20))
     assert scheduler.plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45) == (
         Chunk("a", 0, 20),
         Chunk("a", 20, 30),
@@ -125,13 +126,13 @@ def test_a_prompt_that_was_found_whole_has_an_empty_chunk() -> None:
 
 
 def test_a_budget_of_several_chunks_goes_to_one_row_if_it_is_alone() -> None:
-    scheduler = Scheduler(SchedulerConfig(max_chunk=20))
+    scheduler = Scheduler(Policy(max_chunk=20))
     row = PrefillRow("a", 50, 4, atomic=((22, 30),))
     assert scheduler.plan([row], 30) == (Chunk("a", 4, 22), Chunk("a", 22, 34))
 
 
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
-    pace = Pace(SchedulerConfig(prefill_budget=10, idle_budget=100))
+    pace = Pace(Policy(prefill_budget=10, idle_budget=100))
     pace.record(0.01, 50)
     assert pace.budget(is_decoding=True, pending=4096) == 10
     assert pace.budget(is_decoding=False, pending=4096) == 100
@@ -139,7 +140,7 @@ def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
 
 def measured(decode: float, prefill: float, tokens: int) -> Pace:
     """After steps of decoding alone, and steps that launch ``tokens`` which are waited for in this step or the next."""
-    pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
+    pace = Pace(Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048))
     assert pace.budget(is_decoding=True, pending=4096) == Pace.FIRST_CHUNK
     for here in (1.0, 0.0):  # a CPU works while it is launched, a GPU while the next step waits
         for _ in range(30):
@@ -154,14 +155,14 @@ def test_a_budget_in_time_follows_what_is_measured() -> None:
     """0.1 s between tokens, of which decoding takes 0.04: 0.06 s at 2,000 tokens/s are 120 tokens."""
     assert measured(0.04, 0.1, 200).budget(is_decoding=True, pending=4096) == pytest.approx(120, abs=2)
     slow = [measured(0.2, 0.1, 200)] * Pace.LONGEST_SAVING  # progress, however slow decoding is
-    assert [pace.budget(is_decoding=True, pending=4096) for pace in slow] == [0, 0, 0, Pace.SMALLEST_CHUNK]
+    assert [pace.budget(is_decoding=True, pending=4096) for pace in slow] == [0, 0, 0, 64]
     assert measured(0.001, 0.0001, 200).budget(is_decoding=True, pending=4096) == 2048
 
 
 def test_what_fits_is_saved_up_for_a_chunk_that_is_worth_it() -> None:
     """120 tokens fit beside each step: 256 after three, the end of a prompt at once."""
     pace = measured(0.04, 0.1, 200)
-    pace._config = SchedulerConfig(token_gap=0.1, idle_budget=2048, smallest_chunk=256)
+    pace._config = Policy(token_gap=0.1, idle_budget=2048, smallest_chunk=256)
     assert [pace.budget(is_decoding=True, pending=4096) for _ in range(3)] == [0, 0, pytest.approx(360, abs=6)]
     assert pace.budget(is_decoding=True, pending=100) == pytest.approx(120, abs=2)
 
@@ -175,7 +176,7 @@ def test_a_prompt_that_has_waited_long_may_stretch_the_gap() -> None:
 
 def test_how_far_it_is_stretched_is_the_devices() -> None:
     pace = measured(0.04, 0.1, 200)
-    pace._config = SchedulerConfig(token_gap=0.1, idle_budget=2048, stretch=1)
+    pace._config = Policy(token_gap=0.1, smallest_chunk=64, idle_budget=2048, stretch=1)
     assert pace.budget(is_decoding=True, pending=4096, waited=60.0) == pytest.approx(120, abs=3)
 
 
@@ -187,7 +188,7 @@ def test_what_pictures_took_of_a_step_is_not_left_for_prompts() -> None:
 
 
 def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
-    scheduler = Scheduler(SchedulerConfig(slack=30))
+    scheduler = Scheduler(Policy(slack=30))
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0), PrefillRow("c", 50, 0)]
     assert scheduler.plan(rows, 70) == (Chunk("a", 0, 50), Chunk("b", 0, 50))
     assert scheduler.plan(rows, 60) == (Chunk("a", 0, 50), Chunk("b", 0, 10))
@@ -216,7 +217,7 @@ def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
 
 @pytest.mark.parametrize(("seconds", "budget"), [(0.1, 1024), (1.0, 600), (10.0, 256)])
 def test_a_step_in_which_nothing_decodes_takes_two_seconds_or_a_chunk(seconds: float, budget: int) -> None:
-    pace = Pace(SchedulerConfig(idle_budget=1024))
+    pace = Pace(Policy(idle_budget=1024))
     assert pace.budget(is_decoding=False, pending=5000) == 1024, "nothing was measured"
     for tokens in [0] * 30 + [300, 0] * 40:
         pace.record(0.04 + (seconds if tokens else 0.0), tokens)
@@ -224,7 +225,7 @@ def test_a_step_in_which_nothing_decodes_takes_two_seconds_or_a_chunk(seconds: f
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:
-    pace = Pace(SchedulerConfig(token_gap=0.1, idle_budget=2048))
+    pace = Pace(Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048))
     for _ in range(30):
         pace.record(0.04, 0)
     for _ in range(80):

@@ -171,7 +171,7 @@ def test_the_model_gets_the_tools_and_earlier_calls() -> None:
         reply = server.ask("POST", "/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
         assert reply.status == 200
     (request,) = batcher.requests
-    assert request.tools == [TOOL]
+    assert request.template is not None and request.template.tools == [TOOL]
     assert request.messages is not None
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Bern"}
     assert request.messages[1]["content"] == ""

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.harness import inputs_of, shared_adapter
+from tests.harness import inputs_of, settings_for, shared_adapter
 from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.engine.several import Several
 from vlm_batch.types import Result
 
@@ -26,7 +25,7 @@ KINDS = ["qwen2_vl", "mllama", "falcon_h1", "gemma3", "gemma3n", "deepseek_v4", 
 
 @pytest.fixture(scope="module")
 def batcher() -> Iterator[VLMBatcher]:
-    with VLMBatcher(default_checkpoint(), max_rows=3, cache_bytes=0) as made:
+    with VLMBatcher(default_checkpoint(), max_rows=3, caches=None) as made:
         yield made
 
 
@@ -149,7 +148,7 @@ def test_every_kind_of_state_forks(name: str, placement: Placement) -> None:
     inputs = as_mlx(inputs_of(name, "image:1:2"))
 
     def run(asked: dict[str, SamplingParams]) -> dict[str, tuple[int, ...]]:
-        generator = BatchGenerator(shared_adapter(name), placement=placement, config=SchedulerConfig(max_rows=2))
+        generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement, max_rows=2))
         for request_id, params in asked.items():
             generator.insert(request_id, inputs, params)
         ends: dict[str, tuple[int, ...]] = {}

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.harness import TOLERANCE, Answer, Ask, difference, inputs_of, oracle, run
+from tests.harness import TOLERANCE, Answer, Ask, difference, inputs_of, oracle, run, settings_for
 from tests.zoo import family, generate_alone
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models.deepseek_v4 import DeepseekV4
 
-ONE = SchedulerConfig(max_rows=1, encode_ahead=0)
+ONE = {"max_rows": 1, "encode_ahead": 0}
 #: Families whose state is of kinds that no other has: several caches a layer, and one for all layers.
 OF_THEIR_OWN = ["deepseek_v4", "deepseek_v4_text", "deepseek_v41"]
 
@@ -51,7 +50,7 @@ def test_mlx_vlms_own_answers(name: str, placement: Placement) -> None:
     cancelled = Ask("text:9:40", tokens=30, cancel_at=5)
     asks = [cancelled, *map(Ask, [*texts, *pictures, *texts[::-1], *pictures])]
     adapter = (Marked if name == "deepseek_v4" else SingleRow)(family(name).build())
-    engine = BatchGenerator(adapter, placement=placement, config=ONE)
+    engine = BatchGenerator(adapter, policy=settings_for(placement, **ONE))
     answers = run(adapter, lambda key: inputs_of(name, key), asks, config=ONE, generator=engine)
     assert answers[0].result is not None
     assert answers[0].result.finish_reason == "cancelled"

@@ -13,7 +13,7 @@ import pytest
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from tests.allocations import WANT
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from tests.zoo import family
 from vlm_batch.adapters import kernels
 from vlm_batch.caches import Placement, RingSlabCache, SlabCache
@@ -21,11 +21,8 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache, QuantizedSlabCache
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import adapter_for
-from vlm_batch.policy import policy_for
 from vlm_batch.records import DecodeStep
-from vlm_batch.runtime.device import Device
 
 HEADS, DEPTH, PLACES, WINDOW = 2, 64, 4, 4096
 KINDS = ("full", "sliding", "few bits")
@@ -148,16 +145,16 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
         plain(self, decode)
 
     monkeypatch.setattr(CompiledDecode, "__init__", watched)
-    engine = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, config=SchedulerConfig(max_rows=4))
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.SLAB, max_rows=4))
     asks = [Ask("text:4:250", tokens=12), Ask("image:2:1", at=2), Ask("text:5:9", at=5), Ask("text:6:14", at=6)]
     check(name, run_family(name, asks, generator=engine))
     (graphs,) = made
     assert len(graphs._graphs) > 2, "of one, two and four places, and of 256 and 512 columns"
     ids = []
     for few_bits, has_graphs in (("packed", False), ("kernel", True)):
-        policy = policy_for("slab", Device.CPU).with_settings({"few_bits": few_bits})
+        policy = settings_for(Placement.SLAB, few_bits=few_bits)
         kv = KVQuantisation(8, group_size=32)
-        few = BatchGenerator(shared_adapter(name), placement=Placement.SLAB, policy=policy, kv=kv)
+        few = BatchGenerator(shared_adapter(name), policy=policy, kv=kv)
         (answer,) = run_family(name, asks[:1], generator=few)
         assert answer.result is not None
         ids.append(answer.result.token_ids)
@@ -166,8 +163,8 @@ def test_steps_are_graphs_by_default_where_launches_decide(name: str, monkeypatc
     assert len(made) == 3
     packed = adapter_for(name)(family(name).build())
     nn.quantize(packed.language, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("q_proj"))
-    BatchGenerator(packed, placement=Placement.SLAB)
-    BatchGenerator(shared_adapter(name), placement=Placement.ROWS, compile_decode=False)
+    BatchGenerator(packed, policy=settings_for(Placement.SLAB))
+    BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS), compile_decode=False)
     assert len(made) == 3
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import KVCache
 
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from vlm_batch.adapters.attention import attention
 from vlm_batch.caches import Placement, RowsCache, always_mask
-from vlm_batch.caches.stacked import MOST_STACKED, Member, StackedRowsCache
+from vlm_batch.caches.rows import MOST_STACKED
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 
 LENGTHS = (7, 5, 5, 5, 9, 9, 5)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -28,8 +27,8 @@ def filled(length: int, seed: int) -> KVCache:
     return cache
 
 
-def layer_of(kind: type[RowsCache], lengths: tuple[int, ...] = LENGTHS) -> RowsCache:
-    layer = kind()
+def layer_of(may_stack: bool, lengths: tuple[int, ...] = LENGTHS) -> RowsCache:
+    layer = RowsCache(may_stack=may_stack)
     layer.resize(len(lengths))
     for place, length in enumerate(lengths):
         layer.put(place, filled(length, seed=10 * place))
@@ -46,7 +45,8 @@ def step(layer: RowsCache, number: int) -> np.ndarray:
 
 
 def held(layer: RowsCache) -> list[str]:
-    return ["empty" if one is None else "one of several" if isinstance(one, Member) else "own" for one in layer.places]
+    ids = list(map(id, layer.places))
+    return ["empty" if one is None else "one of several" if ids.count(id(one)) > 1 else "own" for one in layer.places]
 
 
 def same(one: RowsCache, other: RowsCache) -> None:
@@ -59,7 +59,7 @@ def same(one: RowsCache, other: RowsCache) -> None:
 
 def test_neighbours_of_one_length_are_one_array_with_the_numbers_of_each() -> None:
     """They come, decode, one goes in the middle, another takes its place, the rest closes up: bit for bit as rows apart."""
-    stacked, apart = layer_of(StackedRowsCache), layer_of(RowsCache)
+    stacked, apart = layer_of(True), layer_of(False)
     for number in range(3):
         assert np.array_equal(step(stacked, number), step(apart, number))
     several = "one of several"
@@ -80,7 +80,7 @@ def test_neighbours_of_one_length_are_one_array_with_the_numbers_of_each() -> No
 
 
 def test_what_is_taken_is_its_own() -> None:
-    layer = layer_of(StackedRowsCache, (5, 5))
+    layer = layer_of(True, (5, 5))
     step(layer, 0)
     taken = layer.take(1)
     before = np.array(taken.state[0])
@@ -90,10 +90,10 @@ def test_what_is_taken_is_its_own() -> None:
 
 
 def test_long_rows_and_those_that_came_at_other_times_stay_apart() -> None:
-    long = layer_of(StackedRowsCache, (MOST_STACKED + 1,) * 2)
+    long = layer_of(True, (MOST_STACKED + 1,) * 2)
     step(long, 0)
     assert held(long) == ["own", "own"]
-    layer = layer_of(StackedRowsCache, (5,))
+    layer = layer_of(True, (5,))
     step(layer, 0)
     layer.resize(2)
     layer.put(1, filled(6, seed=3))
@@ -103,7 +103,7 @@ def test_long_rows_and_those_that_came_at_other_times_stay_apart() -> None:
 
 def test_reproducible_rows_attend_by_themselves() -> None:
     """It is not among what is proven of a device."""
-    layer = layer_of(StackedRowsCache, (5, 5))
+    layer = layer_of(True, (5, 5))
     always_mask(layer)
     step(layer, 0)
     assert held(layer) == ["own", "own"]
@@ -113,16 +113,16 @@ def test_reproducible_rows_attend_by_themselves() -> None:
 def test_pictures_of_one_size_decode_as_one_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three that come together, of which one ends early, and one that comes later: each gets the answer that it gets alone."""
     seen: list[list[str]] = []
-    plain = StackedRowsCache.update_and_fetch
+    plain = RowsCache.update_and_fetch
 
-    def watched(self: StackedRowsCache, keys: mx.array, values: mx.array) -> Any:
+    def watched(self: RowsCache, keys: mx.array, values: mx.array) -> Any:
         found = plain(self, keys, values)
         seen.append(held(self))
         return found
 
-    monkeypatch.setattr(StackedRowsCache, "update_and_fetch", watched)
-    config = SchedulerConfig(max_rows=4, idle_budget=512, prefill_together=4)
-    engine = BatchGenerator(shared_adapter(name), placement=Placement.ROWS, config=config)
+    monkeypatch.setattr(RowsCache, "update_and_fetch", watched)
+    config = {"max_rows": 4, "idle_budget": 512, "prefill_together": 4}
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(Placement.ROWS, **config))
     asks = [Ask("text:4:14"), Ask("text:6:14", tokens=4), Ask("text:7:14"), Ask("text:5:26", at=2)]
     check(name, run_family(name, asks, generator=engine))
     assert ["one of several"] * 3 in [one[:3] for one in seen], seen[:3]

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-from tests.harness import Ask, check, every_family, inputs_of, run, run_family
+from tests.harness import Ask, check, every_family, inputs_of, run, run_family, settings_for
 from tests.zoo import family as tiny_family
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
@@ -20,7 +20,6 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, new_row
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.models import adapter_for
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.budget import ByteBudget
@@ -71,7 +70,7 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
 
     adapter = shared_adapter("qwen3_vl")
     prefix = PrefixCache(ByteBudget(2**28)) if is_kept else None
-    generator = BatchGenerator(adapter, placement=placement, reuse=Reuse(adapter, prefix))
+    generator = BatchGenerator(adapter, policy=settings_for(placement), reuse=Reuse(adapter, prefix))
     inputs = as_mlx(inputs_of("qwen3_vl", "image:1:0"))
     gone = [weakref.ref(inputs["pixel_values"])]
     encode = adapter.encode
@@ -103,8 +102,8 @@ def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPat
     from tests.harness import shared_adapter
 
     adapter = shared_adapter("qwen2_vl")
-    config = SchedulerConfig(prefill_budget=5, idle_budget=5, max_chunk=5)
-    generator = BatchGenerator(adapter, placement=Placement.ROWS, config=config)
+    config = {"prefill_budget": 5, "idle_budget": 5, "max_chunk": 5}
+    generator = BatchGenerator(adapter, policy=settings_for(Placement.ROWS, **config))
     states: list[weakref.ref[mx.array]] = []
     held: list[int] = []
 
@@ -137,7 +136,7 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
     """Neighbours' arrays are the same objects before and after, one cache a row; a slab's other rows have the same bytes."""
     from tests.harness import shared_adapter
 
-    generator = BatchGenerator(shared_adapter("qwen2_vl"), placement=placement)
+    generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(placement))
     for index, key in enumerate(("text:4:9", "image:2:1", "text:5:26")):
         generator.insert(str(index), as_mlx(inputs_of("qwen2_vl", key)), SamplingParams(max_tokens=40))
     for _ in range(4):
@@ -174,7 +173,7 @@ def test_finished_rows_are_released_or_kept_and_never_both(placement: Placement)
     adapter = shared_adapter(name)
     for is_warm, budget in ((False, 0), (True, 0), (True, 2**28)):  # the first makes the masks that all prompts share
         prefix = PrefixCache(ByteBudget(budget)) if budget else None
-        generator = BatchGenerator(adapter, placement=placement, reuse=Reuse(adapter, prefix))
+        generator = BatchGenerator(adapter, policy=settings_for(placement), reuse=Reuse(adapter, prefix))
         gc.collect()
         earlier = _live_arrays()  # held, so that no new array gets the identity of one that is gone
         before = {id(array) for array in earlier}

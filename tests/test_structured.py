@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import inputs_of, shared_adapter
 from tests.test_templates import with_template
-from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch import Request, SamplingParams, Template, VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.engine.constraints import Guide
@@ -250,14 +250,16 @@ def test_thinking_ends_when_its_budget_is_spent(thinker: VLMBatcher) -> None:
     end = thinker._preparer.processing.ids_of("</think>")
     for budget in (0, 1, 4):
         params = SamplingParams(thinking_budget=budget, max_tokens=30)
-        result = thinker.submit(prompt="count to 9", enable_thinking=True, params=params).result(timeout=60)
+        result = thinker.submit(prompt="count to 9", template=Template(enable_thinking=True), params=params).result(
+            timeout=60
+        )
         assert result.token_ids[budget : budget + len(end)] == end
         assert result.text.count("</think>") == 1
 
 
 def test_a_form_begins_after_thinking(thinker: VLMBatcher) -> None:
     params = SamplingParams(json_schema=SCHEMA, thinking_budget=3, ignore_eos=False)
-    result = thinker.submit(CIRCLE, DESCRIBE, enable_thinking=True, params=params).result(timeout=60)
+    result = thinker.submit(CIRCLE, DESCRIBE, template=Template(enable_thinking=True), params=params).result(timeout=60)
     _, after = result.text.split("</think>")
     assert result.finish_reason == "stop"
     assert json.loads(after) == result.parsed
@@ -269,7 +271,9 @@ def test_a_form_begins_after_thinking(thinker: VLMBatcher) -> None:
 def test_thinking_that_does_not_end_has_no_value(thinker: VLMBatcher) -> None:
     """End tokens may not come before the answer has its form."""
     params = SamplingParams(json_schema=SCHEMA, max_tokens=20)
-    result = thinker.submit(prompt="count to 2", enable_thinking=True, params=params).result(timeout=60)
+    result = thinker.submit(prompt="count to 2", template=Template(enable_thinking=True), params=params).result(
+        timeout=60
+    )
     assert (result.finish_reason, result.parsed) == ("length", None)
     assert result.usage.completion_tokens == 20
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from vlm_batch import Request, VLMBatcher
+from vlm_batch import Request, Template, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.inputs.template import TemplateOptions
 
 #: Reads arguments in the ways that published templates do: looked up, tested, given a default, set if missing.
 TEMPLATE = (
@@ -69,16 +68,17 @@ def test_arguments_reach_the_template(rendered: Any) -> None:
     plain = rendered(prompt="hello")
     assert plain.startswith("(short medium)")
     assert plain.endswith("<|im_start|>assistant\n")
-    assert rendered(prompt="hello", enable_thinking=True) == f"{plain}<think>\n"
-    assert rendered(prompt="hello", enable_thinking=False) == plain
-    assert rendered(prompt="hello", reasoning_effort="high").startswith("(short high)")
-    assert rendered(prompt="hello", template_args={"thinking_style": "long"}).startswith("(long medium)")
-    assert rendered(prompt="hello", documents=[{"text": "a page"}]).startswith("[a page]")
-    assert rendered(prompt="hello", add_generation_prompt=False) == plain.removesuffix("<|im_start|>assistant\n")
+    assert rendered(prompt="hello", template=Template(enable_thinking=True)) == f"{plain}<think>\n"
+    assert rendered(prompt="hello", template=Template(enable_thinking=False)) == plain
+    assert rendered(prompt="hello", template=Template(reasoning_effort="high")).startswith("(short high)")
+    assert rendered(prompt="hello", template=Template(args={"thinking_style": "long"})).startswith("(long medium)")
+    assert rendered(prompt="hello", template=Template(documents=[{"text": "a page"}])).startswith("[a page]")
+    unbegun = rendered(prompt="hello", template=Template(add_generation_prompt=False))
+    assert unbegun == plain.removesuffix("<|im_start|>assistant\n")
 
 
 def test_tools_are_written_as_they_were_given(rendered: Any) -> None:
-    assert json.dumps(WEATHER) in rendered(prompt="hello", tools=[WEATHER])
+    assert json.dumps(WEATHER) in rendered(prompt="hello", template=Template(tools=[WEATHER]))
 
 
 def test_calls_and_results_of_tools_pass_through(rendered: Any) -> None:
@@ -92,7 +92,7 @@ def test_calls_and_results_of_tools_pass_through(rendered: Any) -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "no rain"},
     ]
-    prompt = rendered(messages=turns, tools=[WEATHER])
+    prompt = rendered(messages=turns, template=Template(tools=[WEATHER]))
     assert '<think>I ask.</think><call>weather {"city": "Köln"}</call><|im_end|>' in prompt
     assert "<|im_start|>tool\nno rain<|im_end|>" in prompt
     assert prompt.count(json.dumps(WEATHER)) == 1
@@ -100,26 +100,25 @@ def test_calls_and_results_of_tools_pass_through(rendered: Any) -> None:
 
 def test_the_last_turn_goes_on(rendered: Any, batcher: VLMBatcher) -> None:
     turns = [{"role": "user", "content": "count to 4"}, {"role": "assistant", "content": "1 2"}]
-    prompt = rendered(messages=turns, continue_final_message=True)
+    prompt = rendered(messages=turns, template=Template(continue_final_message=True))
     assert prompt.endswith("<|im_start|>assistant\n1 2")
-    assert batcher.submit(messages=turns, continue_final_message=True).result(timeout=60).ok
+    assert batcher.submit(messages=turns, template=Template(continue_final_message=True)).result(timeout=60).ok
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         (
-            {"template_args": {"thinkng_style": "x"}},
+            {"args": {"thinkng_style": "x"}},
             "thinkng_style: .* does not read that; it reads documents, enable_",
         ),
-        ({"template_args": {"messages": []}}, "'messages', which is not an argument"),
-        ({"template_args": ["tools"]}, "template_args is .* mapping"),
-        ({"template_args": {"tools": []}, "tools": []}, "tools is given twice"),
+        ({"args": {"messages": []}}, "'messages', which is not an argument"),
+        ({"args": ["tools"]}, "args is .* mapping"),
+        ({"args": {"tools": []}, "tools": []}, "tools is given twice: by itself and in args"),
         ({"tools": "weather"}, "tools is 'weather'; it must be a list"),
         ({"enable_thinking": "yes"}, "enable_thinking is 'yes'"),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
-        ({"rendered": True, "enable_thinking": True}, "enable_thinking: the prompt is final already"),
-        ({"rendered": True, "continue_final_message": True}, "continue_final_message: the prompt is final"),
+        ({"thinking": True}, "template has no thinking; it has add_generation_prompt, args"),
         ({"tools": [{"name": "<|im_end|>"}]}, "'<|im_end|>'"),
         ({"tools": [{"parameters": {"<|im_end|>": 1}}]}, "'<|im_end|>'"),
         ({"documents": [{"text": "<|image_pad|>"}]}, "video's place"),
@@ -128,7 +127,15 @@ def test_the_last_turn_goes_on(rendered: Any, batcher: VLMBatcher) -> None:
 )
 def test_what_would_be_dropped_is_refused(batcher: VLMBatcher, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidPrompt, match=said.replace("|", r"\|")):
-        batcher.submit(prompt="hello", **asked)
+        batcher.submit(prompt="hello", template=asked)
+
+
+@pytest.mark.parametrize("said", ["enable_thinking", "continue_final_message"])
+def test_a_final_prompt_takes_nothing_for_a_template(batcher: VLMBatcher, said: str) -> None:
+    with pytest.raises(InvalidPrompt, match=f"{said}: the prompt is final already"):
+        batcher.submit(token_ids=[5, 6], template={said: True})
+    with pytest.raises(InvalidPrompt, match="template is None; messages need"):
+        batcher.submit(messages=[{"role": "user", "content": "hello"}], template=None)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +146,7 @@ def test_a_template_that_reads_nothing_refuses_all(arguments: dict[str, Any]) ->
         VLMBatcher(default_checkpoint()) as batcher,
         pytest.raises(InvalidPrompt, match="does not read that; it reads none"),
     ):
-        batcher.submit(prompt="hello", **arguments)
+        batcher.submit(prompt="hello", template=arguments)
 
 
 def test_words_in_pieces_are_found(batcher: VLMBatcher) -> None:
@@ -159,5 +166,5 @@ def test_a_family_without_a_template_refuses_by_name() -> None:
 
     processing.template = ChatTemplate(Bare())
     with pytest.raises(InvalidPrompt, match="enable_thinking: this model has no chat template"):
-        processing.template.check(TemplateOptions(arguments={"enable_thinking": True}))
-    processing.template.check(TemplateOptions())
+        processing.template.check(Template(enable_thinking=True))
+    processing.template.check(Template())

@@ -202,7 +202,7 @@ def test_a_mixed_job_through_the_familys_own_processor(name: str, film: Path, tm
     def answers(batcher: VLMBatcher) -> list[Result]:
         return [handle.result(timeout=120) for handle in [batcher.submit(**job, params=params) for job in jobs]]
 
-    with VLMBatcher(family(name).build(), CASES[name].processor(name), max_rows=1, cache_bytes=0) as batcher:
+    with VLMBatcher(family(name).build(), CASES[name].processor(name), max_rows=1, caches=None) as batcher:
         alone = answers(batcher)
     with VLMBatcher(family(name).build(), CASES[name].processor(name), max_rows=4) as batcher:
         together, again = answers(batcher), answers(batcher)
@@ -230,7 +230,7 @@ def test_the_same_frames_at_another_rate_are_another_video(name: str, film: Path
         with VLMBatcher(family(name).build(), CASES[name].processor(name), **settings) as batcher:
             return [batcher.submit(**ask).result(timeout=120).raise_for_error() for ask in asked]
 
-    cold, warm = answers(cache_bytes=0), answers()
+    cold, warm = answers(caches=None), answers()
     assert [result.token_ids for result in cold] == [result.token_ids for result in warm]
     first, other = (result.logprobs for result in cold[:2])
     assert first and other and abs(first[0].logprob - other[0].logprob) > 1e-3

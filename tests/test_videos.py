@@ -21,7 +21,7 @@ from PIL import Image
 
 from tests.harness import TOLERANCE, Ask, difference, inputs_of, oracle, run, run_family, shared_adapter
 from tests.zoo import Inputs, family
-from vlm_batch import InvalidParameters, InvalidPrompt, InvalidVideo, SamplingParams, Video, VLMBatcher, assets
+from vlm_batch import InvalidParameters, InvalidPrompt, InvalidVideo, Limits, SamplingParams, Video, VLMBatcher, assets
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import Clip, Sampling, load_video
@@ -365,7 +365,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher, film: Path) 
     handles = [
         batcher.submit(prompt=ASK, videos=video),
         batcher.submit(prompt=ASK, videos=[video]),
-        batcher.submit(prompt=rendered, videos=video, rendered=True),
+        batcher.submit(prompt=rendered, videos=video, template=None),
         batcher.submit(messages=[{"role": "user", "content": [part, text]}]),
         batcher.submit(messages=[{"role": "user", "content": [openai, text]}]),
         batcher.submit(messages=[{"role": "user", "content": [{"type": "video"}, text]}], videos=video),
@@ -446,7 +446,7 @@ def test_few_videos_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlm_batch.inputs.prepare.load_video", counted)
     handles: list[Any] = []
     long = SamplingParams(max_tokens=60, ignore_eos=True)
-    with VLMBatcher(CHECKPOINT, max_rows=1, look_ahead=64) as batcher:
+    with VLMBatcher(CHECKPOINT, max_rows=1, policy={"look_ahead": 64}) as batcher:
         handles += [batcher.submit(prompt=f"{ASK} {index}", videos=still(), params=long) for index in range(12)]
         text = batcher.submit(prompt="count to 5", priority=1)
         results = [handle.result(timeout=120) for handle in handles]
@@ -457,14 +457,14 @@ def test_few_videos_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_video_that_is_too_large_fails_alone(film: Path) -> None:
-    with VLMBatcher(CHECKPOINT, max_video_pixels=30_000) as small:
+    with VLMBatcher(CHECKPOINT, limits=Limits(video_pixels=30_000)) as small:
         refused, taken = (
             small.submit(prompt=ASK, videos=film),
             small.submit(prompt=ASK, videos=Video(film, max_frames=4)),
         )
         error = refused.result(timeout=60).error
         assert error is not None
-        assert "max_video_pixels" in error
+        assert "Limits.video_pixels" in error
         assert taken.result(timeout=60).ok
 
 
@@ -473,7 +473,7 @@ def test_a_video_that_is_too_large_fails_alone(film: Path) -> None:
     [
         ({"prompt": ASK, "videos": [grey(0), grey(1)]}, InvalidVideo, "frames together as Video"),
         ({"prompt": ASK, "videos": Video([])}, InvalidVideo, "has no frames"),
-        ({"prompt": "<|video_pad|>", "rendered": True}, InvalidPrompt, "1 video placeholders for 0 videos"),
+        ({"prompt": "<|video_pad|>", "template": None}, InvalidPrompt, "1 video placeholders for 0 videos"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
             InvalidPrompt,

@@ -8,13 +8,12 @@ import itertools
 import pytest
 
 from tests.allocations import WANT, announced, check_alike
-from tests.harness import inputs_of, oracle, shared_adapter
+from tests.harness import inputs_of, oracle, settings_for, shared_adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import recovery
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.types import Result, SamplingParams
 
 #: By family, the prompts and the tokens of their answers: plain keys and values, the same in few bits, windows beside them,
@@ -50,8 +49,8 @@ def answers(family: str, placement: Placement, want: Want) -> tuple[dict[str, Re
     layers are looked at."""
     name, _, how = family.partition(" ")
     kv = KVQuantisation(8, 32, "uniform", 0) if how == "in few bits" else None
-    config = SchedulerConfig(max_rows=4, prefill_together=2)
-    generator = BatchGenerator(shared_adapter(name), placement=placement, kv=kv, config=config)
+    config = {"max_rows": 4, "prefill_together": 2}
+    generator = BatchGenerator(shared_adapter(name), policy=settings_for(placement, **config), kv=kv)
     results: dict[str, Result] = {}
     asked, steps = iter(ASKS[family].items()), itertools.count()
     while len(results) < len(ASKS[family]):

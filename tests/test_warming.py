@@ -14,14 +14,13 @@ import mlx.core as mx
 import pytest
 
 from tests.exact_cases import adapter_of
-from tests.harness import Ask, check, run_family, shared_adapter
+from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from vlm_batch import Request, VLMBatcher
 from vlm_batch.adapters import kernels
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.exactness import Joint, exact_for
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
@@ -29,7 +28,7 @@ from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 
 FAMILY = "qwen2_vl"
-CONFIG = SchedulerConfig(max_rows=4, pad_to=16, max_chunk=64, prefill_together=4, together_tokens=128)
+CONFIG = {"max_rows": 4, "pad_to": 16, "max_chunk": 64, "prefill_together": 4, "together_tokens": 128}
 ASKS = [Ask("text:4:9"), Ask("text:6:14"), Ask("image:2:1", at=1), Ask("text:5:26", at=2), Ask("text:9:40", at=2)]
 QUESTION = Request(prompt="count to 5", params={"max_tokens": 8})  # type: ignore[arg-type]
 SLAB = {"placement": "slab", "most_rows": 4, "max_chunk": 128}
@@ -69,7 +68,7 @@ def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypat
     policy = replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64)
     exact = exact_for(adapter, policy=policy) if is_exact else None
     reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)), exact=exact)
-    engine = BatchGenerator(adapter, placement=Placement.SLAB, config=CONFIG, reuse=reuse, exact=exact)
+    engine = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=reuse, exact=exact)
     if exact is not None:
         assert [exact.rows(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]  # proven before it is watched
     shapes = Shapes(adapter, monkeypatch)
@@ -98,7 +97,7 @@ def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytes
     watch("attend_spelled_out")
     watch("attend_before")
     asks = [ask for ask in ASKS if ask.key.startswith("text")]
-    engine = BatchGenerator(adapter_of(FAMILY, "float32"), placement=Placement.SLAB, config=CONFIG)
+    engine = BatchGenerator(adapter_of(FAMILY, "float32"), policy=settings_for(Placement.SLAB, **CONFIG))
     check(FAMILY, run_family(FAMILY, asks, generator=engine))
     assert spelled, "without a warm-up shapes that come seldom are spelled out"
     for _ in engine.warm_up():
@@ -113,7 +112,7 @@ def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.Mo
     adapter = adapter_of(FAMILY, "float32")
     exact = exact_for(adapter, policy=replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64))
     engine = BatchGenerator(
-        adapter, placement=Placement.SLAB, config=CONFIG, reuse=Reuse(adapter, exact=exact), exact=exact
+        adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=Reuse(adapter, exact=exact), exact=exact
     )
     for _ in engine.warm_up():
         pass
@@ -126,8 +125,8 @@ def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.Mo
 def test_steps_of_long_rows_are_computed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA attention over slabs of a new shape costs a plan."""
     adapter = adapter_of(FAMILY, "float32")
-    config = SchedulerConfig(max_rows=2, pad_to=256, max_chunk=512, prefill_together=1)
-    engine = BatchGenerator(adapter, placement=Placement.SLAB, config=config)
+    config = {"max_rows": 2, "pad_to": 256, "max_chunk": 512, "prefill_together": 1}
+    engine = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, **config))
     shapes = Shapes(adapter, monkeypatch)
     for _ in engine.warm_up():
         pass
@@ -138,7 +137,7 @@ def test_steps_of_long_rows_are_computed_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_there_is_nothing_to_compute_where_rows_keep_caches_of_their_own() -> None:
-    engine = BatchGenerator(shared_adapter(FAMILY), placement=Placement.ROWS, config=CONFIG)
+    engine = BatchGenerator(shared_adapter(FAMILY), policy=settings_for(Placement.ROWS, **CONFIG))
     assert list(engine.warm_up()) == []
 
 

@@ -42,6 +42,7 @@ from vlm_batch.types import (  # noqa: E402
     Request,
     Result,
     SamplingParams,
+    Template,
     Timings,
     TokenLogprobs,
     Usage,
@@ -49,12 +50,13 @@ from vlm_batch.types import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from vlm_batch.batcher import Handle, PromptCache, Stats, VLMBatcher
+    from vlm_batch.batcher import Caches, Handle, KVQuantisation, Limits, PromptCache, Stats, VLMBatcher
     from vlm_batch.jobs import map_table
     from vlm_batch.models import families, register
 
 __all__ = [
     "BatcherClosed",
+    "Caches",
     "DoesNotFit",
     "FetchPolicy",
     "Handle",
@@ -64,6 +66,8 @@ __all__ = [
     "InvalidPrompt",
     "InvalidRequest",
     "InvalidVideo",
+    "KVQuantisation",
+    "Limits",
     "ModelSpec",
     "OutOfMemory",
     "PromptCache",
@@ -73,6 +77,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Stats",
+    "Template",
     "Timings",
     "TokenLogprobs",
     "UnsupportedModel",
@@ -89,7 +94,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``VLMBatcher`` and what it returns come with the engine, which takes seconds to import: when asked for. So do tables."""
-    if name in ("Handle", "PromptCache", "Stats", "VLMBatcher"):
+    if name in ("Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"):
         from vlm_batch import batcher
 
         return vars(batcher)[name]

@@ -13,23 +13,20 @@ from typing import Any
 import mlx.nn as nn
 
 from vlm_batch import many
-from vlm_batch.caches.quantisation import quantisation_of
-from vlm_batch.checks import whole_option
+from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import loop as engine_loop
-from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES, DEFAULT_DIRECTORY_BYTES, CacheSettings
-from vlm_batch.engine.scheduler import DEFAULT_LOOK_AHEAD_BYTES, SchedulerConfig
+from vlm_batch.engine.reuse import Caches
 from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
-from vlm_batch.policy import TUNED, check_policy
+from vlm_batch.policy import check_policy, described, policy_of
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import (
+    PLAIN_TEMPLATE,
     FetchPolicy,
     ImageInput,
     Message,
@@ -37,45 +34,44 @@ from vlm_batch.types import (
     Result,
     SamplingParams,
     Stats,
+    Template,
     VideoInput,
     params_of,
 )
 
-__all__ = ["Handle", "PromptCache", "Stats", "VLMBatcher"]
+__all__ = ["Caches", "Handle", "KVQuantisation", "Limits", "PromptCache", "Stats", "VLMBatcher"]
+
+DEFAULT_CACHES = Caches()
 
 
 class VLMBatcher:
     """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
 
-    ``model`` is a path, a hub id, or a loaded mlx-vlm model with its ``processor``. At most ``max_rows`` requests decode
-    together; None lets their number follow what is measured: it grows while a step becomes cheaper for each of them and
-    memory allows, up to the device's most. Prompts are prefilled beside them in chunks that keep the gap between two tokens
-    near ``token_gap`` seconds (on a CPU twice that while a prompt has waited long), or of ``prefill_budget`` tokens a step if
-    that is given. ``max_prompt_tokens`` refuses longer prompts (pictures included). ``max_image_pixels`` is checked before a
-    picture is decoded, and ``max_video_pixels``, for all frames together that are taken of a video, before these are; None
-    lifts either. ``min_pixels`` and ``max_pixels`` are what requests get that do not say how large pictures are to be seen,
-    and the second is the most that they may ask for. ``fetch`` says which paths and URLs are read, how much of them and for
-    how long. ``look_ahead`` requests are read ahead of the engine, of those with URLs as many besides; ``generate`` keeps
-    that many in flight beside a batch's worth. What is read and prepared ahead is at most ``look_ahead_bytes`` large, but for
-    a request that is larger by itself, which goes alone. ``max_bytes`` bounds the keys and values of the requests that decode
-    or are prefilled: as many as fit go on together, the last in line waits where they grow beyond it, and a request that does
-    not fit alone is refused with DoesNotFit and the numbers: by ``submit`` where ids or the length of the text show it, else
-    once its processor has run, before anything is encoded. None takes four fifths of the device's memory without the weights
-    and ``cache_bytes``. ``cache_bytes`` are kept of what requests leave behind, so that later ones with the same beginning or
-    the same pictures start from there (docs/caches.md); 0 keeps nothing. What they push out, and all of it at ``close``, goes
-    to files in ``cache_dir``, ``cache_dir_bytes`` at most. ``kv_bits`` stores keys and values of full attention in so many
-    bits, from token ``quantized_kv_start`` on: 2, 3, 4, 5, 6 or 8 in groups of ``kv_group_size`` with
-    ``kv_quant_scheme="uniform"``, or 2 to 8 in steps of a half with "turboquant". ``reproducible`` makes an answer's tokens
-    and log-probabilities, bit for bit, a function of its request, whoever else is there (docs/exactness.md). ``policy`` has
-    settings of the device in the place of its table's, by name (docs/tuning.md). By default, "tuned", they are what
-    ``vlm-batch bench --tune`` found for this model here, if it was run; "device" is the table alone. ``warm_up`` computes the
-    shapes that requests will bring, lengths of prompts and numbers of rows, one by one while nothing is asked: worth it on a
-    GPU, where the first call of a shape takes several times as long as the next one. ``dtype`` is what the
-    weights of a path or id are loaded in: "checkpoint" as they are stored, "float32", "bfloat16", "float16", or "auto", which
-    is the checkpoint's own type but float32 on a CPU.
-
     One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
     the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
+
+    Args:
+        model: a path, a hub id, or a loaded mlx-vlm model.
+        processor: the processor of a loaded model.
+        max_rows: requests that decode together at most. None lets their number follow what is measured: it grows while a
+            step becomes cheaper for each of them and memory allows, up to the device's most.
+        max_bytes: bytes of keys and values of the requests that decode or are prefilled. As many as fit go on together, the
+            last in line waits where they grow beyond it, and a request that does not fit alone is refused with DoesNotFit.
+            None takes four fifths of the device's memory without the weights and ``caches``.
+        limits: bounds on what a request may bring, as ``Limits``.
+        fetch: the paths and URLs that are read, how much of them and for how long, as ``FetchPolicy``.
+        caches: what is kept of requests, so that later ones with the same beginning or the same pictures start from there
+            (docs/caches.md), as ``Caches``; None keeps nothing.
+        kv_bits: store keys and values of full attention in so many bits, in groups of 64: 2, 3, 4, 5, 6 or 8.
+        kv: the same with all its settings, as ``KVQuantisation``.
+        reproducible: make an answer's tokens and log-probabilities, bit for bit, a function of its request, whoever else is
+            there (docs/exactness.md).
+        policy: settings of the engine in the place of the device's, by name: ``{"token_gap": 0.05}`` (docs/tuning.md).
+        warm_up: compute the shapes that requests will bring, lengths of prompts and numbers of rows, one by one while nothing
+            is asked. Worth it on a GPU, where the first call of a shape takes several times as long as the next one.
+        dtype: the type that the weights of a path or id are loaded in: "checkpoint" as they are stored, "float32",
+            "bfloat16", "float16", or "auto", which is the checkpoint's own but float32 on a CPU.
+        trust_remote_code: allow code that comes with the checkpoint.
 
     Raises UnsupportedModel for a model that cannot be run (with quantised keys and values, where those are asked for),
     ValueError for an option out of range, and whatever the loader raises for a damaged checkpoint.
@@ -87,61 +83,39 @@ class VLMBatcher:
         processor: Any = None,
         *,
         max_rows: int | None = None,
-        prefill_budget: int | None = None,
-        token_gap: float = 0.1,
-        max_prompt_tokens: int | None = None,
-        max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
-        max_video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-        fetch: FetchPolicy | None = None,
-        look_ahead: int = 16,
-        look_ahead_bytes: int = DEFAULT_LOOK_AHEAD_BYTES,
         max_bytes: int | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        cache_dir: str | Path | None = None,
-        cache_dir_bytes: int = DEFAULT_DIRECTORY_BYTES,
+        limits: Limits | None = None,
+        fetch: FetchPolicy | None = None,
+        caches: Caches | None = DEFAULT_CACHES,
         kv_bits: float | None = None,
-        kv_group_size: int = 64,
-        kv_quant_scheme: str = "uniform",
-        quantized_kv_start: int = 0,
+        kv: KVQuantisation | None = None,
         reproducible: bool = False,
-        policy: Mapping[str, Any] | str = TUNED,
+        policy: Mapping[str, Any] | None = None,
         warm_up: bool = False,
         dtype: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        _check_kinds(
-            model,
-            processor,
-            fetch,
-            {"trust_remote_code": trust_remote_code, "reproducible": reproducible, "warm_up": warm_up},
-        )
+        if not isinstance(model, (str, Path, nn.Module)):
+            raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
+        if isinstance(model, nn.Module) and processor is None:
+            raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
+        if not isinstance(trust_remote_code, bool):
+            raise ValueError(f"trust_remote_code is {shown(trust_remote_code)}; it must be True or False")
+        if kv_bits is not None:
+            if kv is not None:
+                raise ValueError("kv_bits and kv exclude each other: the second has its bits")
+            kv = KVQuantisation(kv_bits)
+        self._said = check_policy(policy)
         options = EngineOptions(
-            scheduler=SchedulerConfig(
-                max_rows=max_rows,
-                prefill_budget=prefill_budget,
-                token_gap=token_gap,
-                look_ahead=look_ahead,
-                look_ahead_bytes=look_ahead_bytes,
-                max_prompt_tokens=max_prompt_tokens,
-                max_bytes=max_bytes,
-            ),
-            caches=_cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
-            limits=Limits(
-                image_pixels=whole_option("max_image_pixels", max_image_pixels, least=1, or_none=True),
-                video_pixels=whole_option("max_video_pixels", max_video_pixels, least=1, or_none=True),
-                min_pixels=min_pixels,
-                max_pixels=max_pixels,
-                prompt_tokens=max_prompt_tokens,
-                fetch=fetch or FetchPolicy(),
-            ),
-            kv=quantisation_of(kv_bits, kv_group_size, kv_quant_scheme, quantized_kv_start),
+            policy=policy_of({**self._said, "max_rows": max_rows, "max_bytes": max_bytes}),
+            limits=Limits() if limits is None else limits,
+            fetch=FetchPolicy() if fetch is None else fetch,
+            caches=Caches(0) if caches is None else caches,
+            kv=kv,
             reproducible=reproducible,
-            policy=check_policy(policy),
             warm_up=warm_up,
         )
-        self.look_ahead = look_ahead
+        self._policy = options.policy
         self._lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
@@ -152,7 +126,7 @@ class VLMBatcher:
             folder = find_checkpoint(model)  # on this thread, where Ctrl-C ends a download
             load = partial(load_engine, folder, options, dtype=dtype, trust_remote_code=trust_remote_code)
             engine, self._running = engine_loop.start(load)
-        self._loop, self._preparer, self._policy = engine.loop, engine.preparer, engine.policy
+        self._loop, self._preparer = engine.loop, engine.preparer
         weakref.finalize(self, self._loop.stop).atexit = False  # a forgotten batcher's thread ends, too
 
     def submit(
@@ -164,14 +138,7 @@ class VLMBatcher:
         messages: Sequence[Message] | None = None,
         token_ids: Sequence[int] | None = None,
         inputs: Mapping[str, Any] | None = None,
-        rendered: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        enable_thinking: bool | None = None,
-        reasoning_effort: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        template: Template | Mapping[str, Any] | None = PLAIN_TEMPLATE,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         params: SamplingParams | Mapping[str, Any] | None = None,
@@ -180,15 +147,10 @@ class VLMBatcher:
         cache: PromptCache | None = None,
         return_cache: bool = False,
     ) -> Handle:
-        """Ask one question; returns at once.
+        """Ask one question; returns at once. ``Request`` says what its fields mean.
 
-        ``images`` is a picture (path, URL, data URI, bytes, PIL image, array), a list, or None; ``videos`` a video (path,
-        URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), a list, or None. Exactly one of
-        ``prompt``, ``messages``, ``token_ids`` and ``inputs`` says what is asked, and ``tools`` to
-        ``continue_final_message`` what the chat template is told; ``min_pixels`` and ``max_pixels`` bound what the model
-        sees of each picture (see ``Request``). Higher ``priority`` goes first. ``return_cache`` asks for the conversation's
-        state, which a request that goes on with it takes as ``cache``. Raises InvalidRequest for what is wrong already now,
-        BatcherClosed after ``close``; what turns out later ends that request alone, with an error.
+        Raises InvalidRequest for what is wrong already now, BatcherClosed after ``close``. What turns out later ends that
+        request alone, with an error.
         """
         return self.submit_request(
             Request(
@@ -198,14 +160,7 @@ class VLMBatcher:
                 inputs=inputs,
                 images=images,
                 videos=videos,
-                rendered=rendered,
-                tools=tools,
-                documents=documents,
-                enable_thinking=enable_thinking,
-                reasoning_effort=reasoning_effort,
-                template_args={} if template_args is None else template_args,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                template=template,  # type: ignore[arg-type]
                 min_pixels=min_pixels,
                 max_pixels=max_pixels,
                 params=params_of(params),
@@ -236,8 +191,8 @@ class VLMBatcher:
     def generate(
         self, requests: Iterable[Request | Mapping[str, Any]], *, progress: bool = False, raise_on_error: bool = False
     ) -> list[Result]:
-        """Answer many requests; results in their order. ``requests`` may be a generator: it is read ``look_ahead``
-        ahead of those in the batch.
+        """Answer many requests; results in their order. ``requests`` may be a generator: it is read the
+        policy's ``look_ahead`` ahead of those in the batch.
 
         A request that fails, at submit or later, gives a result with ``error`` set, and so does an item that is no
         request. If ``requests`` itself raises, those before are answered and the last result says so. ``raise_on_error``
@@ -268,7 +223,7 @@ class VLMBatcher:
 
     def _most_in_flight(self) -> int:
         """Requests of one call that are alive at a time: as many as may live now, and those that are read ahead."""
-        return self._loop.generator.scheduler.num_places + self.look_ahead
+        return self._loop.generator.scheduler.num_places + self._policy.look_ahead
 
     def rendered(self, request: Request) -> str | None:
         """A request's prompt as the chat template makes it, one placeholder a picture; None if it is tokens already.
@@ -285,8 +240,8 @@ class VLMBatcher:
 
     @property
     def policy(self) -> dict[str, dict[str, Any]]:
-        """The settings of the device that this batcher runs with, by name: each with its value and its source."""
-        return self._policy.describe()
+        """The settings that this batcher runs with, by name: each with its value and its source."""
+        return described(self._policy, self._said)
 
     @property
     def spec(self) -> ModelSpec:
@@ -322,27 +277,3 @@ class VLMBatcher:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _check_kinds(model: Any, processor: Any, fetch: Any, switches: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments that are not what they should be."""
-    if not isinstance(model, (str, Path, nn.Module)):
-        raise ValueError(f"model is a {type(model).__name__}; it must be a path, a hub id or a loaded model")
-    if isinstance(model, nn.Module) and processor is None:
-        raise ValueError("a loaded model needs its processor: VLMBatcher(model, processor)")
-    if fetch is not None and not isinstance(fetch, FetchPolicy):
-        raise ValueError(f"fetch is a {type(fetch).__name__}; it must be a FetchPolicy")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {shown(value)}; it must be True or False")
-
-
-def _cache_settings(cache_bytes: int, cache_dir: str | Path | None, cache_dir_bytes: int) -> CacheSettings:
-    max_bytes = whole_option("cache_bytes", cache_bytes, least=0)
-    if cache_dir is None:
-        return CacheSettings(max_bytes, None, whole_option("cache_dir_bytes", cache_dir_bytes, least=0))
-    if not isinstance(cache_dir, (str, Path)):
-        raise ValueError(f"cache_dir is a {type(cache_dir).__name__}; it must be a path")
-    if not max_bytes or whole_option("cache_dir_bytes", cache_dir_bytes, least=0) < 1:
-        raise ValueError("cache_dir needs cache_bytes and cache_dir_bytes above 0: files are read into memory")
-    return CacheSettings(max_bytes, Path(cache_dir), int(cache_dir_bytes))

@@ -38,7 +38,7 @@ from vlm_batch.engine.proof import (
     product_bits,
 )
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
-from vlm_batch.policy import PACKED, POLICIES, Policy, policy_for
+from vlm_batch.policy import PACKED, POLICIES, Policy, policy_of
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
@@ -76,7 +76,7 @@ def exact_for(
     """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
 
     ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too. ``policy`` says
-    how the rest is set (``MOVES_BITS``), by default the device's. Raises OutOfMemory where there is too little to try it.
+    how the rest is set, by default the device's. Raises OutOfMemory where there is too little to try it.
     """
     policy = policy or POLICIES[device()]
     layout = Placement(policy.placement)
@@ -210,7 +210,7 @@ def prove(
     few_bits: str | None = None,
 ) -> Proof:
     """The proof for a model on this device: from its file, or measured."""
-    few_bits = PACKED if kv is None else few_bits or policy_for(layout.value, device()).few_bits
+    few_bits = PACKED if kv is None else few_bits or policy_of({"placement": layout.value}).few_bits
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
     if (kept := read_proof(key)) is not None:

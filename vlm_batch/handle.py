@@ -50,11 +50,13 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the request's result. Raises TimeoutError after ``timeout`` seconds; a failed request raises nothing."""
-        seconds = _checked_timeout(timeout)
+        seconds = None if timeout is None else _checked_timeout(timeout)
         if self._result is None:
             self.check_can_wait()
             with self._changed:
-                threads.look_until(lambda left: self._changed.wait_for(self.done, left) or None, seconds)
+                threads.look_until(
+                    lambda left: self._changed.wait_for(lambda: self._result is not None, left) or None, seconds
+                )
             if self._result is None:
                 raise TimeoutError(f"request {self.request_id} has not ended within {shown(timeout)} s")
         assert self._result is not None
@@ -193,10 +195,8 @@ class EventStream:
             position += len(events)
 
 
-def _checked_timeout(timeout: float | None) -> float | None:
-    """``timeout`` as ``Condition.wait`` takes it: None for ever, also in place of a number beyond the system's limit."""
-    if timeout is None:
-        return None
+def _checked_timeout(timeout: float) -> float | None:
+    """``timeout`` as ``Condition.wait`` takes it: None, for ever, in place of a number beyond the system's limit."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
         raise ValueError(f"timeout is {shown(timeout)}; it must be a number of seconds, or None to wait for ever")
     return None if timeout > threading.TIMEOUT_MAX else float(max(timeout, 0))

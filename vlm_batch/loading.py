@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,41 +25,45 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
-from vlm_batch.engine.reuse import CacheSettings, Reuse
-from vlm_batch.engine.scheduler import SchedulerConfig
-from vlm_batch.errors import UnsupportedModel
+from vlm_batch.engine.reuse import Caches, Reuse
+from vlm_batch.errors import UnsupportedModel, shown
 from vlm_batch.exactness import exact_for
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.models import families, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
-from vlm_batch.policy import MOVES_BITS, TUNED, Chosen, chosen_of
+from vlm_batch.policy import Policy, policy_of
 from vlm_batch.runtime.blas import narrow_kernels
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.memory import free_bytes
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.files import Identity
-from vlm_batch.tuning import tuned_settings
+from vlm_batch.types import FetchPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings of an engine, by the part that they belong to; ``kv`` None leaves keys and values as they are.
+    """Settings of an engine, by the part that they belong to; ``VLMBatcher`` says what they mean. Raises ValueError."""
 
-    ``reproducible`` keeps answers, bit for bit, functions of their requests (docs/exactness.md). ``policy`` has settings in
-    the place of the device's (``vlm_batch.policy``): by name, or "tuned" for those found here, or "device" for none.
-    ``warm_up`` computes the shapes that requests will bring while nothing is asked.
-    """
-
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    caches: CacheSettings = field(default_factory=CacheSettings)
+    policy: Policy = field(default_factory=lambda: policy_of({}))
     limits: Limits = field(default_factory=Limits)
+    fetch: FetchPolicy = field(default_factory=FetchPolicy)
+    caches: Caches = field(default_factory=Caches)
     kv: KVQuantisation | None = None
     reproducible: bool = False
-    policy: Mapping[str, Any] | str = TUNED
     warm_up: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = {"limits": Limits, "fetch": FetchPolicy, "caches": Caches, "kv": KVQuantisation}
+        for name, kind in kinds.items():
+            value = vars(self)[name]
+            if not (isinstance(value, kind) or (name == "kv" and value is None)):
+                raise ValueError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
+        for name in ("reproducible", "warm_up"):
+            if not isinstance(vars(self)[name], bool):
+                raise ValueError(f"{name} is {shown(vars(self)[name])}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,6 @@ class Engine:
 
     loop: EngineLoop
     preparer: Preparer
-    policy: Chosen
 
 
 def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Engine:
@@ -78,22 +80,20 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if options.kv is not None:
         check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
-    chosen = choose_policy(adapter, options)
-    policy, config = chosen.policy, options.scheduler
+    policy = replace(options.policy, max_prompt_tokens=options.limits.prompt_tokens)
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
-        config = replace(config, max_rows=min(config.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
+        policy = replace(policy, max_rows=min(policy.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
     exact = None
     if options.reproducible:
-        exact = exact_for(adapter, options.kv, policy, max_rows=config.max_rows or policy.most_rows)
+        exact = exact_for(adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows)
     reuse = _reuse(adapter, options, exact)
-    if config.max_bytes is None:
-        config = replace(config, max_bytes=_bytes_for_rows(options.caches.max_bytes))
+    if policy.max_bytes is None:
+        policy = replace(policy, max_bytes=_bytes_for_rows(options.caches.max_bytes))
     processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),
-        config=config,
         policy=policy,
         reuse=reuse,
         kv=options.kv,
@@ -106,20 +106,10 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         check_inputs=adapter.check_inputs,
         max_context=adapter.max_context,
         limits=options.limits,
+        fetch=options.fetch,
         hashes=options.caches.max_bytes > 0,
     )
-    return Engine(EngineLoop(generator, Loaders(preparer.prepare), warm_up=options.warm_up), preparer, chosen)
-
-
-def choose_policy(adapter: Adapter, options: EngineOptions) -> Chosen:
-    """The policy of an engine: the device's, what was found for the model here, and what was said. Raises ValueError.
-
-    What was found here moves no bit of a reproducible answer: those are the same on every machine of a kind.
-    """
-    kept = tuned_settings(adapter, options.kv) if options.policy == TUNED else {}
-    if options.reproducible:
-        kept = {name: value for name, value in kept.items() if name not in MOVES_BITS}
-    return chosen_of(options.policy, device(), kept)
+    return Engine(EngineLoop(generator, Loaders(preparer.prepare), warm_up=options.warm_up), preparer)
 
 
 def load_engine(
@@ -262,8 +252,8 @@ def check_scheme(kv: KVQuantisation) -> None:
     """Raise UnsupportedModel for TurboQuant away from Metal, unless the environment's ``TURBOQUANT`` is "slow"."""
     if kv.scheme == "turboquant" and device() is not Device.METAL and os.environ.get(TURBOQUANT) != "slow":
         raise UnsupportedModel(
-            "kv_quant_scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
-            "5 to 19 times as long (docs/benchmarks.md, caches). kv_quant_scheme='uniform' with kv_bits=4 takes a fifth more "
+            "scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
+            "5 to 19 times as long (docs/benchmarks.md, caches). kv_bits=4 in scheme='uniform' takes a fifth more "
             f"memory and 1.1 to 1.6 times as long; {TURBOQUANT}=slow in the environment serves it all the same"
         )
 

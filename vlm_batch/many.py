@@ -39,7 +39,7 @@ def in_turn(submit: Submit, requests: Iterable[Asked], most: Callable[[], int]) 
                     break
                 except Exception as error:
                     is_open = False
-                    yield index, _unreadable(index, error)
+                    yield index, failed_result(f"refused-{index}", error)
                     break
                 taken = submitted(submit, given, index)
                 if isinstance(taken, Result):
@@ -92,7 +92,7 @@ async def in_turn_async(
                 index, count = count, count + 1
                 if (error := finished.exception()) is not None:
                     is_open = False
-                    yield index, _unreadable(index, error)
+                    yield index, failed_result(f"refused-{index}", error)
                 elif (given := finished.result()) is _END:
                     is_open = False
                 else:
@@ -100,7 +100,7 @@ async def in_turn_async(
                     if isinstance(taken, Result):
                         yield index, taken
                     else:
-                        waited[asyncio.ensure_future(_end_of(taken))] = index, taken
+                        waited[asyncio.ensure_future(taken)] = index, taken
     finally:
         for future, (_, handle) in waited.items():
             handle.cancel()
@@ -116,10 +116,6 @@ async def _as_async(requests: Iterable[Asked] | AsyncIterable[Asked]) -> AsyncIt
         return
     for request in requests:
         yield request
-
-
-async def _end_of(handle: Handle) -> Result:
-    return await handle
 
 
 def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
@@ -139,7 +135,3 @@ def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
         if isinstance(given, Request):
             name = given.request_id
         return failed_result(name if isinstance(name, str) and name else f"refused-{index}", error)
-
-
-def _unreadable(index: int, error: BaseException) -> Result:
-    return failed_result(f"refused-{index}", error)

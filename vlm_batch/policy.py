@@ -1,299 +1,271 @@
-"""The settings that are right for one device and wrong for another, in one table, each with its source.
+"""The settings that the engine reads, in one record: ``Policy``.
 
-``POLICIES`` has the values, ``SETTINGS`` says what each is and where its value comes from: measured, and where the figures
-stand, or assumed. A batcher begins with its device's row of the table, puts in what ``vlm-batch bench --tune`` found for
-its model here, and then what its caller said (``VLMBatcher(policy=)``). Answers are the same up to rounding, whatever is in
-the table; those of ``MOVES_BITS`` round differently.
+Each setting is declared once, with its meaning, its check, and its value on each kind of device. Each value says where it
+comes from: measured, and where the figures stand, or assumed. ``policy_of`` makes a record from a device's values and the
+caller's words (``VLMBatcher(policy=)``). Answers are the same up to rounding, whatever the settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
-from vlm_batch.checks import is_real, whole_option
+from vlm_batch.checks import is_real, seconds_option, whole_option
 from vlm_batch.errors import shown
-from vlm_batch.runtime.device import Device
+from vlm_batch.runtime.device import Device, device
 
 PLACEMENTS = ("rows", "slab")
 #: How a decode step reads keys and values in few bits.
 PACKED, UNPACKED, KERNEL = "packed", "unpacked", "kernel"
-#: Settings on which the last bits of reproducible answers depend.
-MOVES_BITS = frozenset({"placement", "few_bits", "grid", "pad_to", "call_tokens", "call_patches"})
-#: What a caller may say in the place of settings: the table and what was found here, or the table alone.
-TUNED, DEVICE = "tuned", "device"
-_WORDS = {"placement": PLACEMENTS, "few_bits": (PACKED, UNPACKED, KERNEL)}
-_MAY_BE_ZERO = ("encode_ahead", "slack", "pad_to", "call_tokens", "call_patches")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """A device's settings; ``SETTINGS`` says what each means. Raises ValueError for one out of range."""
-
-    placement: str
-    few_bits: str
-    first_rows: int
-    most_rows: int
-    max_chunk: int
-    smallest_chunk: int
-    idle_budget: int
-    stretch: int
-    slack: int
-    encode_together: int
-    beside_decode: int
-    encode_seconds: float
-    most_patches: int
-    prefill_together: int
-    together_tokens: int
-    pad_to: int
-    encode_ahead: int = 2
-    grid: int
-    call_tokens: int
-    call_patches: int
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = vars(self)[field.name]
-            if field.name in _WORDS:
-                if value not in _WORDS[field.name]:
-                    words = ", ".join(_WORDS[field.name])
-                    raise ValueError(f"{field.name} is {shown(value)}; it must be one of {words}")
-            elif field.name == "encode_seconds":
-                if not (is_real(value) and value >= 0):
-                    raise ValueError(f"encode_seconds is {shown(value)}; it must be a number of seconds of at least 0")
-            else:
-                least = 0 if field.name in _MAY_BE_ZERO else 1
-                object.__setattr__(self, field.name, whole_option(field.name, value, least=least))
-        if self.first_rows > self.most_rows:
-            raise ValueError(f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}")
-        if self.grid % 256:
-            raise ValueError(f"grid is {self.grid}; it must be a multiple of 256, in which single-row caches grow")
-
-    def with_settings(self, settings: Mapping[str, Any]) -> Policy:
-        """A policy with some settings in the place of its own. Raises ValueError for a name that is none."""
-        return replace(self, **check_choice(settings))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The meaning of a setting, and where its value comes from on each kind of device."""
-
-    meaning: str
-    cpu: str
-    cuda: str
-    metal: str = "assumed, as on CUDA"
-
-    def source(self, kind: Device) -> str:
-        return {Device.CPU: self.cpu, Device.CUDA: self.cuda, Device.METAL: self.metal}[kind]
-
-
-_CPU = Policy(
-    placement="rows",
-    few_bits=PACKED,
-    first_rows=16,
-    most_rows=32,
-    max_chunk=256,
-    smallest_chunk=256,
-    idle_budget=2048,
-    stretch=2,
-    slack=0,
-    encode_together=1,
-    beside_decode=4,
-    encode_seconds=0.05,
-    most_patches=8192,
-    prefill_together=8,
-    together_tokens=4096,
-    pad_to=0,
-    grid=256,
-    call_tokens=0,
-    call_patches=0,
-)
-_CUDA = Policy(
-    placement="slab",
-    few_bits=KERNEL,
-    first_rows=64,
-    most_rows=64,
-    max_chunk=2048,
-    smallest_chunk=1024,
-    idle_budget=16384,
-    stretch=1,
-    slack=512,
-    encode_together=16,
-    beside_decode=4,
-    encode_seconds=0.0,
-    most_patches=8192,
-    prefill_together=32,
-    together_tokens=4096,
-    pad_to=64,
-    grid=1024,
-    call_tokens=640,
-    call_patches=2048,
-)
-#: Of every kind of device. Metal's is CUDA's where launches decide in both, with fewer rows at first, shorter idle steps, and
-#: no idle prompts or pictures, which take as long there as others.
-POLICIES: Mapping[Device, Policy] = {
-    Device.CPU: _CPU,
-    Device.CUDA: _CUDA,
-    Device.METAL: replace(
-        _CUDA, few_bits=PACKED, first_rows=8, most_rows=32, idle_budget=8192, call_tokens=0, call_patches=0
-    ),
-}
 
 _STATE = "measured: docs/architecture.md, decode state"
 _SET = "measured: docs/benchmarks.md, settings that were measured"
 _LAUNCHES = "measured: docs/benchmarks.md, where the time went"
-
-#: By name, in the order of the table.
-SETTINGS: Mapping[str, Setting] = {
-    "placement": Setting(
-        "layout of the live rows' keys and values: a cache a row, or one array (slab)", _STATE, _STATE
-    ),
-    "few_bits": Setting(
-        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, unpacked, by the kernels of exact "
-        "keys, or by a kernel of their own, for CUDA; what that cannot take is unpacked",
-        "measured: docs/benchmarks.md, caches",
-        "measured: docs/benchmarks.md, caches",
-        "assumed, as on a CPU",
-    ),
-    "first_rows": Setting(
-        "rows that may live at first, where max_rows leaves it open",
-        "measured: docs/benchmarks.md, rows by themselves",
-        "measured: docs/benchmarks.md, rows by themselves",
-        "assumed",
-    ),
-    "most_rows": Setting(
-        "rows that may live at most, where max_rows leaves it open",
-        "measured: docs/benchmarks.md, rows by themselves",
-        "assumed: more were not measured",
-        "assumed",
-    ),
-    "max_chunk": Setting("prompt tokens of one forward", _SET, _LAUNCHES),
-    "smallest_chunk": Setting(
-        "prompt tokens of a chunk beside decoding rows, at least",
-        _SET,
-        "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/benchmarks.md)",
-    ),
-    "idle_budget": Setting(
-        "prompt tokens of a step in which nothing decodes",
-        "measured: docs/benchmarks.md, missed targets on a CPU",
-        "measured: docs/benchmarks.md, captions on a GPU",
-        "assumed",
-    ),
-    "stretch": Setting(
-        "times token_gap that a step takes at most while a prompt has waited long",
-        "measured: docs/benchmarks.md, missed targets on a CPU",
-        "assumed: a longer step has fewer launches to save than a CPU has steps of few rows",
-    ),
-    "slack": Setting("tokens by which a chunk may be longer if that ends its prompt", "no gain there", "assumed"),
-    "encode_together": Setting(
-        "requests whose pictures go through the encoder in one call",
-        "measured: no gain (docs/benchmarks.md)",
-        _LAUNCHES,
-    ),
-    "beside_decode": Setting(
-        "times fewer pictures in that call while rows decode", "takes no part: one picture a call", _SET
-    ),
-    "encode_seconds": Setting(
-        "seconds of a step that go to encoding beside decoding rows, one picture at least",
-        "measured: docs/benchmarks.md, missed targets on a CPU",
-        "takes no part: launches return before the work is done",
-    ),
-    "most_patches": Setting("patches of pictures in one call", "assumed", _SET, "assumed"),
-    "prefill_together": Setting(
-        "whole prompts of one length, after padding, that are prefilled as one array",
-        "measured: docs/log.md",
-        _LAUNCHES,
-    ),
-    "together_tokens": Setting("prompt tokens of that array", "assumed, as on CUDA", _SET),
-    "pad_to": Setting(
-        "chunks of prompts are padded to multiples of so many tokens, long ones to coarser lengths; 0: never",
-        "padding takes as long as tokens do",
-        "measured: docs/benchmarks.md, settings that were measured",
-    ),
-    "encode_ahead": Setting("rows that are encoded before they have a place", "assumed", "assumed", "assumed"),
-    "grid": Setting(
-        "prompt tokens between two cuts of reproducible answers", "as max_chunk", "as smallest_chunk, measured once"
-    ),
-    "call_tokens": Setting(
-        "prompt tokens up to which a short prompt of reproducible answers shares a call, beside others of its length or idle "
-        "ones; 0: each alone",
-        "idle prompts take as long as others do",
-        "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/benchmarks.md)",
-        "assumed, as on a CPU",
-    ),
-    "call_patches": Setting(
-        "patches up to which a small picture of reproducible answers shares a call, in the same way",
-        "idle pictures take as long as others do",
-        "assumed: about as many as keep the device busy while the next call is launched",
-        "assumed, as on a CPU",
-    ),
-}
+_ROWS = "measured: docs/benchmarks.md, rows by themselves"
+_TARGETS = "measured: docs/benchmarks.md, missed targets on a CPU"
+_FORWARD = "measured: a forward of 64 tokens takes as long as one of 1,024 (docs/benchmarks.md)"
+_PROMISE = "the same everywhere"
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The policy of one batcher: its device's, with what was found by ``vlm-batch bench --tune``, and what its caller said."""
+class Setting:
+    """The meaning of a setting, and for each kind of device its value and where that comes from."""
 
-    kind: Device
-    tuned: Mapping[str, Any]
-    said: Mapping[str, Any]
-
-    @property
-    def policy(self) -> Policy:
-        """Raises ValueError for a setting that is none, or out of range."""
-        settings = {**self.tuned, **self.said}
-        placement = settings.get("placement", POLICIES[self.kind].placement)
-        if placement not in PLACEMENTS:
-            raise ValueError(f"placement is {shown(placement)}; it must be one of {', '.join(PLACEMENTS)}")
-        policy = policy_for(placement, self.kind)
-        for first, most in (("first_rows", "most_rows"), ("most_rows", "first_rows")):
-            if first in settings and most not in settings:  # one of them moves the other along
-                other = (max if first == "first_rows" else min)(settings[first], vars(policy)[most])
-                settings[most] = other
-        return policy.with_settings(settings)
-
-    def describe(self) -> dict[str, dict[str, Any]]:
-        """Every setting by name: its value, and where that comes from."""
-        found = {}
-        for name, value in vars(self.policy).items():
-            source = f"the table for {self.kind.value}: {SETTINGS[name].source(self.kind)}"
-            if name in self.said:
-                source = "said: VLMBatcher(policy=)"
-            elif name in self.tuned:
-                source = "measured here: vlm-batch bench --tune"
-            found[name] = {"value": value, "source": source}
-        return found
+    meaning: str
+    values: Mapping[Device, tuple[Any, str]]
 
 
-def chosen_of(given: Mapping[str, Any] | str, kind: Device, tuned: Mapping[str, Any]) -> Chosen:
-    """A batcher's policy from what its caller said: ``tuned``, ``device``, or settings by name. Raises ValueError."""
-    said = check_choice(given)
-    return Chosen(kind, tuned if given == TUNED else {}, said)
+Check = Callable[[str, Any], Any]
 
 
-def check_policy(given: Any) -> Mapping[str, Any] | str:
-    """A caller's choice of a policy, copied. Raises ValueError for anything else."""
-    said = check_choice(given)
-    return given if isinstance(given, str) else said
+def _word(name: str, value: Any, *, words: tuple[str, ...]) -> Any:
+    if value not in words:
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(words)}")
+    return value
 
 
-def check_choice(given: Any) -> Mapping[str, Any]:
-    """The settings in what a caller said of a policy. Raises ValueError for what is none."""
-    if isinstance(given, str) and given in (TUNED, DEVICE):
+def _seconds(name: str, value: Any) -> Any:
+    if not (is_real(value) and value >= 0):
+        raise ValueError(f"{name} is {shown(value)}; it must be a number of seconds of at least 0")
+    return value
+
+
+def _grid(name: str, value: Any) -> int:
+    number = int(whole_option(name, value, least=1))
+    if number % 256:
+        raise ValueError(f"{name} is {number}; it must be a multiple of 256, in which single-row caches grow")
+    return number
+
+
+_AT_LEAST_0, _AT_LEAST_1 = partial(whole_option, least=0), partial(whole_option, least=1)
+_OR_NONE = partial(whole_option, least=1, or_none=True)
+
+
+def _setting(
+    meaning: str,
+    cpu: tuple[Any, str],
+    cuda: tuple[Any, str] | None = None,
+    metal: tuple[Any, str] | None = None,
+    *,
+    check: Check = _AT_LEAST_1,
+) -> Any:
+    """A field of ``Policy``, a CPU's by default. One value is every device's; without Metal's own, CUDA's is assumed there."""
+    if cuda is not None and metal is None:
+        metal = (cuda[0], "assumed, as on CUDA")
+    values = {Device.CPU: cpu, Device.CUDA: cuda or cpu, Device.METAL: metal or cpu}
+    return field(default=cpu[0], metadata={"setting": Setting(meaning, values), "check": check})
+
+
+def _bound() -> Any:
+    """A field of ``Policy`` that callers bound by an option of its own; None leaves it open."""
+    return field(default=None, metadata={"check": _OR_NONE})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The settings of one engine; by default those of a CPU. Raises ValueError for one out of range.
+
+    Where ``max_rows`` is None, the number of rows that may live begins with ``first_rows`` and follows what steps take, up to
+    ``most_rows`` (``RowLimit``). ``max_bytes`` bounds the keys and values of the rows that have places, ``max_prompt_tokens``
+    a prompt.
+    """
+
+    placement: str = _setting(
+        "layout of the live rows' keys and values: a cache a row, or one array (slab)",
+        ("rows", _STATE),
+        ("slab", _STATE),
+        check=partial(_word, words=PLACEMENTS),
+    )
+    few_bits: str = _setting(
+        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, unpacked, by the kernels of exact "
+        "keys, or by a kernel of their own, for CUDA; what that cannot take is unpacked",
+        (PACKED, "measured: docs/benchmarks.md, caches"),
+        (KERNEL, "measured: docs/benchmarks.md, caches"),
+        (PACKED, "assumed, as on a CPU"),
+        check=partial(_word, words=(PACKED, UNPACKED, KERNEL)),
+    )
+    first_rows: int = _setting(
+        "rows that may live at first, where max_rows leaves it open", (16, _ROWS), (64, _ROWS), (8, "assumed")
+    )
+    most_rows: int = _setting(
+        "rows that may live at most, where max_rows leaves it open",
+        (32, _ROWS),
+        (64, "assumed: more were not measured"),
+        (32, "assumed"),
+    )
+    max_chunk: int = _setting("prompt tokens of one forward", (256, _SET), (2048, _LAUNCHES))
+    smallest_chunk: int = _setting(
+        "prompt tokens of a chunk beside decoding rows, at least", (256, _SET), (1024, _FORWARD)
+    )
+    idle_budget: int = _setting(
+        "prompt tokens of a step in which nothing decodes",
+        (2048, _TARGETS),
+        (16384, "measured: docs/benchmarks.md, captions on a GPU"),
+        (8192, "assumed"),
+    )
+    prefill_budget: int | None = _setting(
+        "prompt tokens of a step beside decoding rows; None: as many as fit into token_gap",
+        (None, _PROMISE),
+        check=_OR_NONE,
+    )
+    token_gap: float = _setting(
+        "seconds between two tokens of a decoding row, about", (0.1, _PROMISE), check=seconds_option
+    )
+    stretch: int = _setting(
+        "times token_gap that a step takes at most while a prompt has waited long",
+        (2, _TARGETS),
+        (1, "assumed: a longer step has fewer launches to save than a CPU has steps of few rows"),
+    )
+    slack: int = _setting(
+        "tokens by which a chunk may be longer if that ends its prompt; 0 beside a prefill_budget",
+        (0, "no gain there"),
+        (512, "assumed"),
+        check=_AT_LEAST_0,
+    )
+    encode_together: int = _setting(
+        "requests whose pictures go through the encoder in one call",
+        (1, "measured: no gain (docs/benchmarks.md)"),
+        (16, _LAUNCHES),
+    )
+    beside_decode: int = _setting(
+        "times fewer pictures in that call while rows decode", (4, "takes no part: one picture a call"), (4, _SET)
+    )
+    encode_seconds: float = _setting(
+        "seconds of a step that go to encoding beside decoding rows, one picture at least",
+        (0.05, _TARGETS),
+        (0.0, "takes no part: launches return before the work is done"),
+        check=_seconds,
+    )
+    most_patches: int = _setting("patches of pictures in one call", (8192, "assumed"), (8192, _SET), (8192, "assumed"))
+    prefill_together: int = _setting(
+        "whole prompts of one length, after padding, that are prefilled as one array",
+        (8, "measured: docs/log.md"),
+        (32, _LAUNCHES),
+    )
+    together_tokens: int = _setting("prompt tokens of that array", (4096, "assumed, as on CUDA"), (4096, _SET))
+    pad_to: int = _setting(
+        "chunks of prompts are padded to multiples of so many tokens, long ones to coarser lengths; 0: never",
+        (0, "padding takes as long as tokens do"),
+        (64, _SET),
+        check=_AT_LEAST_0,
+    )
+    encode_ahead: int = _setting("rows that are encoded before they have a place", (2, "assumed"), check=_AT_LEAST_0)
+    look_ahead: int = _setting(
+        "requests whose pictures are read while they wait, beside a batch's worth", (16, _PROMISE)
+    )
+    look_ahead_bytes: int = _setting(
+        "bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two "
+        "long clips; one that is larger by itself goes alone",
+        (2**30, _PROMISE),
+    )
+    ageing_seconds: float = _setting(
+        "seconds of waiting that lift a row by one priority", (5.0, _PROMISE), check=seconds_option
+    )
+    grid: int = _setting(
+        "prompt tokens between two cuts of reproducible answers",
+        (256, "as max_chunk"),
+        (1024, "as smallest_chunk, measured once"),
+        check=_grid,
+    )
+    call_tokens: int = _setting(
+        "prompt tokens up to which a short prompt of reproducible answers shares a call, beside others of its length or idle "
+        "ones; 0: each alone",
+        (0, "idle prompts take as long as others do"),
+        (640, _FORWARD),
+        (0, "assumed, as on a CPU"),
+        check=_AT_LEAST_0,
+    )
+    call_patches: int = _setting(
+        "patches up to which a small picture of reproducible answers shares a call, in the same way",
+        (0, "idle pictures take as long as others do"),
+        (2048, "assumed: about as many as keep the device busy while the next call is launched"),
+        (0, "assumed, as on a CPU"),
+        check=_AT_LEAST_0,
+    )
+    max_rows: int | None = _bound()
+    max_bytes: int | None = _bound()
+    max_prompt_tokens: int | None = _bound()
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, one.metadata["check"](one.name, vars(self)[one.name]))
+        if self.first_rows > self.most_rows:
+            raise ValueError(f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}")
+
+
+#: What stands in the table, by name, in its order.
+SETTINGS: Mapping[str, Setting] = {
+    one.name: one.metadata["setting"] for one in fields(Policy) if "setting" in one.metadata
+}
+POLICIES: Mapping[Device, Policy] = {
+    kind: Policy(**{name: setting.values[kind][0] for name, setting in SETTINGS.items()}) for kind in Device
+}
+
+
+def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
+    """A device's settings with what was said in their places. Raises ValueError for a value out of range.
+
+    With another device's placement come its other settings, but ``idle_budget``, which goes by how fast the device is.
+    """
+    own = POLICIES[kind or device()]
+    policy = own
+    if said.get("placement", own.placement) != own.placement:
+        other = POLICIES[Device.CPU if said["placement"] == "rows" else Device.CUDA]
+        policy = replace(other, idle_budget=own.idle_budget)
+    checked = {one.name: one.metadata["check"](one.name, said[one.name]) for one in fields(Policy) if one.name in said}
+    moved: dict[str, Any] = {}
+    if "most_rows" in said:
+        moved["first_rows"] = min(policy.first_rows, checked["most_rows"])
+    elif "first_rows" in said:
+        moved["most_rows"] = max(policy.most_rows, checked["first_rows"])
+    if checked.get("prefill_budget") is not None:
+        moved["slack"] = 0  # whoever counts tokens wants no more of them
+    return replace(policy, **{**moved, **checked})
+
+
+def check_policy(given: Any) -> dict[str, Any]:
+    """A copy of the settings that a caller says, by name. Raises ValueError for what is none."""
+    if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"policy is {shown(given)}; it must be {TUNED!r}, {DEVICE!r} or a mapping of settings")
+        raise ValueError(f"policy is {shown(given)}; it must be a mapping of settings, or None")
     unknown = [str(name) for name in given if name not in SETTINGS]
     if unknown:
         raise ValueError(f"policy has no {', '.join(sorted(unknown))}; it has {', '.join(SETTINGS)}")
     return dict(given)
 
 
-def policy_for(placement: str, kind: Device) -> Policy:
-    """A device's policy, or, for a placement that is another's, that of the kind of device which it is right for."""
-    policy = POLICIES[kind]
-    if policy.placement == placement:
-        return policy
-    other = POLICIES[Device.CPU if placement == "rows" else Device.CUDA]
-    return replace(other, idle_budget=policy.idle_budget)  # as fast as the device is
+def described(policy: Policy, said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every setting by name: its value, and where that comes from."""
+    kind = device()
+    return {
+        name: {
+            "value": vars(policy)[name],
+            "source": "said: VLMBatcher(policy=)"
+            if name in said
+            else f"the table for {kind.value}: {setting.values[kind][1]}",
+        }
+        for name, setting in SETTINGS.items()
+    }

@@ -11,7 +11,7 @@ from typing import Any
 class PositionState:
     """A row's place in position space.
 
-    ``prompt`` holds the prompt's positions, (1, L) or (3, 1, L), or None for 0..L-1.
+    ``prompt`` holds the prompt's positions, (1, L) or (axes, 1, L), or None for 0..L-1.
     ``delta``: the position of the next token is the number of tokens in the row's cache plus this.
     """
 
@@ -45,6 +45,11 @@ class Encoded:
     def length(self) -> int:
         """The number of prompt positions, pictures included."""
         return int(self.inputs_embeds.shape[1])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether embeddings and positions are all that prefill takes: such prompts of one length can be one array."""
+        return not self.prefill and not self.atomic
 
 
 @dataclass(frozen=True)

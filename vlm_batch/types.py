@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import partial
 from io import IOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from vlm_batch.checks import (
     non_empty_texts,
     put_pixels,
 )
-from vlm_batch.errors import InvalidParameters, InvalidRequest, RequestFailed, describe, shown
+from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest, RequestFailed, describe, shown
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -39,6 +39,8 @@ ImageInput: TypeAlias = Any
 VideoInput: TypeAlias = Any
 
 Message: TypeAlias = Mapping[str, Any]
+
+Kind = TypeVar("Kind", "SamplingParams", "Template")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -308,6 +310,70 @@ class FetchPolicy:
         object.__setattr__(self, "directories", directories)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A request's words for the model's chat template. One that this checkpoint's template does not read is an error.
+
+    Args:
+        tools: functions that the model may call, in OpenAI's form.
+        documents: mappings, as the template reads them.
+        enable_thinking: whether a model that can think does so; None leaves it to the template.
+        reasoning_effort: how much it thinks, in the template's own words.
+        args: any other argument, by name.
+        add_generation_prompt: begin the assistant's turn.
+        continue_final_message: leave the chat's last turn open, so that the answer goes on with it.
+
+    Raises InvalidPrompt for a value of another type, and for an argument that is given twice.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        for name in ("tools", "documents"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
+                raise InvalidPrompt(f"{name} is {shown(value)}; it must be a list of mappings, or None")
+            put(name, [dict(one) for one in value])
+        if self.enable_thinking is not None and not isinstance(self.enable_thinking, bool):
+            raise InvalidPrompt(f"enable_thinking is {shown(self.enable_thinking)}; it must be True, False or None")
+        if self.reasoning_effort is not None and not isinstance(self.reasoning_effort, str):
+            raise InvalidPrompt(f"reasoning_effort is {shown(self.reasoning_effort)}; it must be text, or None")
+        if not isinstance(self.args, Mapping) or not all(isinstance(name, str) for name in self.args):
+            raise InvalidPrompt(f"args is {shown(self.args)}; it must be a mapping of names to values")
+        put("args", dict(self.args))
+        if twice := sorted(self.args.keys() & self._own.keys()):
+            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise InvalidPrompt(f"{name} is {shown(getattr(self, name))}; it must be True or False")
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        names = ("tools", "documents", "enable_thinking", "reasoning_effort")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All that is said, by the template's names."""
+        return {**self.args, **self._own}
+
+    @property
+    def said(self) -> list[str]:
+        """The names of what is not as by default."""
+        turn = [] if self.add_generation_prompt or self.continue_final_message else ["add_generation_prompt=False"]
+        return sorted(self.arguments) + turn + ["continue_final_message"] * bool(self.continue_final_message)
+
+
+PLAIN_TEMPLATE = Template()
 #: The largest priority of a request, above and below 0.
 MAX_PRIORITY = 1_000_000
 
@@ -316,22 +382,26 @@ MAX_PRIORITY = 1_000_000
 class Request:
     """One question: exactly one of ``prompt``, ``messages``, ``token_ids`` or ``inputs``, with its pictures and videos.
 
-    ``prompt`` is put through the model's chat template as a single user turn unless ``rendered`` says that it already
-    is the final text. ``messages`` are a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``);
-    pictures and videos may stand in the content parts or in ``images`` and ``videos``, in order. ``token_ids`` are
-    final; their pictures and videos must already have their placeholder tokens. ``inputs`` is what
-    ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
+    Args:
+        prompt: a single user's turn.
+        messages: a chat in OpenAI's form (``{"role": ..., "content": str | [parts]}``). Pictures and videos may stand in its
+            parts or in ``images`` and ``videos``, in order.
+        token_ids: final tokens, in which the pictures and videos have their placeholders already.
+        inputs: what ``mlx_vlm.utils.prepare_inputs`` returns: ``input_ids`` (1, L), ``pixel_values``, ...
+        images: a picture (path, URL, data URI, bytes, PIL image, array), or several.
+        videos: a video (path, URL, data URI, bytes, array (T, H, W, 3), or a ``Video``, which also holds frames), or several.
+        template: what the chat template is told, as a ``Template`` or a mapping of its fields; None for a prompt that is
+            final text, with its placeholders.
+        min_pixels: the least that the model sees of each picture, where the family's processor has such bounds. The sizes
+            are in ``Result.model_image_sizes``.
+        max_pixels: the most, likewise.
+        params: how tokens are chosen, as ``SamplingParams`` or a mapping of its fields.
+        request_id: the request's name; by default it is given one.
+        priority: a higher one goes first.
+        cache: the state of a conversation that the prompt goes on with: only what is new is prefilled.
+        return_cache: ask for that state, of prompt and answer, in ``Result.cache``.
 
-    Further arguments of the chat template: ``tools`` (OpenAI's form), ``documents``, ``enable_thinking``,
-    ``reasoning_effort``, and any other argument in ``template_args``. One that this checkpoint's template does not read
-    is an error. ``add_generation_prompt=False`` does not begin the assistant's turn; ``continue_final_message`` leaves
-    the chat's last turn open, so that the answer goes on with it.
-
-    ``min_pixels`` and ``max_pixels`` bound each picture's size, where the family's processor has such bounds: it scales
-    pictures to lie between them. The sizes are in ``Result.model_image_sizes``.
-
-    ``return_cache`` asks for the state of prompt and answer in ``Result.cache``. Given as ``cache`` to a request whose
-    prompt begins with that conversation, only what is new is prefilled.
+    Raises InvalidRequest.
     """
 
     prompt: str | None = None
@@ -340,17 +410,10 @@ class Request:
     inputs: Mapping[str, Any] | None = None
     images: ImageInput | Sequence[ImageInput] = ()
     videos: VideoInput | Sequence[VideoInput] = ()
-    rendered: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    template: Template | None = PLAIN_TEMPLATE
     min_pixels: int | None = None
     max_pixels: int | None = None
-    params: SamplingParams = field(default_factory=SamplingParams)  # or a mapping of its fields
+    params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
     cache: PromptCache | None = None
@@ -360,6 +423,8 @@ class Request:
         for name in ("images", "videos"):
             object.__setattr__(self, name, _together(getattr(self, name)))
         object.__setattr__(self, "params", params_of(self.params))
+        if self.template is not None:
+            object.__setattr__(self, "template", record_of(Template, "template", self.template, InvalidPrompt))
         if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
             raise InvalidRequest(
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
@@ -373,9 +438,8 @@ class Request:
         put_pixels(self, self.min_pixels, self.max_pixels)
         if self.params.prompt_logprobs is not None and (self.cache is not None or self.return_cache):
             raise InvalidRequest("prompt_logprobs need every token prefilled; leave cache and return_cache out")
-        for name in ("rendered", "return_cache", "add_generation_prompt", "continue_final_message"):
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise InvalidRequest(f"{name} is {shown(getattr(self, name))}; it must be True or False")
+        if not isinstance(self.return_cache, (bool, np.bool_)):
+            raise InvalidRequest(f"return_cache is {shown(self.return_cache)}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -537,14 +601,17 @@ def _together(given: Any) -> tuple[Any, ...]:
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
     """Parameters from what people write: an object, a mapping of its fields, or None for the defaults."""
-    if given is None:
-        return SamplingParams()
-    if isinstance(given, SamplingParams):
+    return SamplingParams() if given is None else record_of(SamplingParams, "params", given, InvalidParameters)
+
+
+def record_of(kind: type[Kind], name: str, given: Any, error: type[InvalidRequest]) -> Kind:
+    """A record from what people write: itself, or a mapping of its fields. Raises ``error`` for anything else."""
+    if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidParameters(f"params is {shown(given)}; it must be a SamplingParams or a mapping of its fields")
-    known = {field.name for field in fields(SamplingParams)}
-    unknown = sorted(str(name) for name in given if name not in known)
+        raise error(f"{name} is {shown(given)}; it must be a {kind.__name__} or a mapping of its fields")
+    known = {field.name for field in fields(kind)}
+    unknown = sorted(str(one) for one in given if one not in known)
     if unknown:
-        raise InvalidParameters(f"params has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    return SamplingParams(**given)
+        raise error(f"{name} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return kind(**given)

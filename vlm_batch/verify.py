@@ -23,11 +23,11 @@ from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.exactness import Proof, device_facts, exact_for, prove, versions
-from vlm_batch.inputs.prepare import Limits, Preparer
+from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import adapt
+from vlm_batch.policy import policy_of
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 from vlm_batch.store.prefix import PrefixCache
@@ -229,7 +229,6 @@ def prepared(adapter: Adapter, model: nn.Module, processor: Any, requests: Seque
         adapter.spec,
         image_token_ids=adapter.image_token_ids(),
         max_context=adapter.max_context,
-        limits=Limits(),
     )
     return [as_numpy(preparer.prepare(preparer.check(request)).inputs) for request in requests]
 
@@ -283,13 +282,14 @@ def _asked(adapter: Adapter, inputs: Sequence[Inputs], way: _Way, exact: Exact |
 
 def _engine(adapter: Adapter, way: _Way, exact: Exact | None) -> BatchGenerator:
     rows = way.max_rows if adapter.max_rows is None else min(way.max_rows, adapter.max_rows)
-    config = SchedulerConfig(max_rows=rows, prefill_budget=way.budget, idle_budget=way.budget)
+    budgets = {} if way.budget is None else {"prefill_budget": way.budget, "idle_budget": way.budget}
+    policy = policy_of({"max_rows": rows, **budgets})
     if adapter.max_rows is not None:
-        config = replace(config, encode_ahead=0)
+        policy = replace(policy, encode_ahead=0)
     budget = ByteBudget(KEPT_BYTES if way.keeps else 0)
     adapter.remember_features(FeatureStore(budget))
     prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
-    return BatchGenerator(adapter, config=config, reuse=Reuse(adapter, prefix, exact=exact), exact=exact)
+    return BatchGenerator(adapter, policy=policy, reuse=Reuse(adapter, prefix, exact=exact), exact=exact)
 
 
 def _play(engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_tokens: int) -> list[Trace]:

@@ -119,24 +119,20 @@ class ThisLibrary(Driven):
 
     def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
         from vlm_batch.engine.generator import BatchGenerator
-        from vlm_batch.engine.scheduler import SchedulerConfig
         from vlm_batch.exactness import exact_for
         from vlm_batch.loading import adapt
+        from vlm_batch.policy import policy_of
 
         rows = workload.rows if self.says_rows else None
-        config = SchedulerConfig(max_rows=rows)
+        said: dict[str, Any] = {"max_rows": rows}
         if workload.chunk is not None:
-            config = SchedulerConfig(
-                max_rows=rows,
-                prefill_budget=workload.chunk,
-                idle_budget=8 * workload.chunk,
-                max_chunk=workload.chunk,
-            )
+            chunk = workload.chunk
+            said |= {"prefill_budget": chunk, "idle_budget": 8 * chunk, "max_chunk": chunk}
         adapter: Any = adapt(model)
         if contexts is not None:
             adapter = RecallingAdapter(adapter, contexts)
         exact = exact_for(adapter, max_rows=workload.rows) if self.reproducible else None
-        self.generator = BatchGenerator(adapter, config=config, exact=exact)
+        self.generator = BatchGenerator(adapter, policy=policy_of(said), exact=exact)
 
 
 class Reproducible(ThisLibrary):

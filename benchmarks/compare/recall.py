@@ -56,8 +56,7 @@ class Contexts:
 class RecallingAdapter:
     """A family's adapter whose prefill recalls."""
 
-    shares_prefill = False
-    pads_prefill = False
+    is_causal = False
 
     def __init__(self, adapter: Any, contexts: Contexts) -> None:
         self._adapter = adapter

@@ -21,7 +21,7 @@ from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, runni
 from vlm_batch.adapters.joint import Answers, Looked, TowerCall, advance, make_calls
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
 from vlm_batch.adapters.products import hold_products
-from vlm_batch.adapters.prompts import cut, num_entries, pad_behind, pad_front, repeat_last, spans_of
+from vlm_batch.adapters.prompts import concatenated, cut, num_entries, pad_front, padded, spans_of
 from vlm_batch.adapters.towers import Inner, widen
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
@@ -67,12 +67,9 @@ class Adapter:
     compiles: ClassVar[bool] = False
     #: Whether a traced step of plain weights has no kernel that an untraced one has not: none is built beside rows that decode.
     traces_alike: ClassVar[bool] = False
-    #: Whether whole prompts of one length may be prefilled as one array (R, L): true of families whose prefill takes no more
-    #: than embeddings and positions, and whose caches are plain keys and values.
-    shares_prefill: ClassVar[bool] = False
-    #: Whether positions may stand behind a chunk that belong to no prompt: true of causal families, whose prefill takes
-    #: embeddings, positions and features along the prompt, over keys and values from which the last ones can be cut.
-    pads_prefill: ClassVar[bool] = False
+    #: Whether a position of a prompt sees nothing behind it but its own atomic span: padding may stand there, and prompts in
+    #: one array be padded to one length, where the caches allow it.
+    is_causal: bool = True
     #: The most rows that may share a batch; None leaves it to the caller.
     max_rows: ClassVar[int | None] = None
     #: The frames of a video file that the family's published processor takes; a checkpoint's own settings go first.
@@ -466,59 +463,33 @@ class Adapter:
         where ``scores_chunks`` is true. What lies behind a row's end is padding, in the caches, too: for families that pad.
         """
         with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
-            return self.run_chunk([self.padded(row, end) for row in rows], cache, begin, end)
+            return self.run_chunk([padded(row, end, self.prefill_axes) for row in rows], cache, begin, end)
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
-        """The forward of ``prefill``, of rows that are long enough."""
-        if len(rows) == 1:
-            (row,) = rows
-            ids, embeds = row.input_ids[:, start:end], row.inputs_embeds[:, start:end]
-            return self.forward(ids, embeds, cache, self.chunk(row, start, end))
-        ids = mx.concatenate([row.input_ids for row in rows])
-        embeds = mx.concatenate([row.inputs_embeds for row in rows])
-        return self.forward(ids, embeds, cache, self.positions_together(rows))
+        """The forward of ``prefill``, of one row or of several plain ones, which are long enough."""
+        ids = concatenated([row.input_ids[:, start:end] for row in rows], axis=0)
+        embeds = concatenated([row.inputs_embeds[:, start:end] for row in rows], axis=0)
+        extra = self.chunk_features(rows[0], start, end)
+        if rows[0].position.prompt is not None:
+            positions = concatenated([row.position.prompt[..., start:end] for row in rows], axis=-2)
+            extra = {**extra, "position_ids": self.place_positions(positions)}
+        return self.forward(ids, embeds, cache, extra)
+
+    def place_positions(self, positions: mx.array) -> mx.array:
+        """Positions (R, L) or (axes, R, L) as the model's forward takes them."""
+        return positions
 
     @cached_property
     def scores_chunks(self) -> bool:
         """Whether one forward can answer for all positions of a chunk."""
         return any(isinstance(module, LastPosition) for _, module in self.language.named_modules())
 
-    def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
-        """The positions of prompts of one length, for families that take them."""
-        return {}
-
-    def padded(self, encoded: Encoded, length: int) -> Encoded:
-        """A row with at least ``length`` positions: behind its own its last one is repeated, as text."""
-        count = length - encoded.length
-        if count <= 0:
-            return encoded
-        features = {name: pad_behind(value, self.prefill_axes[name], count) for name, value in encoded.prefill.items()}
-        return replace(
-            encoded,
-            input_ids=repeat_last(encoded.input_ids, 1, count),
-            inputs_embeds=repeat_last(encoded.inputs_embeds, 1, count),
-            position=self.padded_positions(encoded.position, count),
-            prefill=features,
-        )
-
-    def padded_positions(self, position: PositionState, count: int) -> PositionState:
-        """A row's positions with ``count`` more, for families that take them; the others count what is in the cache."""
-        return position
-
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         """Called once the whole prompt is in the row's cache, before the row joins the batch."""
-
-    def chunk(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """The keywords of a chunk's forward."""
-        return {**self.chunk_features(encoded, start, end), **self.chunk_positions(encoded, start, end)}
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """The part of the prefill features that belongs to a chunk."""
         return {name: cut(value, self.prefill_axes[name], start, end) for name, value in encoded.prefill.items()}
-
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        """The positions of a chunk, for families that take them; the others count what is in the cache."""
-        return {}
 
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array:
         """One token for every place of the batch: logits (B, V)."""

@@ -22,6 +22,8 @@ class CrossingAdapter(Adapter):
     ``k_proj``, ``v_proj`` and ``out_proj``.
     """
 
+    is_causal = False  # an encoder sees the whole prompt, or more
+
     @property
     def token_table(self) -> Any:
         return self.language.model.shared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -12,10 +11,9 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingGridTower, RememberingTower, split_patches
 from vlm_batch.adapters.pictures import with_quick_patches
-from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import DecodeStep, Encoded, Picture, PositionState
+from vlm_batch.records import DecodeStep, Picture, PositionState
 
 
 class GridAdapter(Adapter):
@@ -164,15 +162,6 @@ class MRoPEAdapter(GridAdapter):
         found[:, place:] = np.arange(following, following + length - place)
         return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
 
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
-
-    def padded_positions(self, position: PositionState, count: int) -> PositionState:
-        return replace(position, prompt=repeat_last(position.prompt, 2, count))
-
-    def positions_together(self, rows: Sequence[Encoded]) -> dict[str, Any]:
-        prompts: list[Any] = [row.position.prompt for row in rows]
-        return {"position_ids": mx.concatenate(prompts, axis=1)}
-
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))}
+        positions = mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))
+        return {"position_ids": self.place_positions(positions)}

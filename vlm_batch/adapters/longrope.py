@@ -28,7 +28,8 @@ class RowLongRoPE(SuScaledRoPE):
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """(B, H, L, D) -> the same; offset is an int, or (B,)."""
-        end = mx.maximum(mx.array(offset) + x.shape[-2], mx.array(current().lengths or 0))
+        lengths = current().lengths  # while prompts are prefilled, whatever their chunks and what fills these up
+        end = mx.array(lengths) if lengths else mx.array(offset) + x.shape[-2]
         is_long = (end > self.original_max_position_embeddings).reshape(-1, 1, 1, 1)
         short = self._rotated(x, offset, self._short_freqs, self._short_scale)
         return mx.where(is_long, self._rotated(x, offset, self._long_freqs, self._long_scale), short)

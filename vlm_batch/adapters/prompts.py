@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Encoded
 
 
 def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
@@ -47,6 +49,27 @@ def repeat_last(value: Any, axis: int, count: int) -> mx.array:
     """``value`` with its last entry along an axis ``count`` more times."""
     last = cut(value, axis, value.shape[axis] - 1, value.shape[axis])
     return mx.concatenate([value, mx.repeat(last, count, axis=axis)], axis=axis)
+
+
+def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded:
+    """A row with at least ``length`` positions: behind its own its last one is repeated, as text. ``axes``: those of its
+    features along the prompt."""
+    count = length - row.length
+    if count <= 0:
+        return row
+    prompt = row.position.prompt
+    return replace(
+        row,
+        input_ids=repeat_last(row.input_ids, 1, count),
+        inputs_embeds=repeat_last(row.inputs_embeds, 1, count),
+        position=replace(row.position, prompt=None if prompt is None else repeat_last(prompt, -1, count)),
+        prefill={name: pad_behind(value, axes[name], count) for name, value in row.prefill.items()},
+    )
+
+
+def concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
+    """Arrays as one; a single one as it is."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
 
 
 def num_entries(value: Any) -> int | None:

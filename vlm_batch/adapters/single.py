@@ -23,6 +23,7 @@ class SingleRow(Adapter):
 
     spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
     max_rows = 1
+    is_causal = False
     no_prefix_reuse = "it runs one row at a time, through mlx-vlm's own path"
 
     def hook_functions(self) -> None:

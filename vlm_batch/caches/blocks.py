@@ -12,7 +12,7 @@ from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache, SlabCache
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 class BlockCache(CacheKind, ChunkedKVCache):
@@ -67,7 +67,7 @@ class BlockCache(CacheKind, ChunkedKVCache):
 
 @filed
 @dataclass(frozen=True)
-class BlockState(SimpleState):
+class BlockState(LayerState):
     """Attention within blocks of ``block`` positions: keys and values from the last one's ``start`` on, of ``length`` seen."""
 
     keys: mx.array  # (1, H, length - start, D)
@@ -75,7 +75,6 @@ class BlockState(SimpleState):
     length: int
     start: int
     block: int
-    is_whole = False
 
     def reaches(self, length: int) -> bool:
         return self.start < length <= self.length
@@ -85,9 +84,6 @@ class BlockState(SimpleState):
         cache.keys, cache.values = self.keys[:, :, :kept], self.values[:, :, :kept]
         cache.offset, cache.start_position = length, self.start
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
 
 
 class BlockSlabCache(RingSlabCache):

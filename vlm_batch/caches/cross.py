@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 class CrossCache(CacheKind):
@@ -52,7 +52,7 @@ class CrossCache(CacheKind):
 
 @filed
 @dataclass(frozen=True)
-class CrossState(SimpleState):
+class CrossState(LayerState):
     """Cross-attention: keys and values (1, H, T, D) of pictures that take equal shares of T. It has no tokens to cut."""
 
     keys: mx.array | None
@@ -73,6 +73,3 @@ class CrossState(SimpleState):
         if self.keys is not None and self.values is not None:
             cache.hold(self.keys[...], self.values[...])
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [part for part in (self.keys, self.values) if part is not None]

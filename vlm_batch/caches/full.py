@@ -9,16 +9,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
-from vlm_batch.arrays import own_array, round_up
-from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, row_of, upstream
+from vlm_batch.arrays import arrays_of, own_array, round_up
+from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, kind_of, upstream
+from vlm_batch.caches.rows import RowsCache, one_of
 from vlm_batch.caches.slab import SlabCache
-from vlm_batch.caches.stacked import StackedRowsCache
-from vlm_batch.caches.states import CopiedState, LayerState, SimpleState, filed
+from vlm_batch.caches.states import CopiedState, LayerState, filed
 
 
 @filed
 @dataclass(frozen=True)
-class FullState(SimpleState):
+class FullState(LayerState):
     """Full attention: keys (1, H, L, D) and values (1, H, L, D_v)."""
 
     keys: mx.array
@@ -33,9 +33,6 @@ class FullState(SimpleState):
         cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
         return cache
 
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
-
 
 @upstream(KVCache)
 class FullKind(UpstreamKind):
@@ -44,16 +41,10 @@ class FullKind(UpstreamKind):
     cache: KVCache
     is_whole = True
     holds_rows = True
+    can_trim = True
 
     def row(self, index: int, *, is_own: bool = True) -> KVCache:
-        taken, cut = KVCache(), row_of(index, is_own=is_own)
-        taken.keys, taken.values = cut(self.cache.keys), cut(self.cache.values)
-        taken.offset = self.cache.offset
-        return taken
-
-    @property
-    def can_trim(self) -> bool:
-        return True
+        return one_of(self.cache, index, is_own=is_own)
 
     def trim(self, count: int) -> None:
         """Set its offset back: the numbers behind it are written over, and read by nobody."""
@@ -66,10 +57,11 @@ class FullKind(UpstreamKind):
         return FullState(*(own_array(part[:, :, : cache.offset]) for part in (cache.keys, cache.values)))
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return SlabCache(num_places) if placement is Placement.SLAB else StackedRowsCache()
+        return SlabCache(num_places) if placement is Placement.SLAB else RowsCache(may_stack=True)
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        return super().bytes_at(round_up(tokens, KVCache.step), seen)
+        held = sum(array.nbytes for array in arrays_of(self.cache.state))
+        return held * round_up(tokens, KVCache.step) // max(1, seen)
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return (self.cache,)

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import grown, own_array, round_up
-from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
-from vlm_batch.caches.states import LayerState, SimpleState, filed
+from vlm_batch.caches.layers import CacheKind, kind_of
+from vlm_batch.caches.states import LayerState, filed
 
 #: Columns by which the index grows.
 STEP = 256
@@ -87,11 +87,11 @@ class IndexedCache(CacheKind):
         return int(self.inner.nbytes) + sum(array.nbytes for array in own if array is not None)
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self) -> bool:  # type: ignore[override]
         return kind_of(self.inner).is_whole
 
     def saved(self, length: int) -> IndexedState:
-        return IndexedState(save_layer(self.inner, length), *(own_array(part) for part in self.index))
+        return IndexedState(kind_of(self.inner).saved(length), *(own_array(part) for part in self.index))
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return kind_of(self.inner).full_parts()
@@ -102,7 +102,7 @@ class IndexedCache(CacheKind):
 
 @filed
 @dataclass(frozen=True)
-class IndexedState(SimpleState):
+class IndexedState(LayerState):
     """Keys and values beside an indexer's keys (1, L, D) and positions (3, 1, L); blocks are made of those again."""
 
     state: LayerState
@@ -110,7 +110,7 @@ class IndexedState(SimpleState):
     positions: mx.array
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self) -> bool:  # type: ignore[override]
         return self.state.is_whole
 
     @property
@@ -123,9 +123,3 @@ class IndexedState(SimpleState):
     def restore(self, length: int) -> IndexedCache:
         inner = self.state.restore(length)
         return IndexedCache.of(inner, self.index_keys[:, :length], self.positions[..., :length])
-
-    def parts(self) -> tuple[LayerState, ...]:
-        return (self.state,)
-
-    def arrays(self) -> list[mx.array]:
-        return [*self.state.arrays(), self.index_keys, self.positions]

@@ -54,29 +54,21 @@ class DenseCache(Protocol):
 class CacheKind:
     """One row's cache of a layer, with the questions that the engine asks. The defaults are for a kind that is kept by row."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it can be cut back to any length."""
-        return False
+    #: Every array that is held, to be evaluated.
+    state: Any
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether no token changes it once the row's pictures are in it."""
-        return False
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether a fresh one holds several rows of one length as well as one."""
-        return False
+    #: Whether it can be cut back to any length.
+    is_whole = False
+    #: Whether no token changes it once the row's pictures are in it.
+    is_constant = False
+    #: Whether a fresh one holds several rows of one length as well as one.
+    holds_rows = False
+    #: Whether the last positions of the chunk that went in last can be taken out again, as if they had not been in it.
+    can_trim = False
 
     def row(self, index: int, *, is_own: bool = True) -> Any:
         """The single-row cache of one of these rows, with copies of its own, so that nothing keeps the others', or without."""
         raise NotImplementedError
-
-    @property
-    def can_trim(self) -> bool:
-        """Whether the last positions of the chunk that went in last can be taken out again, as if they had not been in it."""
-        return False
 
     def trim(self, count: int) -> None:
         """Take out the last ``count`` positions of the chunk that went in last."""
@@ -92,7 +84,7 @@ class CacheKind:
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         """Bytes that it will take at so many tokens, in proportion to what it takes now that the row has ``seen`` some."""
-        return _bytes_at(self, tokens, seen)
+        return sum(array.nbytes for array in arrays_of(self.state)) * tokens // max(1, seen)
 
     def full_parts(self) -> tuple[KVCache, ...]:
         """The caches that can be quantised: those of full attention in it, or itself."""
@@ -114,7 +106,8 @@ class UpstreamKind(CacheKind):
         return CopiedState.of(self.cache, length) if is_cache(self.cache) else LostState()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        return _bytes_at(self.cache, tokens, seen)
+        held = sum(array.nbytes for array in arrays_of(self.cache.state)) if is_cache(self.cache) else 0
+        return held * tokens // max(1, seen)
 
     def with_full(self, change: Callable[[KVCache], Any]) -> Any:
         return self.cache
@@ -143,14 +136,6 @@ def kind_of(cache: Any) -> CacheKind:
     return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)
 
 
-def row_of(index: int, *, is_own: bool) -> Callable[[mx.array], mx.array]:
-    """A function that cuts a row out of an array (R, ...), with a copy of its own or without."""
-    if not is_own:
-        return lambda array: array[index : index + 1]
-    place = mx.array([index])
-    return lambda array: mx.take(array, place, axis=0)
-
-
 def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
     """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
     return kind_of(single).batched(placement, num_places)
@@ -164,13 +149,3 @@ def is_whole_kind(cache: Any) -> bool:
 def row_bytes(caches: Sequence[Any], tokens: int, seen: int) -> int:
     """Bytes of a row's layers at so many tokens, judged by those that it has now that it has ``seen`` some."""
     return sum(kind_of(cache).bytes_at(tokens, seen) for cache in caches)
-
-
-def _bytes_at(cache: Any, tokens: int, seen: int) -> int:
-    held = sum(array.nbytes for array in arrays_of(cache.state)) if is_cache(cache) else 0
-    return held * tokens // max(1, seen)
-
-
-def save_layer(cache: Any, length: int) -> LayerState:
-    """The state of a single-row cache that has seen ``length`` tokens."""
-    return kind_of(cache).saved(length)

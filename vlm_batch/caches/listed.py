@@ -16,13 +16,10 @@ from vlm_batch.caches.layers import (
     kind_of,
     make_layer_cache,
     row_bytes,
-    save_layer,
     upstream,
 )
-from vlm_batch.caches.quantized import QuantizedSlabCache
 from vlm_batch.caches.slab import SlabCache
-from vlm_batch.caches.stacked import StackedRowsCache
-from vlm_batch.caches.states import LayerState, SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 class ListedCache(CacheList):
@@ -70,12 +67,9 @@ def parts_of(layer: Any) -> Iterator[Any]:
 
 def always_mask(layer: LayerCache) -> None:
     """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
-    itself, so that no row depends on another."""
+    itself, so that no row depends on another. Kinds without columns do not look at it."""
     for part in parts_of(layer):
-        if isinstance(part, SlabCache):
-            part.always_masked = True
-        elif isinstance(part, StackedRowsCache):
-            part.may_stack = False
+        part.always_masked = True
 
 
 def level(layers: Sequence[LayerCache]) -> None:
@@ -93,21 +87,21 @@ def level(layers: Sequence[LayerCache]) -> None:
 
 
 def read_few_bits(layer: LayerCache, how: str) -> None:
-    """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy."""
+    """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy. Kinds that hold
+    nothing in few bits do not look at it."""
     for part in parts_of(layer):
-        if isinstance(part, QuantizedSlabCache):
-            part.few_bits = how
+        part.few_bits = how
 
 
 @filed
 @dataclass(frozen=True)
-class ListState(SimpleState):
+class ListState(LayerState):
     """A layer with several caches at once."""
 
     states: tuple[LayerState, ...]
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self) -> bool:  # type: ignore[override]
         return all(state.is_whole for state in self.states)
 
     @property
@@ -120,12 +114,6 @@ class ListState(SimpleState):
     def restore(self, length: int) -> CacheList:
         return CacheList(*(state.restore(length) for state in self.states))
 
-    def parts(self) -> tuple[LayerState, ...]:
-        return self.states
-
-    def arrays(self) -> list[mx.array]:
-        return [array for state in self.states for array in state.arrays()]
-
 
 @upstream(CacheList)
 class ListKind(UpstreamKind):
@@ -134,11 +122,11 @@ class ListKind(UpstreamKind):
     cache: CacheList
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self) -> bool:  # type: ignore[override]
         return all(kind_of(part).is_whole for part in self.cache.caches)
 
     def saved(self, length: int) -> ListState:
-        return ListState(tuple(save_layer(part, length) for part in self.cache.caches))
+        return ListState(tuple(kind_of(part).saved(length) for part in self.cache.caches))
 
     def bytes_at(self, tokens: int, seen: int) -> int:
         return row_bytes(self.cache.caches, tokens, seen)

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 class PoolCache(CacheKind):
@@ -84,7 +84,7 @@ class PoolCache(CacheKind):
 
 @filed
 @dataclass(frozen=True)
-class PoolState(SimpleState):
+class PoolState(LayerState):
     """Pooled keys, and the tokens that the next will be made of: good for one length only."""
 
     pooled: mx.array | None
@@ -93,7 +93,6 @@ class PoolState(SimpleState):
     ratio: int
     overlaps: bool
     length: int
-    is_whole = False
 
     def reaches(self, length: int) -> bool:
         return length == self.length
@@ -102,6 +101,3 @@ class PoolState(SimpleState):
         cache = PoolCache(self.ratio, overlaps=self.overlaps)
         cache.pooled, cache.rest, cache.before = self.pooled, self.rest, self.before
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [*(() if self.pooled is None else (self.pooled,)), *self.rest, *self.before]

@@ -18,9 +18,9 @@ from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.full import FullState
-from vlm_batch.caches.layers import CacheKind, kind_of, save_layer
+from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.quantized import QuantizedCache
-from vlm_batch.caches.states import LayerState, SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.checks import whole_option
 from vlm_batch.errors import shown
@@ -49,10 +49,12 @@ class KVQuantisation:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"kv_quant_scheme is {self.scheme!r}; it must be one of {', '.join(SCHEMES)}")
-        if self.start < 0:
-            raise ValueError(f"quantized_kv_start is {shown(self.start)}; it must be at least 0")
+        if not isinstance(self.scheme, str) or self.scheme not in SCHEMES:
+            raise ValueError(f"scheme is {shown(self.scheme)}; it must be one of {', '.join(SCHEMES)}")
+        if isinstance(self.bits, bool) or not isinstance(self.bits, Real):
+            raise ValueError(f"kv_bits is {shown(self.bits)}; it must be a number of bits")
+        for name, least in (("group_size", 1), ("start", 0)):
+            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=least))
         if self.scheme == "turboquant":
             low, high = TURBO_BITS
             if not low <= self.bits <= high or self.bits * 2 != int(self.bits * 2):
@@ -61,10 +63,10 @@ class KVQuantisation:
                 )
             return
         if self.bits not in UNIFORM_BITS:
-            halves = "; 3.5 and other halves need kv_quant_scheme='turboquant'" if self.bits != int(self.bits) else ""
+            halves = "; 3.5 and other halves need scheme='turboquant'" if self.bits != int(self.bits) else ""
             raise ValueError(f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{halves}")
         if self.group_size not in UNIFORM_GROUPS:
-            raise ValueError(f"kv_group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}")
+            raise ValueError(f"group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}")
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
         """A row's caches with those of full attention replaced."""
@@ -84,9 +86,9 @@ class KVQuantisation:
                 filled = round_up(depth, self.group_size)
                 if filled > MAX_FILLED * depth:
                     raise ValueError(
-                        f"the model's {what} have {depth} numbers a head: with kv_group_size={self.group_size} "
+                        f"the model's {what} have {depth} numbers a head: with group_size={self.group_size} "
                         f"they would be stored as {filled}; take another of {UNIFORM_GROUPS} that fits, or "
-                        "kv_quant_scheme='turboquant'"
+                        "scheme='turboquant'"
                     )
 
     def empty(self) -> QuantizedCache | TurboCache:
@@ -111,7 +113,7 @@ class LateCache(CacheKind):
     @property
     def is_exact(self) -> bool:
         """Whether nothing is quantised yet."""
-        return type(self.inner) is KVCache
+        return bool(kind_of(self.inner).full_parts())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         if self.is_exact and self.inner.offset >= self.how.start:
@@ -137,12 +139,12 @@ class LateCache(CacheKind):
 
     def saved(self, length: int) -> LateState:
         how = self.how
-        return LateState(save_layer(self.inner, length), (how.bits, how.group_size, how.scheme, how.start))
+        return LateState(kind_of(self.inner).saved(length), (how.bits, how.group_size, how.scheme, how.start))
 
 
 @filed
 @dataclass(frozen=True)
-class LateState(SimpleState):
+class LateState(LayerState):
     """Full attention that is quantised from token ``start`` on: once it is, it cannot be cut back to before that."""
 
     state: LayerState
@@ -159,29 +161,9 @@ class LateState(SimpleState):
     def restore(self, length: int) -> LateCache:
         return LateCache(KVQuantisation(*self.how), self.state.restore(length))
 
-    def parts(self) -> tuple[LayerState, ...]:
-        return (self.state,)
-
-    def arrays(self) -> list[mx.array]:
-        return self.state.arrays()
-
 
 def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
     """The settings that a saved row must share with the batcher that continues it, by the options' names."""
     names = ("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start")
     values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
     return dict(zip(names, values, strict=True))
-
-
-def quantisation_of(
-    bits: float | None, group_size: int = 64, scheme: str = "uniform", start: int = 0
-) -> KVQuantisation | None:
-    """Settings from a user's options; None where no bits are said. Raises ValueError for what is none."""
-    if bits is None:
-        return None
-    if not isinstance(scheme, str):
-        raise ValueError(f"kv_quant_scheme is {shown(scheme)}; it must be a string")
-    if isinstance(bits, bool) or not isinstance(bits, Real):
-        raise ValueError(f"kv_bits is {shown(bits)}; it must be a number of bits, or None")
-    group_size = whole_option("kv_group_size", group_size, least=1)
-    return KVQuantisation(bits, group_size, scheme, whole_option("quantized_kv_start", start, least=0))

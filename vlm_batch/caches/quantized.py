@@ -11,10 +11,10 @@ import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
 
 from vlm_batch.arrays import own_array, round_up
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.layers import CacheKind, LayerCache, Placement
+from vlm_batch.caches.rows import RowsCache, row_of
 from vlm_batch.caches.slab import SlabCache, put_columns, widened, with_places
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.runtime.device import Device, device
 
@@ -180,7 +180,7 @@ class QuantizedCache(CacheKind):
 
 @filed
 @dataclass(frozen=True)
-class QuantizedState(SimpleState):
+class QuantizedState(LayerState):
     """Full attention in few bits: packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
 
     keys: tuple[mx.array, ...]
@@ -201,9 +201,6 @@ class QuantizedState(SimpleState):
         )
         cache.offset = length
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [*self.keys, *self.values]
 
 
 def attend_quantized(

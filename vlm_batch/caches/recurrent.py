@@ -10,7 +10,7 @@ from mlx_vlm.models.cache import ArraysCache
 
 from vlm_batch.arrays import grown, own_array
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 class RecurrentCache(ArraysCache):
@@ -91,12 +91,11 @@ def _fit(states: mx.array, num_places: int) -> mx.array:
 
 @filed
 @dataclass(frozen=True)
-class RecurrentState(SimpleState):
+class RecurrentState(LayerState):
     """States of fixed size (state-space models, linear attention, short convolutions): good for one length only."""
 
     slots: tuple[mx.array | None, ...]
     length: int
-    is_whole = False
 
     def reaches(self, length: int) -> bool:
         return length == self.length
@@ -105,9 +104,6 @@ class RecurrentState(SimpleState):
         cache = ArraysCache(len(self.slots))
         cache.cache = [None if slot is None else slot[:] for slot in self.slots]
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [slot for slot in self.slots if slot is not None]
 
 
 @upstream(ArraysCache)

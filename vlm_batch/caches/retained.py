@@ -9,7 +9,7 @@ from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind
-from vlm_batch.caches.states import LayerState, LostState, SimpleState, filed
+from vlm_batch.caches.states import LayerState, LostState, filed
 
 
 class RetainedPromptCache(CacheKind, KVCache):
@@ -53,13 +53,12 @@ class RetainedPromptCache(CacheKind, KVCache):
 
 @filed
 @dataclass(frozen=True)
-class RetainedState(SimpleState):
+class RetainedState(LayerState):
     """A prompt whose answer will see all of it and its own last tokens, as it was before the answer began."""
 
     keys: mx.array  # (1, H, L, D)
     values: mx.array
     window: int
-    is_whole = False
 
     def reaches(self, length: int) -> bool:
         return length <= int(self.keys.shape[2])
@@ -68,6 +67,3 @@ class RetainedState(SimpleState):
         cache = RetainedPromptCache(self.window)
         cache.keys, cache.values, cache.offset = self.keys[:, :, :length], self.values[:, :, :length], length
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]

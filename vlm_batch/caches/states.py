@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.arrays import own_array
+from vlm_batch.arrays import arrays_of, own_array
 
 #: The states that a file can hold, by the names of their classes.
 FILED_STATES: dict[str, type] = {}
@@ -20,37 +20,38 @@ FILED_STATES: dict[str, type] = {}
 State = TypeVar("State", bound=type)
 
 
-class LayerState(Protocol):
-    """One layer of one row. ``restore(length)`` makes a fresh single-row cache of its first ``length`` tokens."""
+class LayerState:
+    """One layer of one row: a frozen dataclass of arrays, numbers, and tuples and states of those."""
 
-    @property
-    def is_whole(self) -> bool: ...
-    @property
-    def floor(self) -> int: ...
-    def reaches(self, length: int) -> bool: ...
-    def restore(self, length: int) -> Any: ...
-    def of_pictures(self, share: float) -> LayerState: ...
-    def parts(self) -> tuple[LayerState, ...]: ...
-    def arrays(self) -> list[mx.array]: ...
-
-
-class SimpleState:
-    """A state that is not made of others, and can be cut back to any length if it is whole."""
-
+    #: Whether it can be cut back to any length.
+    is_whole = False
     #: The least length that it can be cut back to.
     floor = 0
 
-    def of_pictures(self, share: float) -> Any:
+    def reaches(self, length: int) -> bool:
+        """Whether a cache of the first ``length`` tokens can be made of it."""
+        raise NotImplementedError
+
+    def restore(self, length: int) -> Any:
+        """A fresh single-row cache of its first ``length`` tokens."""
+        raise NotImplementedError
+
+    def of_pictures(self, share: float) -> LayerState:
         """The state of the row's first pictures alone, which take ``share`` of all their positions."""
         return self
 
-    def parts(self) -> tuple[LayerState, ...]:
+    def parts(self) -> list[LayerState]:
         """The states that it is made of."""
-        return ()
+        values = [part for value in vars(self).values() for part in (value if isinstance(value, tuple) else (value,))]
+        return [part for part in values if isinstance(part, LayerState)]
+
+    def arrays(self) -> list[mx.array]:
+        """Every array of it and of its parts."""
+        return [*arrays_of(vars(self)), *(array for part in self.parts() for array in part.arrays())]
 
 
 def filed(state: State) -> State:
-    """Let files hold a state (a frozen dataclass of arrays, numbers, tuples and other such states).
+    """Let files hold a state.
 
     Its name and its fields are the format of the file: to change one of them is to change ``files.VERSION``.
     """
@@ -64,13 +65,12 @@ def can_file(state: LayerState) -> bool:
 
 
 @dataclass(frozen=True)
-class CopiedState(SimpleState):
+class CopiedState(LayerState):
     """A single-row cache of an unknown kind, copied attribute by attribute: good for one length only."""
 
     cache: Any
     length: int
     copied: tuple[mx.array, ...]
-    is_whole = False
 
     @classmethod
     def of(cls, cache: Any, length: int) -> CopiedState:
@@ -83,24 +83,13 @@ class CopiedState(SimpleState):
     def restore(self, length: int) -> Any:
         return _copy(self.cache, [])
 
-    def arrays(self) -> list[mx.array]:
-        return list(self.copied)
-
 
 @dataclass(frozen=True)
-class LostState(SimpleState):
+class LostState(LayerState):
     """A layer that no row can continue: it has dropped tokens that a longer prompt would see."""
-
-    is_whole = False
 
     def reaches(self, length: int) -> bool:
         return False
-
-    def restore(self, length: int) -> Any:
-        raise LookupError("nothing can be restored of this layer")
-
-    def arrays(self) -> list[mx.array]:
-        return []
 
 
 def is_cache(value: Any) -> bool:

@@ -9,7 +9,7 @@ from mlx_vlm.turboquant import TurboQuantKVCache, TurboQuantMSEState, _Quantized
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import CacheKind
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class TurboCache(CacheKind, TurboQuantKVCache):  # type: ignore[misc]
 
 @filed
 @dataclass(frozen=True)
-class TurboState(SimpleState):
+class TurboState(LayerState):
     """Full attention coded by mlx-vlm's TurboQuant: norms (1, H, L) and codes (1, H, L, W) of keys and of values."""
 
     keys: tuple[mx.array, ...]
@@ -60,6 +60,3 @@ class TurboState(SimpleState):
         )
         cache.offset = length
         return cache
-
-    def arrays(self) -> list[mx.array]:
-        return [*self.keys, *self.values]

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_vlm.models.cache import CacheList
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches.layers import CacheKind, save_layer
+from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.listed import ListState
 from vlm_batch.caches.states import CopiedState, LayerState, can_file, filed
 
@@ -38,7 +38,7 @@ class WholeCache(CacheKind, CacheList):
 
     def saved(self, length: int) -> LayerState:
         """Its parts' states; a copy where one is of a kind that we do not know: parts beside it may count pools for tokens."""
-        states = tuple(save_layer(part, length) for part in self.caches)
+        states = tuple(kind_of(part).saved(length) for part in self.caches)
         return WholeState(states) if all(map(can_file, states)) else CopiedState.of(self, length)
 
 

@@ -11,12 +11,12 @@ from vlm_batch.arrays import own_array
 from vlm_batch.caches.layers import LayerCache, Placement, UpstreamKind, upstream
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.slab import RingSlabCache
-from vlm_batch.caches.states import SimpleState, filed
+from vlm_batch.caches.states import LayerState, filed
 
 
 @filed
 @dataclass(frozen=True)
-class WindowState(SimpleState):
+class WindowState(LayerState):
     """A sliding window: the last tokens in their order, of ``length`` seen. Once it has rolled it cannot be cut."""
 
     keys: mx.array  # (1, H, min(length, window), D)
@@ -24,7 +24,6 @@ class WindowState(SimpleState):
     length: int
     window: int
     keep: int
-    is_whole = False
 
     def reaches(self, length: int) -> bool:
         return length == self.length or (length <= self.length <= int(self.keys.shape[2]))
@@ -36,9 +35,6 @@ class WindowState(SimpleState):
         cache.offset, cache._idx = length, kept
         return cache
 
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
-
 
 @upstream(RotatingKVCache)
 class WindowKind(UpstreamKind):
@@ -47,7 +43,7 @@ class WindowKind(UpstreamKind):
     cache: RotatingKVCache
 
     @property
-    def can_trim(self) -> bool:
+    def can_trim(self) -> bool:  # type: ignore[override]
         return self.cache.keep == 0
 
     def trim(self, count: int) -> None:

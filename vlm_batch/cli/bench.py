@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,10 +34,12 @@ from rich.table import Column, Table
 from vlm_batch.cli import tune
 from vlm_batch.cli.console import open_console
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least
-from vlm_batch.handle import Handle
+from vlm_batch.jobs.journal import check_writable
 from vlm_batch.jobs.lines import LineFile, encoded
-from vlm_batch.jobs.outputs import check_writable
 from vlm_batch.types import Request, SamplingParams, Timings
+
+if TYPE_CHECKING:
+    from vlm_batch.batcher import VLMBatcher
 
 #: The words of prompts: about a token each for most tokenizers.
 WORDS = (
@@ -190,12 +192,6 @@ class Report:
 # Who is asked ------------------------------------------------------------------------------------------------------
 
 
-class Batcher(Protocol):
-    """The part of a batcher that a benchmark calls."""
-
-    def submit_request(self, request: Request) -> Handle: ...
-
-
 class Target(Protocol):
     """One who answers; ``prepare`` makes of a request what ``ask`` sends, before time counts."""
 
@@ -209,7 +205,7 @@ class Target(Protocol):
 class Local:
     """A batcher in this process: pictures are processed and text is decoded, as for an application."""
 
-    batcher: Batcher
+    batcher: VLMBatcher
     name: str = "in process"
 
     def prepare(self, request: Request) -> Request:
@@ -445,7 +441,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         report = measure(server, load)
     else:
         with open_batcher(args) as batcher:
-            report = measure(Local(cast("Batcher", batcher), args.model or "the embedded model"), load)
+            report = measure(Local(cast("VLMBatcher", batcher), args.model or "the embedded model"), load)
     show(report, sys.stderr if args.json == "-" else sys.stdout)
     if args.plot is not None:
         plot(report, Path(args.plot))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-from vlm_batch.cli.model import Batcher, at_least, said_options
+from vlm_batch.cli.model import at_least, said_options
+from vlm_batch.jobs.ray import Cluster
 
 
 def add_cluster(group: argparse._ArgumentGroup) -> None:
@@ -32,10 +32,8 @@ def add_cluster(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def open_cluster(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
+def open_cluster(args: argparse.Namespace) -> Cluster:
     """The cluster that the arguments name, to be entered."""
-    from vlm_batch.jobs.ray import Cluster
-
     model = args.model
     if model is not None and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())

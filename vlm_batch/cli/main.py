@@ -19,13 +19,11 @@ blas.preload_openblas()  # before anything imports mlx.core
 
 from vlm_batch._version import __version__  # noqa: E402
 from vlm_batch.assets import MissingAssets  # noqa: E402
-from vlm_batch.cli import bench as benching  # noqa: E402
+from vlm_batch.cli import bench, serve, verify  # noqa: E402
 from vlm_batch.cli import run as answering  # noqa: E402
-from vlm_batch.cli import verify as verifying  # noqa: E402
 from vlm_batch.cli.console import print_families, print_family_details  # noqa: E402
 from vlm_batch.cli.model import OpenBatcher, UsageError, load_model  # noqa: E402
 from vlm_batch.cli.options import add_demo, add_run  # noqa: E402
-from vlm_batch.cli.serve import add_flags as add_serve_flags  # noqa: E402
 from vlm_batch.errors import InvalidParameters  # noqa: E402
 from vlm_batch.jobs.lines import CannotWrite  # noqa: E402
 from vlm_batch.jobs.rows import InvalidJob  # noqa: E402
@@ -70,24 +68,6 @@ def _drop_output() -> None:
 # ---- commands ----
 
 
-def serve(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch serve``: the HTTP server."""
-    from vlm_batch.cli import serve as serving
-
-    try:
-        return ANSWERED if serving.run(args) else USAGE
-    except (serving.MissingExtra, ValueError) as error:
-        raise UsageError(str(error)) from error
-
-
-def verify(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
-    """``vlm-batch verify``: one answer in whatever company, shown on this machine."""
-    try:
-        return verifying.run(args)
-    except verifying.CannotVerify as error:
-        raise UsageError(str(error)) from error
-
-
 def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """``vlm-batch families``: what is batched and verified, or all about some families."""
     from vlm_batch.cli import facts
@@ -112,7 +92,61 @@ def list_families(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     return ANSWERED
 
 
+def add_families(parser: argparse.ArgumentParser) -> None:
+    """The options of ``families``."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a family or a model type: all that is known of it")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
 # ---- the command line ----
+
+#: Each command: its name, what runs it, what gives a parser its options, and what ``--help`` says of it, shortly and in full.
+COMMANDS = (
+    (
+        "run",
+        answering.run,
+        add_run,
+        "ask about every picture, video, page or row of a table",
+        "Ask about every picture, video, page or row of a table; go on where an earlier run ended.",
+    ),
+    (
+        "demo",
+        answering.demo,
+        add_demo,
+        "ask the embedded model about the sample pictures",
+        "Ask the embedded model about the sample pictures: one, two and none to a question.",
+    ),
+    (
+        "bench",
+        bench.run,
+        bench.add_flags,
+        "put a load on a model or a server, and show where its time goes",
+        "Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: how fast this machine, "
+        "or a server, answers them, and where the time goes.",
+    ),
+    (
+        "serve",
+        serve.run,
+        serve.add_flags,
+        "answer over HTTP, as OpenAI's servers do",
+        "Answer over HTTP, as OpenAI's servers do: chats with pictures and videos, and texts. A page is at /.",
+    ),
+    (
+        "verify",
+        verify.run,
+        verify.add_flags,
+        "show that a model gives one answer here, alone and in company",
+        "Ask a model the same requests alone by mlx-vlm, alone here and in company here, in the precision that it is served "
+        "in, and compare them bit for bit.",
+    ),
+    (
+        "families",
+        list_families,
+        add_families,
+        "list the model families",
+        "List the model families that are batched, and what of each is verified; or show all about some.",
+    ),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,55 +156,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"vlm-batch {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-
-    asking = commands.add_parser(
-        "run",
-        help="ask about every picture, video, page or row of a table",
-        description="Ask about every picture, video, page or row of a table; go on where an earlier run ended.",
-    )
-    add_run(asking)
-    asking.set_defaults(command=answering.run)
-
-    showing = commands.add_parser(
-        "demo",
-        help="ask the embedded model about the sample pictures",
-        description="Ask the embedded model about the sample pictures: one, two and none to a question.",
-    )
-    add_demo(showing)
-    showing.set_defaults(command=answering.demo)
-
-    loading = commands.add_parser(
-        "bench",
-        help="put a load on a model or a server, and show where its time goes",
-        description="Requests that arrive by chance, some with a picture, with prompts and answers of all lengths: "
-        "how fast this machine, or a server, answers them, and where the time goes.",
-    )
-    benching.add_flags(loading)
-    loading.set_defaults(command=benching.run)
-
-    server = commands.add_parser(
-        "serve",
-        help="answer over HTTP, as OpenAI's servers do",
-        description="Answer over HTTP, as OpenAI's servers do: chats with pictures and videos, and texts. A page is at /.",
-    )
-    add_serve_flags(server)
-    server.set_defaults(command=serve)
-    verifying.add_verify(
-        commands.add_parser(
-            "verify",
-            help="show that a model gives one answer here, alone and in company",
-            description="Ask a model the same requests alone by mlx-vlm, alone here and in company here, in the precision that "
-            "it is served in, and compare them bit for bit.",
-        ),
-        verify,
-    )
-
-    listing = commands.add_parser(
-        "families",
-        help="list the model families",
-        description="List the model families that are batched, and what of each is verified; or show all about some.",
-    )
-    listing.add_argument("names", nargs="*", metavar="NAME", help="a family or a model type: all that is known of it")
-    listing.add_argument("--json", action="store_true", help="as JSON")
-    listing.set_defaults(command=list_families)
+    for name, command, add_options, said, said_in_full in COMMANDS:
+        one = commands.add_parser(name, help=said, description=said_in_full)
+        add_options(one)
+        one.set_defaults(command=command)
     return top

@@ -4,52 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.types import Request, Result
-
-if TYPE_CHECKING:
-    from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.jobs.runner import Batcher
 
 EMBEDDED = "the embedded test piece (0.9 million parameters)"
 
-#: Options that go to the batcher by their own names, where they are said.
-BATCHER_OPTIONS = (
-    "trust_remote_code",
-    "look_ahead",
-    "look_ahead_bytes",
-    "max_bytes",
-    "max_prompt_tokens",
-    "max_image_pixels",
-    "max_video_pixels",
-    "min_pixels",
-    "max_pixels",
-    "cache_bytes",
-    "cache_dir",
-    "cache_dir_bytes",
-    "kv_bits",
-    "kv_group_size",
-    "kv_quant_scheme",
-    "quantized_kv_start",
-    "reproducible",
-    "policy",
-)
-_UNSAID = object()
+#: Options of the batcher by the record that has them, with its field. What stands alone is the batcher's own.
+BATCHER_OPTIONS: Mapping[str | None, Mapping[str, str]] = {
+    None: {name: name for name in ("trust_remote_code", "max_bytes", "reproducible")},
+    "limits": {
+        "max_prompt_tokens": "prompt_tokens",
+        "max_image_pixels": "image_pixels",
+        "max_video_pixels": "video_pixels",
+        "min_pixels": "min_pixels",
+        "max_pixels": "max_pixels",
+    },
+    "caches": {"cache_bytes": "max_bytes", "cache_dir": "directory", "cache_dir_bytes": "directory_bytes"},
+    "kv": {
+        "kv_bits": "bits",
+        "kv_group_size": "group_size",
+        "kv_quant_scheme": "scheme",
+        "quantized_kv_start": "start",
+    },
+    "policy": {name: name for name in ("look_ahead", "look_ahead_bytes")},
+}
 
 
 class UsageError(Exception):
     """The command line asks for something that cannot be done; the message goes to the user as it is."""
-
-
-class Batcher(Protocol):
-    """The part of a batcher that the command line needs."""
-
-    def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]: ...
 
 
 OpenBatcher = Callable[[argparse.Namespace], AbstractContextManager[Batcher]]
@@ -66,30 +54,28 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
         )
     from vlm_batch.batcher import VLMBatcher
 
+    options = said_options(args)
     try:
-        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, **said_options(args))
+        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, **options)
     except Exception as error:  # whatever the loader raises, the user needs one line of it
         raise UsageError(f"cannot load the model {model}: {type(error).__name__}: {error}") from error
 
 
 def said_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The batcher's options that the command line says something of."""
-    return {name: value for name in BATCHER_OPTIONS if (value := vars(args).get(name, _UNSAID)) is not _UNSAID}
+    """The batcher's options that the command line says something of. Raises UsageError."""
+    from vlm_batch.batcher import Caches, KVQuantisation, Limits
 
-
-def said_quantisation(args: argparse.Namespace) -> KVQuantisation | None:
-    """The settings of keys and values in few bits that the command line names. Raises UsageError."""
-    from vlm_batch.caches.quantisation import quantisation_of
-
-    names = {
-        "kv_bits": "bits",
-        "kv_group_size": "group_size",
-        "kv_quant_scheme": "scheme",
-        "quantized_kv_start": "start",
+    given = vars(args)
+    said = {
+        record: {field: given[name] for name, field in names.items() if name in given}
+        for record, names in BATCHER_OPTIONS.items()
     }
-    said = {names[name]: value for name, value in said_options(args).items() if name in names}
+    said["policy"] |= given.get("policy", {})
+    if "bits" not in said["kv"]:
+        said["kv"] = {}  # settings of what nobody asked for
+    kinds: Mapping[str, Callable[..., Any]] = {"limits": Limits, "caches": Caches, "kv": KVQuantisation, "policy": dict}
     try:
-        return quantisation_of(**{"bits": None, **said})
+        return said[None] | {record: kind(**said[record]) for record, kind in kinds.items() if said[record]}
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -112,50 +98,26 @@ def add_batcher(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="most rows in the batch (default: as many as pay, by measured steps)",
     )
-    say = partial(group.add_argument, default=argparse.SUPPRESS)
-    say("--look-ahead", type=at_least(1), metavar="N", help="requests that are read ahead of the batch (default: 16)")
-    say(
-        "--look-ahead-bytes",
-        type=amount_of_bytes,
-        metavar="N",
-        help="memory for what is read ahead, as 2G (default: 1.07G)",
-    )
-    say(
-        "--max-bytes",
-        type=amount_of_bytes,
-        metavar="N",
-        help="memory for keys and values of the batch, as 4GB (default: what the device has beside weights and caches)",
-    )
-    say(
-        "--max-prompt-tokens",
-        type=at_least(1),
-        metavar="N",
-        help="longest prompt, pictures included (default: the model's)",
-    )
-    say("--max-image-pixels", type=_amount, metavar="N", help="largest picture, as 40M; none lifts it (default: 89.5M)")
-    say(
-        "--max-video-pixels", type=_amount, metavar="N", help="likewise, all frames of a video together (default: 500M)"
-    )
-    say(
-        "--min-pixels",
-        type=amount_of_bytes,
-        metavar="N",
-        help="least that the model sees of a picture (default: the model's)",
-    )
-    say(
-        "--max-pixels",
-        type=amount_of_bytes,
-        metavar="N",
-        help="most that the model sees of a picture, as 1M: fewer tokens (likewise)",
-    )
-    say(
-        "--cache-bytes",
-        type=amount_of_bytes,
-        metavar="N",
-        help="memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)",
-    )
-    say("--cache-dir", metavar="FOLDER", help="where what memory cannot keep goes (default: nowhere)")
-    say("--cache-dir-bytes", type=amount_of_bytes, metavar="N", help="most bytes of that folder")
+    size = amount_of_bytes
+    for option, kind, metavar, said in (
+        ("--look-ahead", at_least(1), "N", "requests that are read ahead of the batch (default: 16)"),
+        ("--look-ahead-bytes", size, "N", "memory for what is read ahead, as 2G (default: 1.07G)"),
+        (
+            "--max-bytes",
+            size,
+            "N",
+            "memory for keys and values of the batch, as 4GB (default: what weights and caches leave)",
+        ),
+        ("--max-prompt-tokens", at_least(1), "N", "longest prompt, pictures included (default: the model's)"),
+        ("--max-image-pixels", _amount, "N", "largest picture, as 40M; none lifts it (default: 89.5M)"),
+        ("--max-video-pixels", _amount, "N", "likewise, all frames of a video together (default: 500M)"),
+        ("--min-pixels", size, "N", "least that the model sees of a picture (default: the model's)"),
+        ("--max-pixels", size, "N", "most that the model sees of a picture, as 1M: fewer tokens (likewise)"),
+        ("--cache-bytes", size, "N", "memory kept for later rows, as 2G; 0 keeps nothing (default: 1.07G)"),
+        ("--cache-dir", str, "FOLDER", "where what memory cannot keep goes (default: nowhere)"),
+        ("--cache-dir-bytes", size, "N", "most bytes of that folder"),
+    ):
+        group.add_argument(option, type=kind, metavar=metavar, help=said, default=argparse.SUPPRESS)
     add_speed(group)
 
 
@@ -167,28 +129,20 @@ def add_speed(group: argparse._ActionsContainer) -> None:
     say("--kv-quant-scheme", choices=("uniform", "turboquant"), help="default: uniform")
     say("--quantized-kv-start", type=at_least(0), metavar="N", help="tokens that stay exact (default: 0)")
     say("--reproducible", action="store_true", help="the same answers, bit for bit, whoever else is in the batch")
-    add_policy(group)
-
-
-def add_policy(group: argparse._ActionsContainer) -> None:
-    """The option for the settings of the device."""
-    group.add_argument(
+    say(
         "--policy",
         type=_policy,
-        default=argparse.SUPPRESS,
-        metavar="tuned|device|NAME=VALUE,...",
-        help="settings of the device: what bench --tune found here (default), the table's, or these over the table's",
+        metavar="NAME=VALUE,...",
+        help="settings of the engine in the place of the device's (docs/tuning.md); bench --tune prints those worth it here",
     )
 
 
-def _policy(text: str) -> Mapping[str, Any] | str:
-    """``tuned``, ``device``, or settings as NAME=VALUE with commas between them."""
+def _policy(text: str) -> dict[str, Any]:
+    """Settings as NAME=VALUE with commas between them."""
     from vlm_batch.policy import check_policy
 
+    pairs = (part.partition("=") for part in text.split(","))
     try:
-        if "=" not in text:
-            return check_policy(text)
-        pairs = (part.partition("=") for part in text.split(","))
         return check_policy({name.strip(): _plain_value(value.strip()) for name, _, value in pairs})
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -44,15 +44,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     reading.add_argument("--videos", action="store_true", help="look for videos in folders, too")
     reading.add_argument("--pdf", action="store_true", help="look for PDF files in folders, too")
-    reading.add_argument(
-        "--dpi", type=at_least(1), default=DEFAULT_DPI, metavar="N", help="of PDF pages (default: %(default)s)"
-    )
-    reading.add_argument(
-        "--fps", type=float, default=None, metavar="R", help="frames a second of a video (default: the family's habit)"
-    )
-    reading.add_argument(
-        "--max-frames", type=at_least(1), default=None, metavar="N", help="most frames of a video (default: likewise)"
-    )
+    for option, kind, default, metavar, said in (
+        ("--dpi", at_least(1), DEFAULT_DPI, "N", "of PDF pages (default: %(default)s)"),
+        ("--fps", float, None, "R", "frames a second of a video (default: the family's habit)"),
+        ("--max-frames", at_least(1), None, "N", "most frames of a video (default: likewise)"),
+    ):
+        reading.add_argument(option, type=kind, default=default, metavar=metavar, help=said)
     for what in ("image", "video", "id", "prompt"):
         reading.add_argument(f"--{what}-column", metavar="NAME", help=f"the column of a table that holds the {what}")
     reading.add_argument("--split", metavar="NAME", help="of a folder of the datasets library (default: all)")
@@ -126,12 +123,13 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="fields of the answers and columns of the rows, in this order (id and error are always there)",
     )
-    writing.add_argument("--resume", action="store_true", help="go on where the run that wrote the output ended")
-    writing.add_argument("--overwrite", action="store_true", help="replace what the output has already")
-    writing.add_argument("--retry-errors", action="store_true", help="go on, and ask rows again that failed")
-    writing.add_argument(
-        "--force", action="store_true", help="with --resume: also with other settings than the first run's"
-    )
+    for option, said in (
+        ("--resume", "go on where the run that wrote the output ended"),
+        ("--overwrite", "replace what the output has already"),
+        ("--retry-errors", "go on, and ask rows again that failed"),
+        ("--force", "with --resume: also with other settings than the first run's"),
+    ):
+        writing.add_argument(option, action="store_true", help=said)
     writing.add_argument(
         "--report", metavar="FILE", help="a page (HTML, offline) with plots, failures and a sample of answers"
     )

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from vlm_batch.cli.watching import JobView, show_dry_run
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
-from vlm_batch.jobs.lines import CannotWrite
-from vlm_batch.jobs.outputs import check_writable
+from vlm_batch.jobs.lines import CannotWrite, replace_file
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
-from vlm_batch.jobs.sinks import JsonLines, Nowhere, Sink, open_sink
+from vlm_batch.jobs.sinks import AnswerFile, Sink, open_sink
 from vlm_batch.jobs.sources import Files, Reading, open_sources
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.jobs.workers import NoWorkers
@@ -77,14 +75,14 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             raise UsageError("--ray and --shard auto are two ways to use several machines; give one of them")
         open_batcher = open_cluster
     if args.dry_run:
-        from vlm_batch.engine.reuse import DEFAULT_CACHE_BYTES  # with MLX, which is needed now
+        from vlm_batch.engine.reuse import Caches  # with MLX, which is needed now
 
         return show_dry_run(
-            Job(sources, questions, Nowhere(), _shard(args)),
+            Job(sources, questions, Sink(), _shard(args)),
             lambda: open_batcher(args),
             sys.stdout,
             rows=args.batch,
-            cache_bytes=vars(args).get("cache_bytes", DEFAULT_CACHE_BYTES),
+            cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
     return _answer(sources, questions, args, open_batcher)
 
@@ -94,22 +92,16 @@ def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     return _answer([Demo()], Questions(params=_sampling_params(args)), args, open_batcher)
 
 
-@dataclass(frozen=True)
-class Demo:
+class Demo(Source):
     """Questions about one sample picture, about two, and about none."""
 
-    name: str = "demo"
-    columns: tuple[str, ...] | None = None
-    is_once: bool = False
-    numbered: bool = False
+    name = "demo"
 
     def rows(self) -> Iterator[Row]:
         by_name = {picture.stem: picture for picture in sample_images()}
         asked = [((name,), DEFAULT_PROMPT) for name in by_name] + list(DEMO_QUESTIONS)
         for number, (names, prompt) in enumerate(asked):
             yield Row(id=f"demo-{number}", images=tuple(str(by_name[name]) for name in names), prompt=prompt)
-
-    scan = rows
 
 
 def _answer(sources: list[Source], questions: Questions, args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -119,15 +111,16 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
     if args.report is not None:
         if not args.report.lower().endswith((".html", ".htm")):
             raise UsageError(f"--report {args.report}: the report is a page; give it a name that ends in .html")
-        check_writable(Path(args.report))
+        journal.check_writable(Path(args.report))
     sink = _sink(target, sources, questions, args, shard)
+    is_kept = target not in (None, "-") or args.sidecar is not None
     view = JobView(
         table_to=sys.stderr if target == "-" else sys.stdout,
         quiet=args.quiet,
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=None if target in (None, "-") else target,
-        goes_on=target not in (None, "-") or args.sidecar is not None,
+        goes_on=is_kept,
     )
     try:
         with view, _ended_by_signals():
@@ -147,8 +140,7 @@ def _answer(sources: list[Source], questions: Questions, args: argparse.Namespac
                 watch=view,
             )
     except (CannotWrite, NoWorkers) as error:
-        hint = "; --resume goes on from there" if target not in (None, "-") or args.sidecar is not None else ""
-        raise type(error)(f"{error}{hint}") from error
+        raise type(error)(f"{error}; --resume goes on from there" if is_kept else str(error)) from error
     view.show(summary)
     if args.report is not None and summary.ended_rows:
         _write_report(args, summary, questions)
@@ -189,7 +181,7 @@ def _write_report(args: argparse.Namespace, summary: Summary, questions: Questio
     from vlm_batch.jobs import report
 
     page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
-    journal.replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
+    replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
 
 
 def _is_samples(source: Source) -> bool:
@@ -198,9 +190,7 @@ def _is_samples(source: Source) -> bool:
 
 def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
     """Names of rows where they are shown: without the folder that all of them lie in."""
-    where = ""
-    if all(isinstance(source, Files) for source in sources):
-        where = common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
+    where = _folder_of(sources) if all(isinstance(source, Files) for source in sources) else ""
     samples = {str(path): path.stem for path in sample_images()} if any(isinstance(s, Demo) for s in sources) else {}
 
     def label(row: Row) -> str:
@@ -209,6 +199,11 @@ def _labels(sources: Sequence[Source]) -> Callable[[Row], str]:
         return row.id[len(where) :]
 
     return label
+
+
+def _folder_of(sources: Sequence[Source]) -> str:
+    """The folder that all files lie in."""
+    return common_folder([path for source in sources if isinstance(source, Files) for path in source.paths])
 
 
 def _questions(args: argparse.Namespace) -> Questions:
@@ -246,21 +241,20 @@ def _sink(
     if target is None:
         sink: Sink | None = None
     elif args.json is not None and target != "-":
-        sink = JsonLines(Path(target).expanduser(), columns)
+        sink = AnswerFile(Path(target).expanduser(), columns)
     else:
         sink = open_sink(target, columns)
     if args.sidecar is None:
-        return Nowhere() if sink is None else sink
+        return Sink() if sink is None else sink
 
     def pictures() -> Iterator[tuple[str, str]]:
-        for item in Job(sources, questions, Nowhere(), shard).items(scan=True):
+        for item in Job(sources, questions, Sink(), shard).items(scan=True):
             files = [*item.row.images, *(video.source for video in item.row.videos)]
             is_file = len(files) == 1 and item.row.load is None and isinstance(files[0], str) and not is_url(files[0])
             if item.row.error is None:
                 yield item.id, str(files[0]) if is_file else ""
 
-    paths = [source.paths for source in sources if isinstance(source, Files)]
-    return Sidecars(args.sidecar, common_folder([path for some in paths for path in some]), pictures, sink)
+    return Sidecars(args.sidecar, _folder_of(sources), pictures, sink)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -269,34 +263,22 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if model is not None and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().resolve())
     names = (
-        "max_prompt_tokens",
-        "max_image_pixels",
-        "min_pixels",
-        "max_pixels",
-        "kv_bits",
-        "kv_group_size",
-        "kv_quant_scheme",
-        "quantized_kv_start",
-        "reproducible",
+        *("max_prompt_tokens", "max_image_pixels", "min_pixels", "max_pixels", "reproducible"),
+        *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
     )
     said = {name: value for name, value in vars(args).items() if name in names}
     return {"model": model, **said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+        *("thinking_budget", "regex", "choice"),
+    )
     return SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **{name: vars(args)[name] for name in names},
         stop=args.stop or (),
-        thinking_budget=args.thinking_budget,
         json_schema=None if args.json_schema is None else _text_of(args.json_schema),
-        regex=args.regex,
-        choice=args.choice,
     )
 
 

@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.model import add_speed, amount_of_bytes, said_options
+from vlm_batch.cli.model import OpenBatcher, UsageError, add_speed, amount_of_bytes, said_options
 from vlm_batch.server.config import MEGABYTE, ServerConfig
 
 if TYPE_CHECKING:
-    from vlm_batch.server.service import Batcher
+    from vlm_batch.batcher import VLMBatcher
 
 API_KEY = "VLM_BATCH_API_KEY"
 
 
-class MissingExtra(Exception):
-    """The server's own dependencies are not installed."""
-
-
-def run(args: argparse.Namespace) -> bool:
-    """Serve until told to stop. False if the server could not begin. Raises MissingExtra, InvalidConfig."""
+def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
+    """Serve until told to stop; 2 if the server could not begin. Raises UsageError."""
     try:
         from vlm_batch.server.run import serve
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"the server needs {error.name}: pip install 'vlm-batch[serve]'") from error
-    return serve(config_of(args, os.environ), lambda: open_batcher(args))
+        raise UsageError(f"the server needs {error.name}: pip install 'vlm-batch[serve]'") from error
+    try:
+        return 0 if serve(config_of(args, os.environ), lambda: load_batcher(args)) else 2
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -46,7 +45,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     return ServerConfig(**said)
 
 
-def open_batcher(args: argparse.Namespace) -> Batcher:
+def load_batcher(args: argparse.Namespace) -> VLMBatcher:
     """Load the model. The batcher itself reads no path and no URL: the server hands it bytes and data URIs."""
     from vlm_batch.batcher import VLMBatcher
     from vlm_batch.inputs.fetch import FetchPolicy

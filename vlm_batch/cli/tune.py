@@ -1,10 +1,11 @@
-"""``vlm-batch bench --tune``: the settings of the device measured for one model, shown, and kept for later processes."""
+"""``vlm-batch bench --tune``: the settings of the engine measured for one model, and the line that passes them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -14,13 +15,12 @@ from rich.table import Column, Table
 
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli.console import open_console
-from vlm_batch.cli.model import said_quantisation
+from vlm_batch.cli.model import said_options
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.types import Request
 
 if TYPE_CHECKING:
-    from vlm_batch.policy import Policy
-    from vlm_batch.tuning import Measured
+    from vlm_batch.cli.measuring import Measured
 
 #: Pictures that are encoded in one call at most, and their sides in pixels.
 PICTURES, SIDE = 16, 336
@@ -38,8 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tune",
         action="store_true",
-        help="measure rows, chunks, pictures and prompts together, and layout for this model here, and keep what is found "
-        "for later batchers; the machine should be idle",
+        help="measure rows, chunks, pictures and prompts together, and layout for this model here, and print the line that "
+        "passes what is found; the machine should be idle",
     )
     group.add_argument(
         "--tune-seconds",
@@ -48,54 +48,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="begin nothing new after this (default: %(default)s)",
     )
-    group.add_argument("--no-keep", action="store_true", help="show what was found, and keep nothing")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the model of a command line, say what was found, keep it. The figures. Raises CannotTune.
+    """Measure the model of a command line, and say what was found. The figures. Raises CannotTune.
 
     With keys and values in few bits, what is found is for those alone.
     """
-    from vlm_batch import tuning
     from vlm_batch.adapters.quantisation import check_quantisation
+    from vlm_batch.cli.measuring import measure, settings_of
     from vlm_batch.loading import adapt, load_model
-    from vlm_batch.policy import POLICIES, SETTINGS
     from vlm_batch.runtime.device import device
 
-    out, kv = sys.stderr if args.json == "-" else sys.stdout, said_quantisation(args)
+    out, kv = sys.stderr if args.json == "-" else sys.stdout, said_options(args).get("kv")
     try:
         model, processor = load_model(args.model or default_checkpoint(), trust_remote_code=args.trust_remote_code)
         adapter = adapt(model)
-        key = tuning.key_of(adapter, kv)
         if kv is not None:
             check_quantisation(adapter, kv)
         pictures = _pictures(adapter, model, processor)
-        measured = tuning.measure(adapter, kv, pictures, seconds=args.tune_seconds, say=_say)
+        measured = measure(adapter, kv, pictures, seconds=args.tune_seconds, say=_say)
     except Exception as error:  # whatever the loader or the model raises, the user needs one line of it
         raise CannotTune(f"cannot measure the model: {type(error).__name__}: {error}") from error
-    kind = device()
-    policy = POLICIES[kind]
-    found = tuning.settings_of(measured, policy)
-    kept = None if args.no_keep or not found else tuning.keep(key, found, measured)
-    show(measured, found, policy, {name: one.source(kind) for name, one in SETTINGS.items()}, out)
-    console = open_console(out)
-    if kept is not None:
-        console.print(
-            f'kept in {kept}; batchers of this model take it over here (policy="device" leaves it out)', markup=False
-        )
-    elif found and not args.no_keep:
-        console.print("not kept: the cache folder cannot be written to (VLM_BATCH_CACHE names another)", markup=False)
-    return {
-        "device": kind.value,
-        "family": adapter.spec.family,
-        "settings": found,
-        "measured": measured.as_json(),
-        "kept": kept,
-    }
+    found = settings_of(measured)
+    show(measured, found, out)
+    figures = {"device": device().value, "family": adapter.spec.family}
+    return figures | {"settings": found, "measured": asdict(measured)}
 
 
-def show(measured: Measured, found: Mapping[str, Any], policy: Policy, sources: Mapping[str, str], out: TextIO) -> None:
-    """The measurements, and every setting with its value here, the table's, and where that comes from."""
+def show(measured: Measured, found: Mapping[str, Any], out: TextIO) -> None:
+    """The measurements, every setting with its value here, the table's, and where that comes from, and the line to pass."""
+    from vlm_batch.policy import described, policy_of
+
     console = open_console(out)
     curves = [
         *((f"a decode step, {layout}: ms by rows", times, 1000.0) for layout, times in measured.decode.items()),
@@ -115,9 +99,12 @@ def show(measured: Measured, found: Mapping[str, Any], policy: Policy, sources: 
         "the table's source",
         box=box.SIMPLE_HEAD,
     )
-    for name, value in vars(policy).items():
-        table.add_row(name, str(found[name]) if name in found else "", str(value), sources[name])
+    for name, one in described(policy_of({}), {}).items():
+        table.add_row(name, str(found.get(name, "")), str(one["value"]), one["source"])
     console.print(table)
+    if found:
+        said = ",".join(f"{name}={value}" for name, value in found.items())
+        console.print(f"VLMBatcher(..., policy={found})\nvlm-batch ... --policy {said}", markup=False, soft_wrap=True)
 
 
 def _say(said: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images
+from vlm_batch.cli.model import OpenBatcher, UsageError
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.types import Request
 
@@ -28,12 +29,8 @@ MOST_PICTURES = 8
 TEXTS = ("count to 12", "repeat: a a a a")
 
 
-class CannotVerify(Exception):
-    """The command's arguments cannot be followed; the message goes to the user as it is."""
-
-
-def add_verify(parser: argparse.ArgumentParser, command: Callable[..., int]) -> None:
-    """Give a parser the options of the command, and what runs it."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``vlm-batch verify``."""
     parser.add_argument(
         "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded one, in five precisions)"
     )
@@ -53,16 +50,15 @@ def add_verify(parser: argparse.ArgumentParser, command: Callable[..., int]) -> 
     parser.add_argument("--json", metavar="FILE", help="write what was found as JSON; - is standard output")
     parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
-    parser.set_defaults(command=command)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """Verify a model, or the embedded checkpoint in several precisions; 0 if all is as promised, 1 if not.
 
-    Raises CannotVerify for arguments that cannot be used.
+    Raises UsageError for arguments that cannot be used.
     """
     if args.max_tokens < 1:
-        raise CannotVerify(f"--max-tokens {args.max_tokens}: at least 1")
+        raise UsageError(f"--max-tokens {args.max_tokens}: at least 1")
     requests = [Request(prompt=args.prompt, images=(str(path),)) for path in pictures(args.images)]
     requests += [Request(prompt=text) for text in TEXTS]
     found: list[Verification] = []
@@ -79,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pictures(folder: str | None) -> list[Path]:
-    """The pictures to ask about. Raises CannotVerify for a folder without any."""
+    """The pictures to ask about. Raises UsageError for a folder without any."""
     if folder is None:
         return sample_images()
     where = Path(folder).expanduser()
     found = sorted(path for path in where.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES and path.is_file())
     if not found:
-        raise CannotVerify(
+        raise UsageError(
             f"--images {folder}: no picture there; looked for files that end in {' '.join(PICTURE_SUFFIXES)}"
         )
     return found[:MOST_PICTURES]
@@ -98,7 +94,7 @@ def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator
 
     name = args.model or str(default_checkpoint())
     if args.model and args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():
-        raise CannotVerify(f"there is no model at {args.model}; give a folder that holds config.json, or a hub id")
+        raise UsageError(f"there is no model at {args.model}; give a folder that holds config.json, or a hub id")
     for dtype, bits in ((args.dtype, None),) if args.model else PRECISIONS:
         try:
             model, processor = load_model(
@@ -107,7 +103,7 @@ def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator
                 trust_remote_code=args.trust_remote_code,
             )
         except Exception as error:  # whatever the loader raises, the user needs one line of it
-            raise CannotVerify(f"cannot load the model {name}: {type(error).__name__}: {error}") from error
+            raise UsageError(f"cannot load the model {name}: {type(error).__name__}: {error}") from error
         if bits is not None and not quantised(model, bits):
             continue
         called = args.model or "the embedded checkpoint"
@@ -122,7 +118,7 @@ def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator
                 progress=lambda said: print(f"  {said} ...", file=sys.stderr, flush=True),
             )
         except InvalidRequest as error:
-            raise CannotVerify(f"a request cannot be read: {error}") from error
+            raise UsageError(f"a request cannot be read: {error}") from error
         yield found
 
 
@@ -140,7 +136,7 @@ def _write(target: str, text: str) -> None:
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CannotVerify(f"cannot write {target}: {error.strerror}") from error
+        raise UsageError(f"cannot write {target}: {error.strerror}") from error
 
 
 def draw(path: Path, found: Sequence[Verification]) -> bool:

@@ -21,7 +21,7 @@ from vlm_batch.cli.console import open_console, plain_text
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import Ids, Row
 from vlm_batch.jobs.runner import Batcher, Counting, Job, OpenBatcher, Plan, Watch
-from vlm_batch.jobs.summary import STAGES, Summary
+from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Request, Result
 
 STATUS_STYLES = {"stop": "green", "length": "yellow", "cancelled": "yellow", "error": "red"}
@@ -237,10 +237,8 @@ def _stages(summary: Summary) -> Table | None:
     if not summary.answered:
         return None
     table = Table(title="where a row's time goes (mean seconds)", title_justify="left", box=None, show_header=False)
-    for stage, said in STAGES.items():
-        table.add_row(stage, f"{summary.stages[stage] / summary.answered:.3f}", Text(said, style="dim"))
-    source = summary.source / max(1, summary.ended_rows)
-    table.add_row("source", f"{source:.3f}", Text("rows and pages of the source, one at a time", style="dim"))
+    for stage, said, seconds in summary.mean_stages:
+        table.add_row(stage, f"{seconds:.3f}", Text(said, style="dim"))
     return table
 
 

@@ -229,7 +229,7 @@ class Admission:
         waiting = [row for row in self._prepared.values() if not self._reuse.waits_for(row, others)]
         live = [*self._prefill.rows.values(), *decoding]
         num_free = self._scheduler.num_free(len(live))
-        near = sorted(waiting, key=self.urgency)[: num_free + (config.encode_ahead or 0)]
+        near = sorted(waiting, key=self.urgency)[: num_free + config.encode_ahead]
         num_encoded = num_together = 0
         together: Sequence[Row] = ()
         for index, row in enumerate(near):
@@ -285,7 +285,7 @@ class Admission:
     def _has_encoded_enough(self, is_decoding: bool, begin: float) -> bool:
         """Whether a step that began to encode at ``begin`` goes on with what else it has to do."""
         if is_decoding:
-            return time.perf_counter() - begin >= (self._scheduler.config.encode_seconds or 0.0)
+            return time.perf_counter() - begin >= self._scheduler.config.encode_seconds
         return self._prefill.num_pending >= self._idle_budget
 
     def urgency(self, row: Row) -> float:

@@ -14,8 +14,8 @@ from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.sampling import RowRules, reads_history
-from vlm_batch.engine.scheduler import SchedulerConfig
 from vlm_batch.errors import InvalidParameters, PromptTooLong
+from vlm_batch.policy import Policy
 from vlm_batch.records import Call, Encoded
 
 
@@ -26,7 +26,7 @@ class Encoder:
         self,
         adapter: ModelAdapter,
         reuse: Reuse,
-        config: SchedulerConfig,
+        config: Policy,
         kv: KVQuantisation | None,
         call: Call = Call(),
     ) -> None:
@@ -48,7 +48,7 @@ class Encoder:
         context, asked = self.adapter.max_context, row.params.max_tokens
         check_length(encoded.length, context, self._config.max_prompt_tokens)
         exact = self.reuse.exact
-        if exact is not None and row.answer.prompt_scores is None:
+        if exact is not None and row.answer.prompt_scores is None and encoded.is_plain:
             prompt.rows = exact.rows(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
@@ -67,9 +67,9 @@ class Encoder:
 
         ``others`` are in prefill: a row whose beginning they will leave is not encoded yet.
         """
-        most = self._config.encode_together or 1
+        most = self._config.encode_together
         chosen: list[Row] = []
-        for row in rows[: -(-most // (self._config.beside_decode or 1)) if is_decoding else most]:
+        for row in rows[: -(-most // self._config.beside_decode) if is_decoding else most]:
             if not self.reuse.is_new(row) or self.reuse.waits_for(row, [*others, *chosen]):
                 break  # its pictures may not have to be encoded at all
             chosen.append(row)
@@ -108,7 +108,7 @@ def check_length(prompt: int, context: int | None, limit: int | None) -> None:
     """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
     if limit is not None and prompt > limit:
         raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (max_prompt_tokens)"
+            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"
         )
     if context is not None and prompt >= context:
         raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")

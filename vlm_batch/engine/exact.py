@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from vlm_batch.caches import Placement
-from vlm_batch.engine.scheduler import PrefillRow, SchedulerConfig, chunk_end, padded_length
-from vlm_batch.policy import POLICIES
+from vlm_batch.engine.scheduler import PrefillRow, chunk_end, padded_length
+from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.digest import as_words, digest
@@ -126,7 +126,7 @@ class Exact:
         answer = as_words(digest(["decoded", [int(word) for word in key.answer]]))
         return replace(key, positions=positions, spans=(*key.spans, *chunks), answer=answer)
 
-    def config(self, config: SchedulerConfig) -> SchedulerConfig:
+    def config(self, config: Policy) -> Policy:
         """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
         if self.joint is None or not self.call_tokens:
             config = replace(config, prefill_together=1)

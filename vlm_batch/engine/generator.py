@@ -24,7 +24,6 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.choosing import Chooser, Flight, Launched
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.defaults import for_policy
 from vlm_batch.engine.encoding import Encoder
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.faults import let_go, raised_in
@@ -37,11 +36,10 @@ from vlm_batch.engine.recovery import Recovery
 from vlm_batch.engine.reuse import Reuse, if_it_can_be
 from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork, new_row
 from vlm_batch.engine.sampling import sample
-from vlm_batch.engine.scheduler import Scheduler, SchedulerConfig
+from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.warming import forwards
-from vlm_batch.policy import Policy, policy_for
+from vlm_batch.policy import Policy, policy_of
 from vlm_batch.records import Call
-from vlm_batch.runtime.device import device
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
 
@@ -56,7 +54,7 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it; None leaves it to the adapter.
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
-    ``policy`` has what ``config`` leaves open, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
+    ``policy`` are its settings, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
     a function of its request; ``reuse`` must have the same.
     """
 
@@ -65,8 +63,6 @@ class BatchGenerator:
         adapter: ModelAdapter,
         *,
         text: AnswerText | None = None,
-        config: SchedulerConfig | None = None,
-        placement: Placement | None = None,
         policy: Policy | None = None,
         compile_decode: bool | None = None,
         reuse: Reuse | None = None,
@@ -83,34 +79,32 @@ class BatchGenerator:
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
             )
         self.text = text or AnswerText()
-        if policy is None:
-            policy = policy_for((placement or Placement.for_device()).value, device())
-        placement = placement or Placement(policy.placement)
-        config = for_policy(config or SchedulerConfig(), policy)
+        policy = policy or policy_of({})
+        placement = Placement(policy.placement)
         if exact is not None:
-            config = exact.config(config)
+            policy = exact.config(policy)
             adapter = adapter.with_products(dict(exact.products))
         self.adapter = adapter
         call = Call(is_fixed=exact is not None)
         self._decoder = Decoder(
             adapter, call, compile_decode=compile_decode if exact is None or exact.graphs else False
         )
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(policy)
         self._placement = placement
         self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, few_bits=policy.few_bits)
         self.batch = self._empty_batch()
-        self._pace = Pace(config)
+        self._pace = Pace(policy)
         pictures = None if exact is None else exact.pictures
         encode_call = replace(call, most_patches=policy.most_patches, pictures=pictures)
-        self.encoder = Encoder(adapter, self.reuse, config, kv, encode_call)
-        self.memory = RowMemory(config.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
+        self.encoder = Encoder(adapter, self.reuse, policy, kv, encode_call)
+        self.memory = RowMemory(policy.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
         itself: BatchGenerator = weakref.proxy(self)  # parts that held it would make a circle, and keep the model alive
         self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)
         guard = self.recovery.guard
         self.chooser = Chooser(sampler, self.recovery, lambda row: itself._leave(row))
         layout = placement if exact is None else exact.layout
         keeps_rows = layout is Placement.ROWS
-        self.prefill = Prefill(adapter, self.reuse, config, kv, guard, exact, keeps_rows=keeps_rows)
+        self.prefill = Prefill(adapter, self.reuse, policy, kv, guard, exact, keeps_rows=keeps_rows)
         self.admission = Admission(
             self.scheduler,
             self.encoder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_batch.engine.scheduler import SchedulerConfig
+from vlm_batch.policy import Policy
 
 
 class Pace:
@@ -17,18 +17,15 @@ class Pace:
     """
 
     PATIENCE = 5
-    STRETCH = 2  # where the config leaves it open
-    SMALLEST_CHUNK = 64  # where the config leaves it open
     FIRST_CHUNK = 256
-    IDLE_BUDGET = 2048  # where the config leaves it open
     IDLE_SECONDS = 2.0  # of a step in which nothing decodes: whoever comes or goes meanwhile waits for its end
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: Policy) -> None:
         self._config = config
-        self.idle_budget = config.idle_budget or self.IDLE_BUDGET
+        self.idle_budget = config.idle_budget
         self._decode_seconds = 0.0
         self._tokens_per_second = 0.0
         self._saved_steps = 0
@@ -55,12 +52,12 @@ class Pace:
         if not self._tokens_per_second:
             return min(self.FIRST_CHUNK, self.idle_budget)
         self._saved_steps += 1
-        gap = min(max(config.token_gap, waited / self.PATIENCE), (config.stretch or self.STRETCH) * config.token_gap)
+        gap = min(max(config.token_gap, waited / self.PATIENCE), config.stretch * config.token_gap)
         room = self._saved_steps * max(gap - self._decode_seconds, 0.0)
         if not config.encode_seconds:
             room = max(room - encoding, 0.0)
         fits = int(room * self._tokens_per_second)
-        enough = min(pending, config.smallest_chunk or self.SMALLEST_CHUNK)
+        enough = min(pending, config.smallest_chunk)
         if fits < enough and self._saved_steps < self.LONGEST_SAVING:
             return 0
         self._saved_steps = 0

@@ -16,15 +16,12 @@ from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Status
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, SchedulerConfig, padded_count, padded_length, together
+from vlm_batch.engine.scheduler import Chunk, PrefillRow, padded_count, padded_length, together
+from vlm_batch.policy import Policy
 from vlm_batch.records import Call, Encoded
 
 #: Does one row's work; an exception ends that row with an error and gives None.
 Guard = Callable[..., Any]
-
-
-#: The longest chunk that is warmed up where chunks have no bound.
-LONGEST = 2048
 
 
 class Prefill:
@@ -35,7 +32,7 @@ class Prefill:
         self,
         adapter: ModelAdapter,
         reuse: Reuse,
-        config: SchedulerConfig,
+        config: Policy,
         kv: KVQuantisation | None,
         guard: Guard,
         exact: Exact | None = None,
@@ -51,12 +48,12 @@ class Prefill:
         self._guard = guard
         self._kv = kv
         fresh = adapter.make_cache(kv)
-        self._pad_to = (config.pad_to or 0) if pads(adapter, fresh) else 0
-        self._most_together = (config.prefill_together or 1) if shares(adapter, fresh) else 1
+        self._pad_to = config.pad_to if pads(adapter, fresh) else 0
+        self._most_together = config.prefill_together if shares(adapter, fresh) else 1
         self._most_tokens = config.together_tokens
         # What a forward costs beside its positions, in positions; prompts of other lengths are no neighbours in exact answers.
-        self._fill = (config.smallest_chunk or 0) // 2 if self._pad_to and exact is None else 0
-        self._longest = config.max_chunk or LONGEST if exact is None else exact.grid
+        self._fill = config.smallest_chunk // 2 if self._pad_to and exact is None else 0
+        self._longest = config.max_chunk if exact is None else exact.grid
         self._stops = (kv.start,) if kv is not None and kv.start else ()
         self._launched: dict[Row, list[mx.array]] = {}
 
@@ -117,7 +114,8 @@ class Prefill:
 
     def _may_share(self, row: Row) -> bool:
         """Whether a row's whole prompt may be in an array with others."""
-        return row.answer.prompt_scores is None and (self._exact is None or _prompt(row).rows > 1)
+        is_plain = row.answer.prompt_scores is None and _encoded(_prompt(row)).is_plain
+        return is_plain and (self._exact is None or _prompt(row).rows > 1)
 
     def _parts(self, group: list[Chunk]) -> list[list[Chunk]]:
         """A group in parts that fit the array in which prompts of their length always are."""
@@ -173,7 +171,9 @@ class Prefill:
         """
         cache, ends = self.adapter.make_cache(self._kv), [row.length for row in rows]
         width = padded_length(max(ends), self._pad_to)
-        fixed = None if self._exact is None else self._exact.rows(rows[0].length, rows[0].atomic)
+        fixed = None
+        if self._exact is not None:
+            fixed = self._exact.rows(rows[0].length, rows[0].atomic) if rows[0].is_plain else 1
         idle = (fixed or padded_count(len(rows), self._pad_to)) - len(rows)  # places that run and are thrown away
         rows, ends = [*rows, *[rows[-1]] * idle], ends + ends[-1:] * idle
         is_looked_up = any(end < width for end in ends) or (fixed or 1) > 1
@@ -242,12 +242,12 @@ class Prefill:
 
 def shares(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
     """Whether whole prompts of one length may be prefilled as one array, into such fresh caches."""
-    return adapter.shares_prefill and can_share(fresh)
+    return adapter.is_causal and can_share(fresh)
 
 
 def pads(adapter: ModelAdapter, fresh: Sequence[Any]) -> bool:
     """Whether positions may stand behind a chunk, in such caches, that belong to no prompt."""
-    return adapter.pads_prefill and adapter.scores_chunks and can_trim(fresh)
+    return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
 
 
 def _prompt(row: Row) -> Prompt:

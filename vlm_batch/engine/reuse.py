@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.layers import is_whole_kind
+from vlm_batch.checks import whole_option
 from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
@@ -38,12 +39,6 @@ MIN_TOKENS, ALWAYS_WORTH = 8, 64
 SNAPSHOT_STRIDE = 512
 
 
-#: Bytes that are kept for later requests: saved rows and vision features together.
-DEFAULT_CACHE_BYTES = 2**30
-#: Bytes of files that saved rows may take, where a directory is given for them.
-DEFAULT_DIRECTORY_BYTES = 8 * 2**30
-
-
 def worth(length: int) -> int:
     """The number of first positions that a prompt must share with an earlier one to continue from there.
 
@@ -53,18 +48,32 @@ def worth(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class CacheSettings:
-    """Bounds on what is kept for later requests: bytes in memory, and bytes of files in a directory."""
+class Caches:
+    """Bounds on what is kept for later requests: saved rows and vision features.
 
-    max_bytes: int = DEFAULT_CACHE_BYTES
-    directory: Path | None = None
-    directory_bytes: int = DEFAULT_DIRECTORY_BYTES
+    ``max_bytes`` stay in memory; 0 keeps nothing. What they push out, and all of it at the end, goes to files in ``directory``,
+    of ``directory_bytes`` at most. Raises ValueError for a bound out of range.
+    """
+
+    max_bytes: int = 2**30
+    directory: str | Path | None = None
+    directory_bytes: int = 8 * 2**30
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "directory_bytes"):
+            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=0))
+        if self.directory is None:
+            return
+        if not isinstance(self.directory, (str, Path)):
+            raise ValueError(f"directory is a {type(self.directory).__name__}; it must be a path")
+        if not (self.max_bytes and self.directory_bytes):
+            raise ValueError("directory needs max_bytes and directory_bytes above 0: files are read into memory")
 
     def prefix_cache(self, budget: ByteBudget, identity: Identity) -> PrefixCache:
         """An empty one, with the rows of this model and these settings that the directory holds as its second tier."""
         if self.directory is None:
             return PrefixCache(budget)
-        return PrefixCache(budget, RowFiles(self.directory, self.directory_bytes, identity))
+        return PrefixCache(budget, RowFiles(Path(self.directory), self.directory_bytes, identity))
 
 
 @contextlib.contextmanager

@@ -13,86 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vlm_batch.checks import seconds_option, whole_option
 from vlm_batch.engine.limit import RowLimit
+from vlm_batch.policy import Policy
 
-#: Bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two long clips.
-DEFAULT_LOOK_AHEAD_BYTES = 1 << 30
-#: Rows of a scheduler whose config neither says how many nor was filled in.
-DEFAULT_ROWS = 8
 #: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
 STEPS = 4
-_OPTIONAL = (
-    "prefill_budget",
-    "idle_budget",
-    "max_chunk",
-    "encode_together",
-    "prefill_together",
-    "smallest_chunk",
-    "max_prompt_tokens",
-    "max_bytes",
-    "max_rows",
-    "first_rows",
-    "beside_decode",
-    "together_tokens",
-    "stretch",
-)
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    ``max_rows`` may live at a time. Left open, their number begins with ``first_rows`` and follows what steps take, up to the
-    policy's most (``RowLimit``).
-    ``prefill_budget``: prompt tokens a step beside decoding rows; None sizes them in time, so that the gap between two
-    tokens of a decoding row stays near ``token_gap`` seconds, or ``stretch`` times that while a prompt has waited (``Pace``).
-    ``idle_budget``: prompt tokens a step when nothing decodes. ``max_chunk``: prompt tokens in one forward.
-    ``encode_ahead``: rows whose pictures are encoded before they have a place, one a step. ``encode_seconds``: how
-    long rows that have a place go on being encoded in a step beside decoding rows (one is, whatever it takes).
-    ``encode_together``: rows whose pictures go through the encoder in one call when nothing decodes, and ``beside_decode``
-    times fewer else. ``prefill_together``: whole prompts of one length that are prefilled as one array, of at most
-    ``together_tokens`` or one prompt. ``pad_to``: chunks are computed in multiples of so many positions (``padded_length``),
-    or, where it is 0, as they are. ``smallest_chunk``: prompt tokens
-    beside decoding rows, however slow they are; ``slack``: by how many more a chunk may end its prompt. ``look_ahead``:
-    requests whose pictures are read while they wait, beside a batch's worth, and ``look_ahead_bytes``: what is prepared of
-    them is no more than that (one that is larger by itself goes alone), and no more files are read while that much is held.
-    ``max_prompt_tokens``: longer prompts are refused. ``max_bytes``: of keys and values of the rows that have places. None
-    leaves a setting to the device's policy (``vlm_batch.engine.defaults.for_policy``).
-    """
-
-    max_rows: int | None = None
-    first_rows: int | None = None
-    prefill_budget: int | None = None
-    idle_budget: int | None = None
-    max_chunk: int | None = None
-    encode_ahead: int | None = None
-    encode_seconds: float | None = None
-    encode_together: int | None = None
-    beside_decode: int | None = None
-    prefill_together: int | None = None
-    together_tokens: int | None = None
-    pad_to: int | None = None
-    smallest_chunk: int | None = None
-    stretch: int | None = None
-    slack: int = 0
-    token_gap: float = 0.1
-    ageing_seconds: float = 5.0
-    look_ahead: int = 16
-    look_ahead_bytes: int = DEFAULT_LOOK_AHEAD_BYTES
-    max_prompt_tokens: int | None = None
-    max_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("look_ahead", "look_ahead_bytes"):
-            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1))
-        object.__setattr__(self, "slack", whole_option("slack", self.slack, least=0))
-        object.__setattr__(self, "encode_ahead", whole_option("encode_ahead", self.encode_ahead, least=0, or_none=True))
-        object.__setattr__(self, "pad_to", whole_option("pad_to", self.pad_to, least=0, or_none=True))
-        for name in _OPTIONAL:
-            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
-        for name in ("token_gap", "ageing_seconds"):
-            object.__setattr__(self, name, seconds_option(name, vars(self)[name]))
 
 
 @dataclass(frozen=True)
@@ -125,17 +50,14 @@ class PrefillRow:
 class Scheduler:
     """Pure policy: the same state gives the same plan.
 
-    ``most_live`` rows have places at a time: the config's ``max_rows``, but fewer for a while after memory ran out. Where the
-    config has ``first_rows``, ``limit`` says how many of these may live now.
+    ``most_live`` rows have places at a time: the config's ``max_rows``, but fewer for a while after memory ran out. Where it
+    leaves these open, ``limit`` says how many may live now.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: Policy) -> None:
         self.config = config
-        self.most_rows = config.max_rows or DEFAULT_ROWS
-        first = config.first_rows
-        self.limit = (
-            None if first is None else RowLimit(min(first, self.most_rows), self.most_rows, gap=config.token_gap)
-        )
+        self.most_rows = config.max_rows or config.most_rows
+        self.limit = None if config.max_rows else RowLimit(config.first_rows, self.most_rows, gap=config.token_gap)
         self.most_live = self.most_rows
         self._is_plain = False
         self._ended = 0  # rows, since ``most_live`` changed
@@ -177,7 +99,7 @@ class Scheduler:
         what others leave of a budget is not made a part of a prompt unless it is worth a forward.
         """
         chunks: list[Chunk] = []
-        least = (self.config.smallest_chunk or 0) if self.config.pad_to else 0
+        least = self.config.smallest_chunk if self.config.pad_to else 0
         for row in sorted(prefill, key=self._prefill_urgency):
             if row.done == row.length:  # found whole: it needs no budget, and waits for none
                 chunks.append(Chunk(row.request_id, row.done, row.done))
@@ -190,7 +112,7 @@ class Scheduler:
                 ):
                     break
                 room = rest if rest <= budget + self.config.slack else self._rounded(budget)
-                end = chunk_end(row, min(room, self.config.max_chunk or room))
+                end = chunk_end(row, min(room, self.config.max_chunk))
                 chunks.append(Chunk(row.request_id, row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
@@ -198,7 +120,7 @@ class Scheduler:
 
     def _rounded(self, budget: int) -> int:
         """A budget with the positions that would be padding behind it, if it is worth a chunk."""
-        pad_to = self.config.pad_to or 0
+        pad_to = self.config.pad_to
         return padded_length(budget, pad_to) if budget >= pad_to else budget
 
     def urgency(self, priority: int, submitted: float) -> float:

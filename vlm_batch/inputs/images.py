@@ -70,7 +70,7 @@ def _check_size(name: str, width: int, height: int, max_pixels: int | None) -> N
     if max_pixels is not None and width * height > max_pixels:
         raise InvalidImage(
             f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read",
-            advice=" (max_image_pixels)",
+            advice=" (Limits.image_pixels)",
         )
     if max(width, height) > MAX_SIDE:
         raise InvalidImage(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")

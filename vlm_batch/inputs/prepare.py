@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_batch.arrays import MOST_ON_HOST, as_numpy, num_bytes, on_host, settled
-from vlm_batch.checks import put_pixels
+from vlm_batch.checks import put_pixels, whole_option
 from vlm_batch.errors import (
     InvalidCache,
     InvalidImage,
@@ -41,7 +41,7 @@ from vlm_batch.inputs.images import (
 from vlm_batch.inputs.processing import Copies, PixelBounds, Processing
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
-from vlm_batch.inputs.template import TemplateOptions
+from vlm_batch.inputs.template import refuse
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
     Clip,
@@ -56,7 +56,7 @@ from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Video, VideoInput
+from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video, VideoInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Limits:
     ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
     of a video, before these are. ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context
     bounds them as well. ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the
-    second. ``fetch`` says which paths and URLs are read, and how much of them.
+    second. Raises ValueError for a bound out of range.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
@@ -74,10 +74,11 @@ class Limits:
     prompt_tokens: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
-    fetch: FetchPolicy = field(default_factory=FetchPolicy)
 
     def __post_init__(self) -> None:
         put_pixels(self, self.min_pixels, self.max_pixels)
+        for name in ("image_pixels", "video_pixels", "prompt_tokens"):
+            object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
 
 
 #: Characters that a token stands for at most on average in a prompt that is tokenized: words of English have four to five.
@@ -182,8 +183,8 @@ class Prepared:
 class Preparer:
     """One model's ``check`` (submitter's thread) and ``prepare`` (a loader's thread).
 
-    ``spec`` says what the family takes; ``image_token_ids`` are the ids whose positions hold picture features, and
-    ``check_inputs`` refuses processed inputs (numpy) that do not fit;
+    ``fetch`` says which paths and URLs are read. ``spec`` says what the family takes; ``image_token_ids`` are the ids whose
+    positions hold picture features, and ``check_inputs`` refuses processed inputs (numpy) that do not fit;
     ``max_context`` is how many positions the model was made for, None if it does not say.
     """
 
@@ -196,12 +197,14 @@ class Preparer:
         check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
         max_context: int | None = None,
         limits: Limits | None = None,
+        fetch: FetchPolicy | None = None,
         hashes: bool = False,
     ) -> None:
         self.processing = processing
         self._hashes = hashes
         self.spec = spec
         self.limits = limits or Limits()
+        self._fetch = fetch or FetchPolicy()
         bounds = (self.limits.min_pixels, self.limits.max_pixels)
         if spec.images and processing.pixels is None and bounds != (None, None):
             raise InvalidImage(f"min_pixels and max_pixels: the processor of {spec.family} has no such bounds")
@@ -260,15 +263,15 @@ class Preparer:
             given = question.token_ids if question.inputs is None else question.inputs["input_ids"][0].tolist()
             return Thinking(start, end, is_open=rfind(given, start) > rfind(given, end))
         is_open = marks.is_open(question.prompt)
-        is_asked = params.form is None or request.enable_thinking is True
+        is_asked = params.form is None or (request.template is not None and request.template.enable_thinking is True)
         may_begin = is_asked and not is_open and not marks.is_over(question.prompt) and len(start) == 1
         return Thinking(start, end, is_open=is_open, may_begin=may_begin)
 
     def _checked(self, request: Request) -> Question:
         _check_types(request)
-        options = TemplateOptions.of(request)
-        if request.inputs is not None or request.token_ids is not None or request.rendered:
-            options.refuse("the prompt is final already; a chat template's arguments go with prompt or messages")
+        options = request.template
+        if options is not None and (request.inputs is not None or request.token_ids is not None):
+            refuse(options, "the prompt is final already; a chat template's arguments go with prompt or messages")
         images, videos = tuple(request.images), tuple(request.videos)
         turns: list[Message] = []
         if request.messages is not None:
@@ -284,9 +287,9 @@ class Preparer:
             if not images and not videos:
                 self._check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
-            return Question(token_ids=ids, images=images, videos=clips, fetch=self.limits.fetch)
+            return Question(token_ids=ids, images=images, videos=clips, fetch=self._fetch)
         prompt = self._rendered(request, turns, len(images), len(clips), options)
-        return Question(prompt=prompt, images=images, videos=clips, fetch=self.limits.fetch)
+        return Question(prompt=prompt, images=images, videos=clips, fetch=self._fetch)
 
     def _own_media(
         self, images: Sequence[ImageInput], videos: Sequence[VideoInput]
@@ -303,7 +306,7 @@ class Preparer:
         return owned, tuple(own_video(as_video(video)) for video in videos)
 
     def _rendered(
-        self, request: Request, turns: list[Message], num_images: int, num_videos: int, options: TemplateOptions
+        self, request: Request, turns: list[Message], num_images: int, num_videos: int, options: Template | None
     ) -> str:
         """The prompt as the processor takes it. Raises InvalidPrompt and PromptTooLong."""
         for text in texts_of([request.prompt, turns]):
@@ -316,12 +319,14 @@ class Preparer:
                 ) from error
         prompt = request.prompt
         if prompt is None:
+            if options is None:
+                raise InvalidPrompt("template is None; messages need the chat template")
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
             self._reserved.check_chat(turns, options.arguments)
             return self.processing.render(turns, num_images, num_videos, options)
         self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
-        if not request.rendered:
+        if options is not None:
             self._reserved.check_prompt(prompt, options.arguments)
             return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
@@ -355,12 +360,12 @@ class Preparer:
         images = []
         for source in question.images:
             cancelled.check()
-            images.append(load_image(source, limits.image_pixels, limits.fetch, cancelled))
+            images.append(load_image(source, limits.image_pixels, self._fetch, cancelled))
         clips = []
         for video in question.videos:
             cancelled.check()
             sampling = self.processing.sampling
-            clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, limits.fetch, cancelled))
+            clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, self._fetch, cancelled))
         cancelled.check()
         found = self._processed(question, images, clips)
         sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)

@@ -26,9 +26,9 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.inputs.chats import with_parts
 from vlm_batch.inputs.processors import Mould, copy_for_thread, evaluate_held, settings_of, without_text_options
-from vlm_batch.inputs.template import ChatTemplate, TemplateOptions
+from vlm_batch.inputs.template import ChatTemplate, refuse
 from vlm_batch.inputs.videos import Clip, Sampling
-from vlm_batch.types import Message
+from vlm_batch.types import PLAIN_TEMPLATE, Message, Template
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Processing:
         prompt: str | Sequence[Message],
         num_images: int,
         num_videos: int = 0,
-        options: TemplateOptions | None = None,
+        options: Template = PLAIN_TEMPLATE,
     ) -> str:
         """Put a prompt or a chat through the model's chat template, with a placeholder for each picture and video.
 
@@ -78,15 +78,14 @@ class Processing:
         """
         if isinstance(prompt, str) and not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
-        options = options or TemplateOptions()
         self.template.check(options)
         rendered: Any
         try:
             messages = self._messages(prompt, num_images, num_videos)
             if isinstance(messages, (str, Mapping)):
-                options.refuse("this family's processor takes the last message alone")
+                refuse(options, "this family's processor takes the last message alone")
                 rendered = messages
-            elif options.is_plain:
+            elif not options.said:
                 thinks = {"enable_thinking": True} if self._thinks else {}
                 rendered = get_chat_template(self.processor, messages, add_generation_prompt=True, **thinks)
             else:
@@ -94,7 +93,7 @@ class Processing:
         except Exception as error:
             raise InvalidPrompt(
                 f"the chat template cannot render this prompt: {error}",
-                advice="; a prompt that is final already goes with rendered=True",
+                advice="; a prompt that is final already goes with template=None",
             ) from error
         if isinstance(rendered, Mapping):  # families without a template get their last message back
             rendered = rendered.get("content", "")
@@ -178,7 +177,7 @@ class Processing:
             frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
             media = {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
         try:
-            found = prepare_inputs(
+            given = prepare_inputs(
                 self.processor,
                 images=list(images) or None,
                 prompts=rendered,
@@ -188,13 +187,12 @@ class Processing:
             )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
-        frames = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
-        if (
-            clips and frames is not None
-        ):  # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
-            seconds = [step / clip.sampled_fps for clip in clips]
-            found = {**found, "second_per_grid_ts": np.array(seconds, dtype=np.float32)}
-        return as_mlx({**found})
+        found: dict[str, Any] = {**given}
+        step = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
+        if clips and step is not None:
+            # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
+            found["second_per_grid_ts"] = np.array([step / clip.sampled_fps for clip in clips], dtype=np.float32)
+        return as_mlx(found)
 
     def inputs_of_ids(
         self,
@@ -286,7 +284,7 @@ def moved(found: Mapping[str, Any], ids: mx.array, image_ids: frozenset[int]) ->
             raise InvalidPrompt(
                 f"this model's processor says by position what a prompt holds ({name}): token ids with pictures cannot be "
                 "given to it",
-                advice="; give a prompt with rendered=True, or inputs=",
+                advice="; give a prompt with template=None, or inputs=",
             )
         inside, outside = (value[0] for value in values)
         result[name] = mx.array(np.where(will_be, inside, outside))

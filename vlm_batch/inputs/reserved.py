@@ -91,7 +91,7 @@ class ReservedWords:
 
     def check_prompt(self, text: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Refuse a prompt, or a template's further arguments, that hold a reserved word. Raises InvalidPrompt."""
-        self._check([text], "give text that is final already with rendered=True")
+        self._check([text], "give text that is final already with template=None")
         self._check(texts_of(arguments), "leave that argument out")
 
     def check_chat(self, messages: Iterable[Message], arguments: Mapping[str, Any] | None = None) -> None:
@@ -103,7 +103,7 @@ class ReservedWords:
             in_one = (
                 "".join(text for text in texts if isinstance(text, str)) if isinstance(parts, (list, tuple)) else ""
             )
-            way_out = "render the chat yourself and give it as prompt with rendered=True"
+            way_out = "render the chat yourself and give it as prompt with template=None"
             self._check([*texts_of(message), in_one], way_out, may_end_turns=message.get("role") == "assistant")
         self._check(texts_of(arguments), "leave that argument out")
 

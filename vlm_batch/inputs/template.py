@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.inputs.chats import shown
-from vlm_batch.types import Request
+from vlm_batch.types import Template
 
 #: Names in a template that are no arguments: the chat, the tokenizer's own words and transformers' functions.
 _GIVEN = frozenset(
@@ -42,57 +41,9 @@ _THINKING = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateOptions:
-    """Settings for filling in a chat template: ``arguments`` by name, and the end of the prompt.
-
-    ``add_generation_prompt`` begins the assistant's turn; ``continue_final_message`` leaves the chat's last turn open
-    instead, so that the answer goes on with it.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all settings have their defaults."""
-        return not self.arguments and self.add_generation_prompt and not self.continue_final_message
-
-    @classmethod
-    def of(cls, request: Request) -> TemplateOptions:
-        """The settings of a request. Raises InvalidPrompt for an argument that is given twice, or of another type."""
-        given = request.template_args
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise InvalidPrompt(f"template_args is {shown(given)}; it must be a mapping of names to values")
-        if taken := sorted(_GIVEN & set(given)):
-            raise InvalidPrompt(f"template_args holds {taken[0]!r}, which is not an argument of the template to set")
-        own = {
-            "tools": _mappings("tools", request.tools),
-            "documents": _mappings("documents", request.documents),
-            "enable_thinking": request.enable_thinking,
-            "reasoning_effort": request.reasoning_effort,
-        }
-        said = {name: value for name, value in own.items() if value is not None}
-        if twice := sorted(set(said) & set(given)):
-            raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in template_args")
-        if not isinstance(said.get("enable_thinking", True), bool):
-            raise InvalidPrompt(f"enable_thinking is {shown(request.enable_thinking)}; it must be True, False or None")
-        if not isinstance(said.get("reasoning_effort", ""), str):
-            raise InvalidPrompt(f"reasoning_effort is {shown(request.reasoning_effort)}; it must be text, or None")
-        return cls(
-            arguments={**given, **said},
-            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-            continue_final_message=request.continue_final_message,
-        )
-
-    def refuse(self, why: str) -> None:
-        """Raise InvalidPrompt if any setting is given: nothing would read it."""
-        if self.is_plain:
-            return
-        said = sorted(self.arguments)
-        said += [] if self.add_generation_prompt or self.continue_final_message else ["add_generation_prompt=False"]
-        said += ["continue_final_message"] if self.continue_final_message else []
+def refuse(template: Template, why: str) -> None:
+    """Raise InvalidPrompt if anything is said: nothing would read it."""
+    if said := template.said:
         raise InvalidPrompt(f"{', '.join(said)}: {why}")
 
 
@@ -157,15 +108,17 @@ class ChatTemplate:
         text = "".join(self.sources.values())
         return next((ThinkingMarks(start, end) for start, end in _THINKING if end in text), None)
 
-    def check(self, options: TemplateOptions) -> None:
+    def check(self, options: Template) -> None:
         """Refuse arguments that nothing would read. Raises InvalidPrompt with the names of those that would be."""
         if self.owner is None:
-            options.refuse("this model has no chat template, which alone could read it")
+            refuse(options, "this model has no chat template, which alone could read it")
+        if taken := sorted(_GIVEN & set(options.args)):
+            raise InvalidPrompt(f"args holds {taken[0]!r}, which is not an argument of the template to set")
         if unknown := sorted(set(options.arguments) - self.reads):
             known = f"it reads {', '.join(sorted(self.reads))}" if self.reads else "it reads none"
             raise InvalidPrompt(f"{', '.join(unknown)}: this model's chat template does not read that; {known}")
 
-    def fill(self, messages: Sequence[Any], options: TemplateOptions, *, thinks: bool = False) -> str:
+    def fill(self, messages: Sequence[Any], options: Template, *, thinks: bool = False) -> str:
         """The prompt of messages in the form that mlx-vlm gives them; it ``thinks`` where nothing is said of that.
 
         As ``mlx_vlm.prompt_utils.get_chat_template`` does it, except that the tools' keys stay in their order: it sorts
@@ -179,7 +132,10 @@ class ChatTemplate:
         if options.continue_final_message:
             arguments["continue_final_message"] = True
         found = self.owner.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=options.add_generation_prompt, **arguments
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+            **arguments,
         )
         assert isinstance(found, str)
         return found
@@ -205,12 +161,3 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def _takes(function: Callable[..., Any], name: str) -> bool:
     parameters = _parameters(function)
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
-def _mappings(name: str, value: Any) -> list[dict[str, Any]] | None:
-    """Tools or documents as templates read them. Raises InvalidPrompt."""
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
-        raise InvalidPrompt(f"{name} is {shown(value)}; it must be a list of mappings, or None")
-    return [dict(one) for one in value]

@@ -259,7 +259,7 @@ def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels:
         raise InvalidVideo(
             f"{describe_video(video)}: {count} frames of {width} x {height} are {count * width * height:,} pixels; at most "
             f"{max_pixels:,} are read. Its fps, max_frames or max_pixels can make it less",
-            advice=" (max_video_pixels; Video(..., max_frames=))",
+            advice=" (Limits.video_pixels; Video(..., max_frames=))",
         )
 
 

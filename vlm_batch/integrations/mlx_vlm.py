@@ -39,7 +39,7 @@ from mlx_vlm.server.generation import (
 )
 from mlx_vlm.utils import ThinkingBudgetCriteria
 
-from vlm_batch.batcher import VLMBatcher
+from vlm_batch.batcher import KVQuantisation, VLMBatcher
 from vlm_batch.errors import InvalidParameters, PromptTooLong
 from vlm_batch.handle import Handle
 from vlm_batch.inputs.images import load_image
@@ -192,10 +192,7 @@ class Engine:
             self.model,
             processor,
             max_rows=get_max_num_seqs() or None,
-            kv_bits=bits or None,
-            kv_group_size=group,
-            kv_quant_scheme=scheme,
-            quantized_kv_start=start,
+            kv=KVQuantisation(bits, group, scheme, start) if bits else None,
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.jobs.cells import Columns, row_of_cells
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,24 +18,31 @@ BATCH_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Parquet:
-    """A Parquet file. Pictures lie in a column as bytes, as a struct of bytes and path, or as paths."""
+class _Opened:
+    """A table that is open. ``batches`` reads the columns that are named, some rows at a time; paths begin in ``folder``."""
 
-    path: str
-    own: Columns = field(default_factory=Columns)
-    is_once: bool = False
+    folder: str
+    names: list[str]
+    pictures: list[str]
+    num_rows: int
+    batches: Callable[[list[str]], Iterable[Any]]
 
-    @property
-    def name(self) -> str:
-        return self.path
+
+class ArrowTable(Source):
+    """A table of Arrow. Pictures lie in a column as bytes, as a struct of bytes and path, or as paths."""
+
+    own: Columns
+
+    def _open(self) -> _Opened:
+        raise NotImplementedError
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(self._open().schema_arrow.names)
+        return tuple(self._open().names)
 
     @property
     def numbered(self) -> bool:
-        return self._columns().id is None
+        return self._columns(self._open()).id is None
 
     def rows(self) -> Iterator[Row]:
         return self._rows(with_pictures=True)
@@ -43,37 +50,47 @@ class Parquet:
     def scan(self) -> Iterator[Row]:
         return self._rows(with_pictures=False)
 
+    def _columns(self, opened: _Opened) -> Columns:
+        return self.own.among(opened.names, self.name, opened.pictures)
+
     def _rows(self, *, with_pictures: bool) -> Iterator[Row]:
-        file, columns = self._open(), self._columns()
-        large = set(picture_columns(file.schema_arrow))
-        kept = [
-            name for name in file.schema_arrow.names if name not in large or (with_pictures and name == columns.image)
-        ]
-        columns = columns if columns.image in kept else replace(columns, image=None)
+        opened = self._open()
+        columns = self._columns(opened)
+        asked = {columns.image} if with_pictures else set()
+        kept = [name for name in opened.names if name not in opened.pictures or name in asked]
         if not kept:  # pictures and nothing else: batches without columns have no rows
-            yield from (Row(id=f"{self.path}:{number}") for number in range(file.metadata.num_rows))
+            yield from (Row(id=f"{self.name}:{number}") for number in range(opened.num_rows))
             return
-        number = 0
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=kept):
-            for cells in batch.to_pylist():
-                place = f"{self.path}:{number}"
-                yield row_of_cells(cells, columns, place=place, folder=os.path.dirname(self.path))
-                number += 1
+        columns = columns if columns.image in kept else replace(columns, image=None)
+        rows = (cells for batch in opened.batches(kept) for cells in batch.to_pylist())
+        for number, cells in enumerate(rows):
+            yield row_of_cells(cells, columns, place=f"{self.name}:{number}", folder=opened.folder)
 
-    def _columns(self) -> Columns:
-        schema = self._open().schema_arrow
-        return self.own.among(schema.names, self.path, picture_columns(schema))
 
-    def _open(self) -> Any:
+@dataclass(frozen=True)
+class Parquet(ArrowTable, SourceFile):
+    """A Parquet file."""
+
+    own: Columns
+
+    def _open(self) -> _Opened:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            return pq.ParquetFile(self.path, buffer_size=1 << 20)
+            file = pq.ParquetFile(self.path, buffer_size=1 << 20)
         except OSError as error:
             raise InvalidJob(f"cannot read {self.path}: {error.strerror or error}") from error
         except pa.ArrowException as error:
             raise InvalidJob(f"{self.path} is no Parquet file: {error}") from error
+        schema = file.schema_arrow
+
+        def batches(columns: list[str]) -> Iterable[pa.RecordBatch]:
+            return file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
+
+        return _Opened(
+            os.path.dirname(self.path), schema.names, picture_columns(schema), file.metadata.num_rows, batches
+        )
 
 
 def picture_columns(schema: pa.Schema) -> list[str]:
@@ -112,44 +129,22 @@ def datasets_in(folder: str, own: Columns, split: str | None = None) -> list[Hug
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(ArrowTable, SourceFile):
     """A dataset of the ``datasets`` library. Pictures stay as they were stored until they are asked about."""
 
-    name: str
     dataset: Any
-    own: Columns = field(default_factory=Columns)
-    is_once: bool = False
+    own: Columns
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.dataset.column_names)
+    def _open(self) -> _Opened:
+        def batches(columns: list[str]) -> Iterable[Any]:
+            return stored(self.dataset.select_columns(columns))
 
-    @property
-    def numbered(self) -> bool:
-        return self._columns().id is None
-
-    def rows(self) -> Iterator[Row]:
-        return self._rows(self.dataset, self._columns())
-
-    def scan(self) -> Iterator[Row]:
-        columns = self._columns()
-        bare = self.dataset.remove_columns(picture_features(self.dataset))
-        if not bare.column_names:  # a table without columns has no rows, either
-            return (Row(id=f"{self.name}:{number}") for number in range(len(self.dataset)))
-        return self._rows(bare, columns if columns.image in bare.column_names else replace(columns, image=None))
-
-    def _rows(self, dataset: Any, columns: Columns) -> Iterator[Row]:
-        for number, cells in enumerate(stored_rows(dataset)):
-            yield row_of_cells(cells, columns, place=f"{self.name}:{number}", folder="")
-
-    def _columns(self) -> Columns:
-        return self.own.among(self.columns, self.name, picture_features(self.dataset))
+        return _Opened("", self.dataset.column_names, picture_features(self.dataset), len(self.dataset), batches)
 
 
-def stored_rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    """A dataset's rows as they are stored: pictures as bytes and paths."""
-    for batch in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
-        yield from batch.to_pylist()
+def stored(dataset: Any) -> Iterable[Any]:
+    """A dataset's rows as they are stored, pictures as bytes and paths, some at a time."""
+    return dataset.with_format("arrow").iter(batch_size=BATCH_ROWS)  # type: ignore[no-any-return]
 
 
 def picture_features(dataset: Any) -> list[str]:

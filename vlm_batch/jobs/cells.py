@@ -18,7 +18,6 @@ from vlm_batch.types import ImageInput, Video
 #: Columns that are taken for what they say, where none is named.
 PICTURE_NAMES = ("image", "images", "image_path", "image_url")
 FILE_NAMES = ("file_name", "filename", "path", "file", "url")
-IMAGE_COLUMNS = PICTURE_NAMES + FILE_NAMES
 VIDEO_COLUMNS = ("video", "videos", "video_path", "video_url")
 ID_COLUMNS = ("id", "custom_id", "request_id", "key", "__key__")
 
@@ -41,7 +40,7 @@ class Columns:
             if name is not None and name not in names:
                 raise InvalidJob(f"{table} has no column {name!r} (--{option}-column); it has {', '.join(names)}")
         likely = (
-            *(name for name in IMAGE_COLUMNS if name in pictures),
+            *(name for name in PICTURE_NAMES + FILE_NAMES if name in pictures),
             *(name for name in PICTURE_NAMES if name in names),
             *pictures,
             *(name for name in FILE_NAMES if name in names),

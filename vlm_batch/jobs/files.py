@@ -41,6 +41,28 @@ class Found:
         self.paths.append(path)
         return True
 
+    def look_for(self, path: str, *, suffixes: Sequence[str], recursive: bool) -> list[str]:
+        """The new files that a name stands for: a file, a URL and the name of nothing as they are, a folder by suffixes.
+
+        Linked folders are looked through like others, but none twice. Files whose suffix says that they are text, archives or
+        office documents are skipped.
+        """
+        begin = len(self.paths)
+        if not os.path.isdir(path):
+            suffix = "" if is_url(path) else os.path.splitext(path)[1].lower()
+            if suffix in TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES and os.path.lexists(path):
+                self.skipped[suffix] += 1
+            else:
+                self.add(path)
+            return self.paths[begin:]
+        for file in _walk(path, self, recursive):
+            suffix = os.path.splitext(file)[1].lower()
+            if suffix in suffixes:
+                self.add(file)
+            else:
+                self.skipped[suffix] += 1
+        return self.paths[begin:]
+
     def said(self) -> str:
         """One line about what was left out; "" if nothing was."""
         kinds = [
@@ -56,54 +78,16 @@ class Found:
 
 
 def _hint(suffix: str) -> str:
-    if suffix in VIDEO_SUFFIXES:
-        return " (--videos takes them)"
-    if suffix == ".pdf":
-        return " (--pdf takes them)"
-    if suffix in (".parquet", ".jsonl", ".tar"):
-        return f" (a pattern takes them: '*{suffix}')"
-    if suffix == ".json":
-        return " (tables are read as JSON lines: .jsonl)"
-    if suffix in ARCHIVE_SUFFIXES:
-        return " (to be unpacked first)"
-    if suffix in OFFICE_SUFFIXES:
-        return " (to be saved as PDF or CSV first)"
-    if suffix in HEIC_SUFFIXES:
-        return " (pip install 'vlm-batch[heic]' reads them)"
-    return ""
-
-
-def find_files(
-    paths: Sequence[str],
-    *,
-    suffixes: Sequence[str] = PICTURE_SUFFIXES,
-    recursive: bool = True,
-    found: Found | None = None,
-) -> list[str]:
-    """The files that the arguments name: files, URLs and names of nothing as they are, folders by suffix, globs filled in.
-
-    Linked folders are looked through like others, but none twice. A file that is named in two spellings is there once.
-    Files whose suffix says that they are text, archives or office documents are skipped. What ``found`` has already is left
-    out, and what is new is noted there.
-    """
-    found = found if found is not None else Found()
-    begin = len(found.paths)
-    for argument in paths:
-        for path in expanded(argument):
-            if not os.path.isdir(path):
-                suffix = "" if is_url(path) else os.path.splitext(path)[1].lower()
-                if suffix in TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES and os.path.lexists(path):
-                    found.skipped[suffix] += 1
-                else:
-                    found.add(path)
-                continue
-            for file in _walk(path, found, recursive):
-                suffix = os.path.splitext(file)[1].lower()
-                if suffix in suffixes:
-                    found.add(file)
-                else:
-                    found.skipped[suffix] += 1
-    return found.paths[begin:]
+    hints = (
+        (VIDEO_SUFFIXES, "--videos takes them"),
+        ((".pdf",), "--pdf takes them"),
+        ((".parquet", ".jsonl", ".tar"), f"a pattern takes them: '*{suffix}'"),
+        ((".json",), "tables are read as JSON lines: .jsonl"),
+        (ARCHIVE_SUFFIXES, "to be unpacked first"),
+        (OFFICE_SUFFIXES, "to be saved as PDF or CSV first"),
+        (HEIC_SUFFIXES, "pip install 'vlm-batch[heic]' reads them"),
+    )
+    return next((f" ({hint})" for suffixes, hint in hints if suffix in suffixes), "")
 
 
 def expanded(argument: str) -> list[str]:
@@ -124,15 +108,12 @@ def check_there(arguments: Sequence[str]) -> None:
 
     One picture of many that is missing is that row's error alone. A name without a suffix is a folder's.
     """
-    missing = [one for one in arguments if one != "-" and not is_url(one) and not _leads_somewhere(one)]
+    named = (one for one in arguments if one != "-" and not is_url(one))
+    missing = [one for one in named if not any(map(os.path.lexists, expanded(one)))]
     folders = [one for one in missing if glob.has_magic(one) or not os.path.splitext(one)[1]]
     if folders or (missing and len(missing) == len(arguments)):
-        named = (folders or missing)[0]
-        raise InvalidJob(f"nothing matches {named}" if glob.has_magic(named) else f"{named} does not exist")
-
-
-def _leads_somewhere(argument: str) -> bool:
-    return any(map(os.path.lexists, expanded(argument)))
+        first = (folders or missing)[0]
+        raise InvalidJob(f"nothing matches {first}" if glob.has_magic(first) else f"{first} does not exist")
 
 
 def picture_suffixes() -> tuple[str, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.rows import InvalidJob
 
-Record = dict[str, Any]
 #: Answers of a row group of a Parquet file.
 GROUP_ROWS = 1000
 
@@ -91,14 +92,8 @@ def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
     return pa.schema([pa.field(name, pa.string()) if one.type == pa.null() else one for name, one in fields.items()])
 
 
-def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
-    group: list[Record] = []
-    for record in records:
-        group.append(record)
-        if len(group) == GROUP_ROWS:
-            yield group
-            group = []
-    if group:
+def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
+    while group := list(itertools.islice(records, GROUP_ROWS)):
         yield group
 
 

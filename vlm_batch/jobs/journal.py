@@ -1,4 +1,4 @@
-"""The files beside a job's output: a header with the settings of its first run, and a lock while it runs."""
+"""What lies beside an output: a header with the settings of its first run, and a lock while a job runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from typing import Any
 import filelock
 
 from vlm_batch._version import __version__
-from vlm_batch.jobs.lines import CannotWrite
+from vlm_batch.jobs.lines import replace_file
 from vlm_batch.jobs.rows import InvalidJob
 
 #: The header's form. A later one that reads differently has another number.
 FORM = 1
+
+
+def check_writable(path: Path) -> None:
+    """Raise InvalidJob for an output that cannot be written."""
+    if path.is_dir():
+        raise InvalidJob(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise InvalidJob(f"cannot write {path}: there is no such folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidJob(f"cannot write {path}: no permission")
 
 
 def header_path(output: Path) -> Path:
@@ -48,36 +58,21 @@ def read_header(output: Path) -> dict[str, Any] | None:
     path = header_path(output)
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
-        if header["form"] != FORM:
-            raise InvalidJob(f"{path} is of another version of vlm-batch ({header.get('vlm_batch')})")
-        return dict(header["settings"])
+        is_known = header["form"] == FORM
+        settings = dict(header["settings"]) if is_known else {}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InvalidJob):
-            raise
         raise InvalidJob(f"{path} cannot be read ({error}); --force goes on without it") from error
+    if not is_known:
+        raise InvalidJob(f"{path} is of another version of vlm-batch ({header.get('vlm_batch')})")
+    return settings
 
 
 def write_header(output: Path, settings: Mapping[str, Any]) -> None:
     """Put the settings beside an output, whole or not at all. Raises CannotWrite."""
     text = json.dumps({"form": FORM, "vlm_batch": __version__, "settings": settings}, indent=1)
     replace_file(header_path(output), (text + "\n").encode())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all. Raises CannotWrite."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
 
 
 def check_same(output: Path, settings: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""A file of JSON lines that is only ever added to: whole lines or none, whatever happens to the process or the disk."""
+"""Files that are written whole or not at all, and files of JSON lines that are only ever added to, a whole line at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vlm_batch.errors import VLMBatchError
+from vlm_batch.jobs.rows import InvalidJob
+
+Record = dict[str, Any]
 
 #: Seconds after which written lines are put on the disk itself; a process that dies loses nothing either way.
 SYNC_SECONDS = 5.0
@@ -69,56 +73,76 @@ class LineFile:
         self._file.close()
 
 
-def repair(path: Path) -> int:
-    """Cut what a killed process left of its last line; a last line that only lacks its end gets it. Returns bytes cut."""
-    torn = torn_bytes(path)
+def repair(path: Path) -> None:
+    """Cut what a killed process left of its last line; a last line that only lacks its end gets it."""
+    size, torn = path.stat().st_size, torn_bytes(path)
     with open(path, "rb+") as file:
-        size = file.seek(0, os.SEEK_END)
         if torn:
             file.truncate(size - torn)
-            return torn
-        if size:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-    return 0
+        elif size and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def torn_bytes(path: Path) -> int:
     """The bytes at a file's end that are part of a line only."""
-    with open(path, "rb") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        tail = b""
-        while end and b"\n" not in tail:  # backwards, a block at a time: the file may be large
-            begin = max(0, end - 65536)
-            file.seek(begin)
-            tail = file.read(end - begin) + tail
-            end = begin
-    last = tail.rpartition(b"\n")[2] if size else b""
-    return 0 if not last or _is_record(last) else len(last)
-
-
-def _is_record(line: bytes) -> bool:
+    if not path.stat().st_size:
+        return 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        last = data[data.rfind(b"\n") + 1 :]
     try:
-        return isinstance(json.loads(line), dict)
+        return 0 if not last or isinstance(json.loads(last), dict) else len(last)
     except ValueError:
-        return False
+        return len(last)
 
 
-def read_records(path: str | Path, size: int | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a file of lines, or of its first ``size`` bytes. Raises ValueError that names a line that is none."""
-    read = 0
+def has_lines(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def read_answers(path: Path) -> Iterator[Record]:
+    """The answers in a file of lines, but for what a killed process left of its last one. Raises InvalidJob."""
+    if not has_lines(path):
+        return
+    left = path.stat().st_size - torn_bytes(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            read += len(line)
-            if size is not None and read > size:
+            left -= len(line)
+            if left < 0:
                 return
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
+                wrong = None if isinstance(record, dict) else "is not an object"
             except ValueError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number} is not an object")
+                wrong = f"is not JSON: {error}"
+            if wrong is not None:
+                raise InvalidJob(f"{path}, line {number} {wrong}; take the line out, or begin anew with --overwrite")
+            if "id" not in record:
+                raise InvalidJob(f"{path} is no output of a job: a line has no id")
             yield record
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside a file, for what takes its place as a whole at the end of the block, or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)
+    try:
+        yield beside
+        with open(beside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all. Raises CannotWrite."""
+    try:
+        with replacing(path) as beside:
+            beside.write_bytes(data)
+    except OSError as error:
+        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import ImageInput, Message, Request, SamplingParams
+from vlm_batch.types import Template as ChatTemplate
 
 DEFAULT_PROMPT = "describe the picture"
 #: ``{{`` and ``}}``, or ``{name}`` with a name that JSON in a prompt cannot be mistaken for.
@@ -68,7 +69,7 @@ class Item:
             images=images,
             videos=row.videos,
             params=self.params,
-            enable_thinking=self.enable_thinking,
+            template=ChatTemplate(enable_thinking=self.enable_thinking),
             request_id=self.id,
         )
 

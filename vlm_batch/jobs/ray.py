@@ -8,12 +8,8 @@
     sources, _ = jobs.open_sources(["photos/"])
     jobs.run(sources, jobs.open_sink("answers.jsonl"), Cluster("hub/id"))
 
-``Cluster`` keeps each worker's engine full, row by row, and one process writes the answers: that is what makes a job
-resumable, with every row once. ``Answer`` is for those whose tables are Ray Datasets already::
-
-    dataset.map_batches(Answer, fn_constructor_kwargs={"model": "hub/id"}, compute=ActorPoolStrategy(size=8), num_gpus=1)
-
-Only Ray's public names are used. The workers need this package, of the same version, and the model's files.
+One process reads the rows and writes the answers, so that a job can be resumed, with every row once. ``Answer`` is for those
+whose tables are Ray Datasets already. The workers need this package, of the same version, and the model's files.
 """
 
 from __future__ import annotations
@@ -84,7 +80,9 @@ class Worker:
     async def ask(self, request: Request) -> Result:
         """One row's end. Cancelled, it ends the row."""
         assert self._batcher is not None
-        return _plain(await _ended(submitted(self._batcher.submit_request, request)))
+        # By an id of the batcher's own: a row that comes again after a lost connection may still be under way here.
+        result = await _ended(submitted(self._batcher.submit_request, replace(request, request_id=None)))
+        return _plain(replace(result, request_id=request.request_id or ""))
 
 
 def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
@@ -98,7 +96,7 @@ def open_here(model: str | None, options: Mapping[str, Any]) -> VLMBatcher:
             raise InvalidJob(f"there is no such folder on this machine ({where}); every worker needs the files")
         return VLMBatcher(str(path), **options)
     except Exception as error:
-        raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from None
+        raise InvalidJob(f"cannot load the model {model} on {platform.node()}: {describe(error)}") from error
 
 
 async def _ended(one: Handle | Result) -> Result:
@@ -132,9 +130,7 @@ class Cluster:
     rows name by path are read here and sent, unless ``shared_files`` says that all machines have them at these paths.
     ``say`` is told what becomes of the workers.
 
-    A context manager. Entering waits for the first worker, and raises InvalidJob if none can start; ``as_completed``
-    raises ``NoWorkers`` when none is left. Rows of a worker that dies are asked again, each answered once; a row under
-    which three workers die ends with an error.
+    A context manager. Entering waits for the first worker, and raises InvalidJob if none can start.
     """
 
     def __init__(
@@ -169,7 +165,8 @@ class Cluster:
             self._join(ray)
             count, resources = _share(ray, *self._wanted)
             options = self._model[1]
-            room = (options.get("max_rows") or DEFAULT_ROWS) + options.get("look_ahead", DEFAULT_LOOK_AHEAD)
+            ahead = (options.get("policy") or {}).get("look_ahead", DEFAULT_LOOK_AHEAD)
+            room = (options.get("max_rows") or DEFAULT_ROWS) + ahead
             actor = ray.remote(Worker).options(
                 **resources, max_concurrency=room + 2, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
             )
@@ -191,7 +188,11 @@ class Cluster:
         self.close()
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Results as they end; match them by ``request_id``. Leaving the loop cancels the rest. Raises NoWorkers."""
+        """Results as they end; match them by ``request_id``. Leaving the loop cancels the rest.
+
+        Rows of a worker that dies are asked again, each answered once; a row under which three workers die ends with an error.
+        Raises NoWorkers when no worker is left.
+        """
         assert self._workers is not None, "a cluster is entered first: with Cluster(...) as batcher"
         ray = _ray()
         change = with_whole_paths if self._shared_files else with_files
@@ -235,16 +236,17 @@ def _share(ray: Any, workers: int | None, gpus: float | None, cpus: float | None
 
 # ---- an actor class for Ray Data ----
 
-#: What answers add to a row, named as by ``ray.data.llm``. ``__inference_error__`` is "" where there is an answer.
-OUTPUT_COLUMNS = (
-    "generated_text",
-    "generated_tokens",
-    "num_input_tokens",
-    "num_generated_tokens",
-    "finish_reason",
-    "time_taken_llm",
-    "__inference_error__",
-)
+#: What answers add to a row, of its result and seconds, named as by ``ray.data.llm``. The error is "" where there is an answer.
+_CELLS: Mapping[str, Callable[[Result, float], Any]] = {
+    "generated_text": lambda result, seconds: result.text,
+    "generated_tokens": lambda result, seconds: np.asarray(result.token_ids, np.int64),
+    "num_input_tokens": lambda result, seconds: result.usage.prompt_tokens,
+    "num_generated_tokens": lambda result, seconds: result.usage.completion_tokens,
+    "finish_reason": lambda result, seconds: result.finish_reason,
+    "time_taken_llm": lambda result, seconds: seconds if result.ok else -1.0,
+    "__inference_error__": lambda result, seconds: result.error or "",
+}
+OUTPUT_COLUMNS = tuple(_CELLS)
 
 
 class Answer:
@@ -252,9 +254,7 @@ class Answer:
 
     A row has ``messages`` (OpenAI's form), or a ``prompt`` column, or the class is given a ``prompt`` that may name
     columns; pictures and videos lie in columns of the usual names (``image``, ``video``) or in the messages. Its
-    ``sampling_params`` go before ``params``. Every row comes back, in its place and with its columns, with
-    ``generated_text``, ``generated_tokens``, ``num_input_tokens``, ``num_generated_tokens``, ``finish_reason``,
-    ``time_taken_llm`` (seconds, -1 for a failure) and ``__inference_error__``, which is "" for an answer.
+    ``sampling_params`` go before ``params``. Every row comes back, in its place and with its columns, and ``OUTPUT_COLUMNS``.
 
     The engine is full when there are more rows under way than it has places: give ``max_concurrency`` so that an actor
     works on several blocks, and ``batch_size`` of a few dozen. Raises InvalidJob for a model that cannot be loaded.
@@ -281,23 +281,14 @@ class Answer:
             raise InvalidJob(f"a batch is {type(batch).__name__}; leave batch_format as it is (numpy)")
         count = len(next(iter(batch.values()), ()))
         rows = [{name: values[place] for name, values in batch.items()} for place in range(count)]
-        answers = await asyncio.gather(*(self._answer(row, place) for place, row in enumerate(rows)))
-        made = {name: _column([answer[name] for answer in answers]) for name in OUTPUT_COLUMNS}
-        yield {**batch, **made}
+        answers = await asyncio.gather(*(self._answer(self._row(row, f"row {at}")) for at, row in enumerate(rows)))
+        yield {**batch, **{name: _column([cell(*answer) for answer in answers]) for name, cell in _CELLS.items()}}
 
-    async def _answer(self, cells: dict[str, Any], place: int) -> dict[str, Any]:
-        """One row's answer as cells. Whatever is wrong with the row is said there."""
+    async def _answer(self, row: Row) -> tuple[Result, float]:
+        """One row's result, whatever is wrong with the row, and its seconds."""
         began = time.perf_counter()
-        result = await _ended(submitted_row(self._batcher, self._questions, self._row(cells, f"row {place}")))
-        return {
-            "generated_text": result.text,
-            "generated_tokens": np.asarray(result.token_ids, np.int64),
-            "num_input_tokens": result.usage.prompt_tokens,
-            "num_generated_tokens": result.usage.completion_tokens,
-            "finish_reason": result.finish_reason,
-            "time_taken_llm": time.perf_counter() - began if result.ok else -1.0,
-            "__inference_error__": result.error or "",
-        }
+        result = await _ended(submitted_row(self._batcher, self._questions, row))
+        return result, time.perf_counter() - began
 
     def _row(self, cells: dict[str, Any], place: str) -> Row:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.types import ImageInput, Message, Video
@@ -39,29 +39,47 @@ class Row:
         return [name_of(image) for image in self.images]
 
 
-class Source(Protocol):
-    """Rows, one at a time.
+class Source:
+    """Rows, one at a time; a source inherits what is not its own.
 
     ``columns`` are the names that every row has, or None where rows differ. ``is_once``: the rows can be read a single
     time, so nothing is known of them before. ``numbered``: ids are places in the file, so a changed file has other rows.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        raise NotImplementedError
+
     @property
-    def columns(self) -> tuple[str, ...] | None: ...
+    def columns(self) -> tuple[str, ...] | None:
+        return None
+
     @property
-    def is_once(self) -> bool: ...
+    def is_once(self) -> bool:
+        return False
+
     @property
-    def numbered(self) -> bool: ...
+    def numbered(self) -> bool:
+        return False
 
     def rows(self) -> Iterator[Row]:
         """Every row. A row that cannot be read comes with its ``error``."""
-        ...
+        raise NotImplementedError
 
     def scan(self) -> Iterator[Row]:
         """The same rows with nothing read that only an answer needs."""
-        ...
+        return self.rows()
+
+
+@dataclass(frozen=True)
+class SourceFile(Source):
+    """A source that is one file, and named by its path."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return self.path
 
 
 class Ids:

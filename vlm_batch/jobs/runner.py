@@ -215,15 +215,16 @@ def run(
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
         watch.planned(plan)
-        if plan.left == 0:
-            return _nothing_left(sink, header, summary, retry_errors)
-        opened = batcher() if callable(batcher) else contextlib.nullcontext(batcher)
+        if plan.left == 0:  # its last run may have been killed before it could make the output
+            opened: AbstractContextManager[Batcher | None] = contextlib.nullcontext()
+        else:
+            opened = batcher() if callable(batcher) else contextlib.nullcontext(batcher)
         with opened as ready:
-            sink.begin(header, overwrite=overwrite, drop_errors=retry_errors)
+            sink.begin(header, overwrite=overwrite and ready is not None, drop_errors=retry_errors)
             try:
-                _stream(
-                    job, ready, summary, watch, lambda item: item.id in done or (not retry_errors and item.id in failed)
-                )
+                if ready is not None:
+                    asked_before = [done] if retry_errors else [done, failed]
+                    _stream(job, ready, summary, watch, lambda item: any(item.id in ids for ids in asked_before))
                 sink.finish()
             finally:
                 sink.close()
@@ -237,16 +238,6 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
         paths = source.paths if isinstance(source, Files) else (source.name,)
         if sink.name not in ("", "-") and any(identity(path) == output for path in paths):
             raise InvalidJob(f"{sink.name} is read by this job; its answers need a file of their own")
-
-
-def _nothing_left(sink: Sink, header: Mapping[str, Any], summary: Summary, retry_errors: bool) -> Summary:
-    """Make the output of a job that is done: its last run may have been killed before it could."""
-    sink.begin(header, overwrite=False, drop_errors=retry_errors)
-    try:
-        sink.finish()
-    finally:
-        sink.close()
-    return summary
 
 
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.jobs import journal
-from vlm_batch.jobs.formats import Record
-from vlm_batch.jobs.outputs import check_writable
+from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink
 
 
-class Sidecars:
+class Sidecars(Sink):
     """A text file beside each picture, with its answer: what captioning tools read. Failures write nothing.
 
     Where there is another sink, too, that one knows what is done; else the files themselves do.
@@ -29,18 +28,15 @@ class Sidecars:
             raise InvalidJob(f"--sidecar {suffix} is no suffix for text; .txt and .caption are")
         self._paths = paths
         self._sink = sink
+        self.name = sink.name if sink is not None else f"*{self._suffix}"
         self._header = Path(folder or ".") / f".vlm-batch{self._suffix}"
-
-    @property
-    def name(self) -> str:
-        return self._sink.name if self._sink is not None else f"*{self._suffix}"
 
     def path_of(self, picture: str) -> Path:
         """The file for a picture's answer."""
         return Path(picture).expanduser().with_suffix(self._suffix)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        check_writable(self._header)
+        journal.check_writable(self._header)
         return self._sink.locked() if self._sink is not None else journal.locked(self._header)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
@@ -56,15 +52,13 @@ class Sidecars:
             there += path.exists()
         if self._sink is not None:
             self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
-            if there and resume and not force:  # or files of another job would be replaced
-                journal.check_same(Path(self._sink.name), settings)
         if there and not resume and not overwrite:
             raise InvalidJob(
                 f"{there} pictures have {self._suffix} files already: --resume keeps them and asks about the others, "
                 "--overwrite replaces them"
             )
-        if self._sink is None and there and resume and not force:
-            journal.check_same(self._header, settings)
+        if there and resume and not force:  # or files of another job would be replaced
+            journal.check_same(self._header if self._sink is None else Path(self._sink.name), settings)
 
     def existing(self) -> tuple[Ids, Ids]:
         if self._sink is not None:
@@ -77,15 +71,14 @@ class Sidecars:
             return
         if overwrite:  # or a job that is killed and resumed would take old answers for its own
             for _, picture in self._paths():
-                with contextlib.suppress(FileNotFoundError):
-                    self.path_of(picture).unlink()
+                self.path_of(picture).unlink(missing_ok=True)
         journal.write_header(self._header, settings)
 
     def append(self, record: Record) -> None:
         if not record.get("error"):
             pictures = record["images"] or record["videos"]
             text = str(record["text"]).strip() + "\n"
-            journal.replace_file(self.path_of(pictures[0]), text.encode("utf-8", "backslashreplace"))
+            replace_file(self.path_of(pictures[0]), text.encode("utf-8", "backslashreplace"))
         if self._sink is not None:
             self._sink.append(record)
 

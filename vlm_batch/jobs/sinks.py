@@ -11,12 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vlm_batch.jobs import journal
-from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile, Record
-from vlm_batch.jobs.lines import CannotWrite, LineFile, encoded
-from vlm_batch.jobs.outputs import check_rule, check_writable, has_lines, ids_of, is_device, read_answers, rewrite
+from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
+from vlm_batch.jobs.lines import CannotWrite, LineFile, Record, encoded, has_lines, read_answers, replacing
 from vlm_batch.jobs.rows import Ids, InvalidJob
 
 #: The columns of CSV and Parquet files where none are named.
@@ -32,32 +31,34 @@ FLAT_COLUMNS = (
 )
 
 
-class Sink(Protocol):
-    """Answers, durable as they come.
+class Sink:
+    """Answers, durable as they come. This base class keeps none: they are shown only, and no job can be resumed.
 
-    ``begin`` is called once everything else is ready: nothing is changed before. ``existing`` says how many answers are
-    there already, and of which rows; ``locked`` holds the output for this process.
+    ``begin`` is called once everything else is ready: nothing is changed before.
     """
 
-    @property
-    def name(self) -> str: ...
-    def locked(self) -> contextlib.AbstractContextManager[None]: ...
+    name = ""
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the output for this process."""
+        return contextlib.nullcontext()
+
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
         """Raise InvalidJob if the job may not write here. Changes nothing."""
-        ...
+        if resume:
+            raise InvalidJob("--resume needs a file to go on with; name it with --out FILE")
 
     def existing(self) -> tuple[Ids, Ids]:
         """The ids that are answered, and those that failed."""
-        ...
+        return Ids(), Ids()
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
+
     def append(self, record: Record) -> None:
         """Keep an answer. Raises CannotWrite, and what was kept before stays whole."""
-        ...
 
     def finish(self) -> None:
         """Make the output from the kept answers, also if the job was cut short."""
-        ...
 
     def close(self) -> None: ...
 
@@ -67,43 +68,11 @@ def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
     if target == "-":
         return StandardOutput(columns)
     path = Path(target).expanduser()
-    if path.suffix.lower() in (".csv", ".tsv"):
-        separator = "\t" if path.suffix.lower() == ".tsv" else ","
-        return Journalled(path, columns, DelimitedFile(separator))
-    if path.suffix.lower() in (".parquet", ".pq"):
-        return Journalled(path, columns, ParquetFile())
-    return JsonLines(path, columns)
+    forms: dict[str, Format] = {".csv": DelimitedFile(), ".tsv": DelimitedFile("\t"), ".parquet": ParquetFile()}
+    return AnswerFile(path, columns, {**forms, ".pq": forms[".parquet"]}.get(path.suffix.lower()))
 
 
-class Nowhere:
-    """Keeps nothing: answers are shown only, and no job can be resumed."""
-
-    name = ""
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
-        if resume:
-            raise InvalidJob("--resume needs a file to go on with; name it with --out FILE")
-
-    def existing(self) -> tuple[Ids, Ids]:
-        return Ids(), Ids()
-
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        pass
-
-    def append(self, record: Record) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class StandardOutput(Nowhere):
+class StandardOutput(Sink):
     """JSON lines on standard output, each flushed."""
 
     name = "-"
@@ -116,37 +85,59 @@ class StandardOutput(Nowhere):
         sys.stdout.flush()
 
 
-class JsonLines:
-    """A file of JSON lines, written as the answers come."""
+class AnswerFile(Sink):
+    """A file of JSON lines, written as the answers come; or, with a ``form``, a CSV or Parquet file.
 
-    def __init__(self, path: Path, columns: tuple[str, ...] | None = None) -> None:
-        self.path = path
-        self._columns = columns
+    That is made whole when the job ends. Until then the lines are its journal, which is kept while it holds anything that the
+    file lacks.
+    """
+
+    def __init__(self, path: Path, columns: tuple[str, ...] | None = None, form: Format | None = None) -> None:
+        self.path, self.name = path, str(path)
+        self.journal = path if form is None else path.with_name(f"{path.name}.journal.jsonl")
+        self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
+        self._form = form
         self._file: LineFile | None = None
 
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        check_writable(self.path)
-        return contextlib.nullcontext() if is_device(self.path) else journal.locked(self.path)
+        journal.check_writable(self.path)
+        if self._is_device() and self._form is not None:
+            raise InvalidJob(f"{self.path} is no file; CSV and Parquet need one")
+        return contextlib.nullcontext() if self._is_device() else journal.locked(self.path)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
-        check_rule(self.path, has_lines(self.path), settings, resume=resume, overwrite=overwrite, force=force)
+        if resume and overwrite:
+            raise InvalidJob("--resume and --overwrite exclude each other")
+        if not has_lines(self.path) and not has_lines(self.journal):
+            return
+        if not resume and not overwrite:
+            raise InvalidJob(f"{self.path} has answers already: --resume goes on with them, --overwrite replaces them")
+        if resume and not force:
+            journal.check_same(self.path, settings)
 
     def existing(self) -> tuple[Ids, Ids]:
-        return ids_of(read_answers(self.path))
+        answered, failed = Ids(), Ids()
+        for record in self._records():
+            (failed if record.get("error") else answered).add(str(record["id"]))
+        return answered, failed
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        if is_device(self.path):
+        if self._is_device():
             self._file = LineFile(self.path)
             return
-        if overwrite and self.path.exists():
-            _truncate(self.path)
-        elif drop_errors and has_lines(self.path):
-            rewrite(self.path, (record for record in read_answers(self.path) if not record.get("error")))
-        self._file = LineFile(self.path)
+        if overwrite:
+            self._clear()
+        elif drop_errors:
+            if has_lines(self.journal):
+                with replacing(self.journal) as beside:
+                    file = LineFile(beside)
+                    for record in read_answers(self.journal):
+                        if not record.get("error"):
+                            file.append(record)
+                    file.close()
+            if self._form is not None and has_lines(self.path):
+                self._make(lambda: (record for record in self._made() if not record.get("error")))
+        self._file = LineFile(self.journal)
         journal.write_header(self.path, settings)
 
     def append(self, record: Record) -> None:
@@ -154,99 +145,54 @@ class JsonLines:
         self._file.append(chosen(record, self._columns))
 
     def finish(self) -> None:
-        if self._file is not None:
-            self._file.sync()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-class Journalled:
-    """A CSV or Parquet file: answers go to a journal beside it, and the file is made whole when the job ends.
-
-    The journal is kept while it holds anything that the file lacks.
-    """
-
-    def __init__(self, path: Path, columns: tuple[str, ...] | None, form: Format) -> None:
-        self.path = path
-        self.journal = path.with_name(f"{path.name}.journal.jsonl")
-        self._columns = columns
-        self._form = form
-        self._file: LineFile | None = None
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        check_writable(self.path)
-        if is_device(self.path):
-            raise InvalidJob(f"{self.path} is no file; CSV and Parquet need one")
-        return journal.locked(self.path)
-
-    def check(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool) -> None:
-        is_begun = has_lines(self.path) or has_lines(self.journal)
-        check_rule(self.path, is_begun, settings, resume=resume, overwrite=overwrite, force=force)
-
-    def existing(self) -> tuple[Ids, Ids]:
-        return ids_of(self._records())
-
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
-        if overwrite:
-            for path in (self.path, self.journal):
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-        elif drop_errors and has_lines(self.journal):
-            rewrite(self.journal, (record for record in read_answers(self.journal) if not record.get("error")))
-        if drop_errors and has_lines(self.path):
-            kept = [record["id"] for record in self._form.read(self.path) if not record.get("error")]
-            self._replace(lambda: self._form_of(Ids(kept)))
-        self._file = LineFile(self.journal)
-        journal.write_header(self.path, settings)
-
-    def append(self, record: Record) -> None:
-        assert self._file is not None
-        self._file.append(chosen(record, self._columns or FLAT_COLUMNS))
-
-    def finish(self) -> None:
         if self._file is None:
             return
         self._file.sync()
-        if has_lines(self.journal) or not self.path.exists():
-            self._replace(self._records)
-        self.close()
-        with contextlib.suppress(FileNotFoundError):
-            self.journal.unlink()
+        if self._form is not None:
+            if has_lines(self.journal) or not self.path.exists():
+                self._make(self._records)
+            self.close()
+            self.journal.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
+    def _is_device(self) -> bool:
+        """Whether something other than a file is there: a device, a pipe."""
+        return self.path.exists() and not self.path.is_file() and not self.path.is_dir()
+
+    def _clear(self) -> None:
+        try:
+            if self._form is None and self.path.exists():
+                os.truncate(self.path, 0)
+            elif self._form is not None:
+                self.path.unlink(missing_ok=True)
+                self.journal.unlink(missing_ok=True)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _made(self) -> Iterator[Record]:
+        """The answers in the file that was made at the end of an earlier run."""
+        return self._form.read(self.path) if self._form is not None and has_lines(self.path) else iter(())
+
     def _records(self) -> Iterator[Record]:
         """The file's answers, then the journal's that the file lacks: a process can be killed between the two."""
         there = Ids()
-        for record in self._form.read(self.path) if has_lines(self.path) else ():
+        for record in self._made():
             there.add(str(record["id"]))
             yield record
         for record in read_answers(self.journal):
             if there.add(str(record["id"])):
                 yield record
 
-    def _form_of(self, kept: Ids) -> Iterator[Record]:
-        return (record for record in self._form.read(self.path) if str(record["id"]) in kept)
-
-    def _replace(self, records: Callable[[], Iterator[Record]]) -> None:
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+    def _make(self, records: Callable[[], Iterator[Record]]) -> None:
+        assert self._form is not None
         try:
-            self._form.write(beside, records, self._columns or FLAT_COLUMNS)
-            with open(beside, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, self.path)
+            with replacing(self.path) as beside:
+                self._form.write(beside, records, self._columns or ())
         except Exception as error:  # a full disk, or whatever Arrow finds: the journal has every answer
-            with contextlib.suppress(OSError):
-                beside.unlink()
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
 
@@ -281,10 +227,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     return f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else str(value)
-
-
-def _truncate(path: Path) -> None:
-    try:
-        os.truncate(path, 0)
-    except OSError as error:
-        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error

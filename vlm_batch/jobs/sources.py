@@ -24,13 +24,12 @@ from vlm_batch.jobs.files import (
     Found,
     check_there,
     expanded,
-    find_files,
     is_url,
     is_video,
     picture_suffixes,
     prepare_for,
 )
-from vlm_batch.jobs.rows import InvalidJob, Row, Source, name_of
+from vlm_batch.jobs.rows import InvalidJob, Row, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
 from vlm_batch.types import ImageInput, Video
 
@@ -79,25 +78,17 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
     reading = reading or Reading()
     check_there(arguments)
     sources: list[Source] = []
-    plain: list[str] = []
+    files: list[str] = []  # since the last table
     found = Found()
-
-    def close_plain() -> None:
-        if plain:
-            new = find_files(plain, suffixes=reading.suffixes, recursive=reading.recursive, found=found)
-            sources.extend(_of_files(new, reading))
-            plain.clear()
-
     for argument in arguments:
         for path in expanded(argument):
             opened = _table(path, reading)
             if opened is None:
-                plain.append(path)
-                continue
-            close_plain()
-            if path == "-" or found.add(path):  # a table in two spellings is one table
-                sources.extend(opened)
-    close_plain()
+                files += found.look_for(path, suffixes=reading.suffixes, recursive=reading.recursive)
+            elif path == "-" or found.add(path):  # a table in two spellings is one table
+                sources += [*_of_files(files, reading), *opened]
+                files = []
+    sources += _of_files(files, reading)
     if not sources:
         looked = " ".join(reading.suffixes)
         said = f" ({found.said()})" if found.said() else ""
@@ -125,17 +116,11 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
         return None
     if os.path.isdir(path):
         return list(datasets_in(path, columns, reading.split)) if is_dataset(path) else None
-    if name.endswith(LINES):
-        source: Source = JsonLines(_there(path), columns)
-    elif name.endswith(DELIMITED):
-        source = Delimited(_there(path), columns)
-    elif name.endswith(PARQUET):
-        source = Parquet(_there(path), columns)
-    elif name.endswith(TAR):
-        source = Tar(_there(path))
-    else:
-        return None
-    return [source]
+    kinds = ((LINES, JsonLines), (DELIMITED, Delimited), (PARQUET, Parquet))
+    for suffixes, kind in kinds:
+        if name.endswith(suffixes):
+            return [kind(_there(path), columns)]
+    return [Tar(_there(path))] if name.endswith(TAR) else None
 
 
 def _there(path: str) -> str:
@@ -146,17 +131,11 @@ def _there(path: str) -> str:
 
 def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
     """Runs of pictures and videos, and each document, in order."""
-    run: list[str] = []
-    for path in paths:
-        if path.lower().endswith(PDF) and not is_url(path):
-            if run:
-                yield Files(tuple(run), reading.fps, reading.max_frames)
-                run = []
-            yield Pdf(path, reading.dpi)
+    for is_pdf, run in itertools.groupby(paths, lambda path: path.lower().endswith(PDF) and not is_url(path)):
+        if is_pdf:
+            yield from (Pdf(path, reading.dpi) for path in run)
         else:
-            run.append(path)
-    if run:
-        yield Files(tuple(run), reading.fps, reading.max_frames)
+            yield Files(tuple(run), reading.fps, reading.max_frames)
 
 
 def fingerprint(path: str) -> str:
@@ -172,21 +151,25 @@ def fingerprint(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Pictures and videos by their paths and URLs."""
+class Files(Source):
+    """Pictures and videos by their paths and URLs, which are their ids."""
 
     paths: tuple[str, ...]
     fps: float | None = None
     max_frames: int | None = None
-    name: str = "files"
-    columns: tuple[str, ...] | None = FILE_COLUMNS
-    is_once: bool = False
-    numbered: bool = False
+    name = "files"
+    columns = FILE_COLUMNS
 
     def rows(self) -> Iterator[Row]:
-        return (row_of_file(path, fps=self.fps, max_frames=self.max_frames) for path in self.paths)
-
-    scan = rows
+        for path in self.paths:
+            prepare_for(path)
+            columns = file_columns(path)
+            if is_video(path):
+                clip = Video(path, fps=self.fps, max_frames=self.max_frames)
+                yield Row(id=path, videos=(clip,), columns=columns)
+            else:
+                row_id = name_of(path) if path.startswith("data:") else path
+                yield Row(id=row_id, images=(path,), columns=columns)
 
 
 def read_standard_input(reading: Reading) -> Source:
@@ -200,37 +183,28 @@ def read_standard_input(reading: Reading) -> Source:
 
 
 @dataclass(frozen=True)
-class Paths:
+class Paths(Source):
     """Pictures, videos and documents by their paths or URLs, a line each, read once."""
 
     stream: Iterable[str]
     reading: Reading
-    name: str = "-"
-    columns: tuple[str, ...] | None = FILE_COLUMNS
-    is_once: bool = True
-    numbered: bool = False
+    name = "-"
+    columns = FILE_COLUMNS
+    is_once = True
 
     def rows(self) -> Iterator[Row]:
         for line in self.stream:
             for source in _of_files([line.rstrip("\r\n")], self.reading):
                 yield from source.rows()
 
-    scan = rows
-
 
 @dataclass(frozen=True)
-class Pdf:
+class Pdf(SourceFile):
     """The pages of a PDF, rendered one at a time when they are asked about. Ids are ``file.pdf#1``, ``file.pdf#2``, ..."""
 
-    path: str
     dpi: int = DEFAULT_DPI
-    columns: tuple[str, ...] | None = (*FILE_COLUMNS, "page", "pages")
-    is_once: bool = False
-    numbered: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.path
+    columns = (*FILE_COLUMNS, "page", "pages")
+    numbered = True
 
     def rows(self) -> Iterator[Row]:
         try:
@@ -246,17 +220,6 @@ class Pdf:
             columns = {**file_columns(self.path), "page": number + 1, "pages": count}
             load = partial(render_page, self.path, number, self.dpi)
             yield Row(id=page, images=(page,), columns=columns, load=load)
-
-    scan = rows
-
-
-def row_of_file(path: str, *, fps: float | None = None, max_frames: int | None = None) -> Row:
-    """A picture or video as a row: its path is its id."""
-    prepare_for(path)
-    columns = file_columns(path)
-    if is_video(path):
-        return Row(id=path, videos=(Video(path, fps=fps, max_frames=max_frames),), columns=columns)
-    return Row(id=path if not path.startswith("data:") else name_of(path), images=(path,), columns=columns)
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
@@ -287,20 +250,11 @@ def _pdfium() -> Any:
 
 
 @dataclass(frozen=True)
-class Tar:
+class Tar(SourceFile):
     """An archive in WebDataset's form: members that share a name up to its first dot are one row.
 
     ``.json`` gives columns, and so does every other small member that is text, by its suffix.
     """
-
-    path: str
-    columns: tuple[str, ...] | None = None
-    is_once: bool = False
-    numbered: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.path
 
     def rows(self) -> Iterator[Row]:
         return self._rows(with_pictures=True)
@@ -323,8 +277,9 @@ class Tar:
                         yield self._row(key, members)
                         members = {}
                     key, suffix = this, suffix.lower()
-                    is_picture = f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES
-                    is_wanted = with_pictures if is_picture else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                    is_wanted = (
+                        with_pictures if _is_picture(suffix) else suffix == "json" or member.size <= MAX_TEXT_BYTES
+                    )
                     members[suffix] = self._data(archive, member) if is_wanted else b""
                 if key is not None:
                     yield self._row(key, members)
@@ -347,7 +302,7 @@ class Tar:
         columns: dict[str, Any] = {"__key__": key}
         images: list[bytes] = []
         for suffix, data in members.items():
-            if f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES:
+            if _is_picture(suffix):
                 images.append(data)
             elif suffix == "json":
                 try:
@@ -360,6 +315,10 @@ class Tar:
                     columns[suffix] = data.decode()
         if not images:
             return Row(id=row_id, columns=columns, error=f"{row_id} has no picture, only {', '.join(members)}")
-        names = tuple(f"{row_id}.{suffix}" for suffix in members if f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES)
+        names = tuple(f"{row_id}.{suffix}" for suffix in members if _is_picture(suffix))
         load: Callable[[], tuple[bytes, ...]] = partial(tuple, images)
         return Row(id=row_id, images=names, columns=columns, load=load)
+
+
+def _is_picture(suffix: str) -> bool:
+    return f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES

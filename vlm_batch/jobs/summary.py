@@ -154,6 +154,13 @@ class Summary:
         """The share of the time in which the engine had work; the rest of it waited for rows."""
         return None if self.busy is None else min(1.0, self.busy / self.seconds)
 
+    @property
+    def mean_stages(self) -> list[tuple[str, str, float]]:
+        """Each stage, what it is, and a row's mean seconds in it; reading it from its source is the last."""
+        means = [(name, said, self.stages[name] / max(1, self.answered)) for name, said in STAGES.items()]
+        source = self.source / max(1, self.ended_rows)
+        return [*means, ("source", "rows and pages of the source, one at a time", source)]
+
     def begin(self) -> None:
         self.began = self.ended = time.perf_counter()
 

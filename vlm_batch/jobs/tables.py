@@ -7,30 +7,24 @@ import csv
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from vlm_batch.jobs.cells import ID_COLUMNS, IMAGE_COLUMNS, VIDEO_COLUMNS, Columns, row_of_cells
+from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.openai import row_of_body
-from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.rows import InvalidJob, Row, SourceFile
 
 
 @dataclass(frozen=True)
-class JsonLines:
+class JsonLines(SourceFile):
     """Requests in JSON, a line each: ``{"id", "image"/"images", "prompt"/"messages", "params", ...}`` or OpenAI's batch form.
 
     Any other key is a column. ``stream`` is read instead of the file, once.
     """
 
-    path: str
-    own: Columns = field(default_factory=Columns)
+    own: Columns
     stream: Iterable[str] | None = None
-    columns: tuple[str, ...] | None = None
-    numbered: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.path
+    numbered = True
 
     @property
     def is_once(self) -> bool:
@@ -44,8 +38,6 @@ class JsonLines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield self._row(line, f"{self.path}:{number}")
-
-    scan = rows
 
     def _row(self, line: str, place: str) -> Row:
         try:
@@ -61,14 +53,10 @@ class JsonLines:
         return self._request(cells, place)
 
     def _request(self, cells: dict[str, Any], place: str) -> Row:
-        given = Columns(
-            image=self.own.image or next((name for name in IMAGE_COLUMNS if name in cells), None),
-            video=self.own.video or next((name for name in VIDEO_COLUMNS if name in cells), None),
-            id=self.own.id or next((name for name in ID_COLUMNS if name in cells), None),
-        )
-        for option, name in vars(self.own).items():
-            if name is not None and name not in cells:
-                return Row(id=place, columns=cells, error=f"{place}: there is no {name!r} (--{option}-column)")
+        try:
+            given = self.own.among(list(cells), "the line")
+        except InvalidJob as error:
+            return Row(id=place, columns=cells, error=f"{place}: {error}")
         if given.image and cells[given.image] is None:
             given = replace(given, image=None)
         row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
@@ -100,16 +88,10 @@ def open_text(path: str) -> TextIO:
 
 
 @dataclass(frozen=True)
-class Delimited:
+class Delimited(SourceFile):
     """A CSV or TSV file with a header; the separator is the one that the header has most of."""
 
-    path: str
-    own: Columns = field(default_factory=Columns)
-    is_once: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.path
+    own: Columns
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -138,8 +120,6 @@ class Delimited:
                     yield row_of_cells(dict(zip(names, cells, strict=True)), columns, place=place, folder=folder)
                 elif cells:
                     yield Row(id=place, error=f"{place}: {len(cells)} cells under {len(names)} columns")
-
-    scan = rows
 
     def _reader(self, file: TextIO) -> tuple[list[str], Any]:
         csv.field_size_limit(2**31 - 1)

@@ -48,7 +48,7 @@ class RowAttention(InklingAttention):
         """The additive masks (B, H, 1, L) of biases (B, H, E) by distance, one for each row if those are apart."""
         if isinstance(keys, mx.array):
             return self.mask(bias, positions, keys.shape[2])
-        rows = [None if row is None else row.shape[2] for row in keys.rows]
+        rows = [None if run.state is None else run.state.shape[2] for run in keys.apart()]
         return RowMasks(
             tuple(
                 None if width is None else self.mask(bias[place : place + 1], positions[place : place + 1], width)

@@ -26,7 +26,6 @@ class AyaVision(Adapter):
     """The plain ``Adapter`` serves it: RoPE takes each row's own offset, and the caches keep the windows."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     compiles = True
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
 

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.models.qwen3_vl import Qwen3VL
-from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -43,13 +42,7 @@ class CohereCompass(Qwen3VL):
             found["deepstack_visual_embeds"] = found["deepstack_visual_embeds"].embeddings
         return found
 
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {"position_ids": self._axes(super().chunk_positions(encoded, start, end)["position_ids"])}
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": self._axes(super().decode_extras(step)["position_ids"])}
-
-    def _axes(self, positions: mx.array) -> mx.array:
+    def place_positions(self, positions: mx.array) -> mx.array:
         """(3, B, L), or (B, L) without M-RoPE."""
         return positions if self.language.model.rotary_emb.position_selector is not None else positions[0]
 

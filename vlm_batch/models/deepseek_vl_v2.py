@@ -35,7 +35,6 @@ class DeepseekVL2(Adapter):
     """Tiles of all pictures lie in one (1, N, 3, H, W) array; a text has one of zeros."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"images_seq_mask", "images_spatial_crop"}
     ignored_inputs = frozenset({"labels", "sft_format", "seq_lens"})
 

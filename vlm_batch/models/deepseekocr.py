@@ -32,7 +32,6 @@ class SamOCR(Adapter):
     """``pixel_values`` is a list: the crops (N, 3, H, W) of all pictures, and the pictures (M, 3, H, W) whole."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
 
     #: For the specs of these families.
     notes: ClassVar[tuple[str, ...]] = (_SAM_POSITIONS,)

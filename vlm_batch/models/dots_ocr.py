@@ -20,8 +20,6 @@ class DotsOCR(GridAdapter):
 
         return {VisionAttention: attend_pictures(VisionAttention)}
 
-    pads_prefill = True
-
     def last_position_logits(self) -> None:
         """The head is the trunk's own here, so the last position is cut out before it."""
         self.language.model.norm = LastPosition(self.language.model.norm)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
-from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.adapters.windows import attend_pictures
-from vlm_batch.records import DecodeStep, Encoded, PositionState
+from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -33,7 +31,6 @@ from vlm_batch.registry import ModelSpec, register
 class Ernie45MoeVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's resampler takes the pictures' grid for videos, too."""
 
-    pads_prefill = True
     input_keys = GridAdapter.input_keys
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"token_type_ids": 1}
 
@@ -55,13 +52,7 @@ class Ernie45MoeVL(MRoPEAdapter):
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"))  # (1, L, 3)
-        return PositionState(prompt=found.astype(mx.int32), delta=int(delta.item()))
+        return PositionState(prompt=mx.moveaxis(found.astype(mx.int32), -1, 0), delta=int(delta.item()))
 
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {"position_ids": cut(encoded.position.prompt, 1, start, end)}
-
-    def padded_positions(self, position: PositionState, count: int) -> PositionState:
-        return replace(position, prompt=repeat_last(position.prompt, 1, count))
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": mx.broadcast_to(step.positions[:, None, None], (step.positions.size, 1, 3))}
+    def place_positions(self, positions: mx.array) -> mx.array:
+        return mx.moveaxis(positions, 0, -1)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import bidirectional_mask, cut
+from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -80,10 +80,6 @@ class FalconOCR(Adapter):
             **super().chunk_features(encoded, start, end),
             "mask": bidirectional_mask(encoded.atomic, start, end),
         }
-
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        prompt = encoded.position.prompt
-        return {} if prompt is None else {"position_ids": cut(prompt, 1, start, end)}
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         return {"position_ids": step.positions[:, None]}

@@ -89,11 +89,6 @@ class FalconPerception(FalconOCR):
                 embeds[place] = fed.astype(embeds.dtype)
         return self.forward(step.tokens, embeds, step.caches, self.decode_extras(step))
 
-    @property
-    def scores_chunks(self) -> bool:
-        """No: a row's points are read where its last position is."""
-        return False
-
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
@@ -107,7 +102,8 @@ class FalconPerception(FalconOCR):
         points, sizes = self.model.decode_coords(hidden[:, -1]), self.model.decode_sizes(hidden[:, -1])
         for place, row in enumerate(rows):
             if row is not None:
-                row.logits = (points[place], sizes[place])
+                at = place - len(rows)  # of a prompt that is scored the last position's
+                row.logits = (points[at], sizes[at])
         trunk = self.language.model
         head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
         return head(hidden)[:, -1]

@@ -25,7 +25,6 @@ class FastVLM(OnePlaceholder):
     """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
 
     encodes_apart = "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
-    pads_prefill = True
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         """The stem halves a picture twice, and four patch embeddings once each, rounding up (fastvlm/vision.py)."""

@@ -31,7 +31,6 @@ class Gemma3(PlacingAdapter):
     """A chunk holds a picture whole. A chunk without a picture takes upstream's own masks."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     ignored_inputs = frozenset({"num_crops"})
 
     @classmethod

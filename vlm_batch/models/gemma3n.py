@@ -33,7 +33,6 @@ class Gemma3n(Adapter):
     """Attention is causal for pictures too. Audio is not verified, and its inputs are refused."""
 
     encodes_apart = "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
-    pads_prefill = True
     compiles = True
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 

@@ -42,7 +42,6 @@ class Gemma4(Adapter):
     """A video's frames are pictures with other placeholders. Audio is not verified, and refused."""
 
     tower_class = RememberingRowTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_position_ids", "pixel_values_videos", "video_position_ids"}
     ignored_inputs = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
     video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)

@@ -65,7 +65,6 @@ class GLM4V(MRoPEAdapter):
     Its decode step is not compiled: mlx 0.32.4 fails on the graph ("IndexError: _Map_base::at"), cause not found.
     """
 
-    pads_prefill = True
     input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:

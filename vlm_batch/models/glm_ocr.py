@@ -22,7 +22,6 @@ from vlm_batch.registry import ModelSpec, register
 class GLMOCR(MRoPEAdapter):
     """Pictures only, as GLM-4.1V."""
 
-    pads_prefill = True
     input_keys = GridAdapter.input_keys
 
     @classmethod

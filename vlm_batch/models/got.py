@@ -18,7 +18,6 @@ class GOT(Adapter):
     """The n-th row of features is the n-th row of ids', so a row takes one picture (got/got.py:71)."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = frozenset({"pixel_values"})
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

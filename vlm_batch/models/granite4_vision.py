@@ -14,6 +14,7 @@ from vlm_batch.adapters.prompts import put_features, sized_pictures, tiles_of
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.adapters.vision import best_grid, pack_tiles
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -33,8 +34,7 @@ class Granite4Vision(Adapter):
 
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values", "image_sizes"})
-    #: (features, L, D) and (1, L), whole: upstream cuts a chunk's part by the cache's offset.
-    prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": None, "visual_pos_masks": None}
+    prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1, "visual_pos_masks": 1}
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -54,6 +54,10 @@ class Granite4Vision(Adapter):
             pairs = zip(model.spatial_projectors, config.spatial_target_layers or (), strict=False)
             found += [((int(config.spatial_vision_layer), projector), int(layer)) for projector, layer in pairs]
         return found
+
+    def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
+        """(features, L, D) and (1, L), whole: upstream cuts a chunk's part by the cache's offset."""
+        return dict(encoded.prefill)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings with zeros for pictures, and each set of features over the whole prompt."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.prompts import cut, repeat_last
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import DecodeStep, Encoded, PositionState
+from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -37,7 +35,6 @@ class HunyuanVL(Adapter):
     """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
 
     encodes_apart = "its tower takes one picture a call"
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     ignored_inputs = frozenset({"position_ids", "imgs_pos"})
 
@@ -62,20 +59,17 @@ class HunyuanVL(Adapter):
         return {"inputs_embeds": embeds}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
-        """(1, 4, L): all tokens; and inside a picture, but for its first and last token, column, row and number."""
+        """(4, 1, L): all tokens; and inside a picture, but for its first and last token, column, row and number."""
         positions = np.tile(np.arange(ids.shape[1]), (4, 1))
         places = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
         for number, (columns, rows) in enumerate(self._pictures(extra)):
             inside, places = places[1 : 1 + len(rows)], places[2 + len(rows) :]
             positions[1:, inside] = np.stack([columns, rows, np.full_like(rows, number)])
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
-        return PositionState(prompt=mx.array(positions[None, 4 - axes :].astype(np.int32)))
+        return PositionState(prompt=mx.array(positions[4 - axes :, None].astype(np.int32)))
 
-    def chunk_positions(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
-        return {"position_ids": cut(encoded.position.prompt, 2, start, end)}
-
-    def padded_positions(self, position: PositionState, count: int) -> PositionState:
-        return replace(position, prompt=repeat_last(position.prompt, 2, count))
+    def place_positions(self, positions: mx.array) -> mx.array:
+        return positions.swapaxes(0, 1)
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])

@@ -14,7 +14,6 @@ class Idefics3(Adapter):
     """Tiles of one size, and a language model without a trunk of its own."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
     @property

@@ -33,7 +33,6 @@ class InternVL(Adapter):
     """The format of transformers; Qwen3 text."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = frozenset({"pixel_values"})
     ignored_inputs = frozenset({"image_token_index", "num_patches_list"})
 

@@ -25,7 +25,6 @@ class JinaVLM(Adapter):
     """The language model is its own trunk."""
 
     encodes_apart = "mlx-vlm's code calls the tower's parts, and not the tower"
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod

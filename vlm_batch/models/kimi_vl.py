@@ -20,7 +20,6 @@ from vlm_batch.registry import ModelSpec, register
 class Kimi(Adapter):
     """Families behind MoonViT, whose pictures come with their grids (pictures, 2)."""
 
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id"}
 
     def __init__(self, model: nn.Module) -> None:

@@ -24,7 +24,6 @@ class Llava(Adapter):
     """The decoder is a plain one; the tower is CLIP's, or SigLIP's with its own activation."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

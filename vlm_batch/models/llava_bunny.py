@@ -28,7 +28,6 @@ class LlavaBunny(OnePlaceholder):
     """The tower's last layer without its norm, as upstream takes it."""
 
     encodes_apart = "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
-    pads_prefill = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -23,7 +23,6 @@ class LlavaOnevision(Adapter):
     """A video is its frames, each pooled to a quarter of its patches, and one newline."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}
     #: The paper's (arXiv:2408.03326, section 3.2: at most 32 frames, 196 tokens each).
     video_sampling = Sampling(num_frames=32, frame_factor=1)

@@ -10,6 +10,5 @@ from vlm_batch.registry import ModelSpec, register
 class LlmJpVL(Adapter):
     """The plain ``Adapter`` serves it."""
 
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_token_index"}
     ignored_inputs = frozenset({"image_flags", "num_patches"})

@@ -28,7 +28,6 @@ class LocateAnything(Adapter):
     """RoPE takes each row's own offset."""
 
     tower_class = RememberingPackedTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:

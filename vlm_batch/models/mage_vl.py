@@ -18,5 +18,4 @@ class MageVL(GridAdapter):
     """The kind's adapter serves it as it is. Videos, whose patches come with positions, are refused: they are not verified."""
 
     encodes_apart = PICTURES_MASKED_APART
-    pads_prefill = True
     input_keys = frozenset({"pixel_values", "image_grid_thw"})

@@ -23,5 +23,4 @@ class MiMoV2(Adapter):
     """RoPE takes each row's own offset; the caches keep the windows, and the attention knows its sinks."""
 
     tower_class = RememberingPackedTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_thw"}

@@ -28,7 +28,6 @@ class MiniCPMO(SlicedAdapter):
     """The language model is Qwen3-VL's, whose three axes are all the count of tokens here."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
     #: The processor's outputs for audio, empty without any.
     ignored_inputs = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})

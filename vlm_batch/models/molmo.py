@@ -20,7 +20,6 @@ class Molmo(Adapter):
     """``image_input_idx`` says which token each feature is added to; below 0 it is added to none."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod

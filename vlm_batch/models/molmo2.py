@@ -31,7 +31,6 @@ class Molmo2(Adapter):
     """Markers and column ends belong to a picture, too (Molmo2Processor.image_token_ids)."""
 
     encodes_apart = "its tower pools patches by their numbers among all of a request's"
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
 
     def __init__(self, model: nn.Module) -> None:

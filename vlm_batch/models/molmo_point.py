@@ -16,7 +16,7 @@ from vlm_batch.adapters.modules import RememberingBatchTower, two_tables
 from vlm_batch.arrays import stack_logits
 from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.states import SimpleState
+from vlm_batch.caches.states import LayerState
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, Picture
 from vlm_batch.registry import ModelSpec, register
@@ -90,12 +90,15 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class PointerState(SimpleState):
+class PointerState(LayerState):
     """The possible points of a row that has seen its pictures. No other prompt can begin with what it has pointed at."""
 
     pictures: Pictures | None
     keys: mx.array | None
     is_whole = True
+
+    def arrays(self) -> list[mx.array]:
+        return [*super().arrays(), *([] if self.pictures is None else self.pictures.arrays())]
 
     def reaches(self, length: int) -> bool:
         return True
@@ -104,9 +107,6 @@ class PointerState(SimpleState):
         if self.pictures is None or length < self.pictures.end:
             return Pointer()
         return Pointer(self.pictures, self.keys)
-
-    def arrays(self) -> list[mx.array]:
-        return Pointer(self.pictures, self.keys).state
 
 
 @dataclass

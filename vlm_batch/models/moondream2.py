@@ -65,7 +65,6 @@ class Moondream2(Adapter):
     """The prefix is one span; what follows is causal, so only the chunk that holds the prefix needs a mask."""
 
     encodes_apart = "its tower makes one picture of the crops that it is given"
-    pads_prefill = True
     compiles = True
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
     #: Made again for the chunk that holds the prefix, as bools (upstream's float32 does not fit bfloat16 attention).

@@ -30,7 +30,6 @@ class MultiModality(PlacingAdapter):
     """A picture may come with one placeholder (mlx-vlm's own image processor) or with all of them."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = frozenset({"pixel_values"})
 
     def __init__(self, model: nn.Module) -> None:

@@ -12,5 +12,4 @@ class MuseGlimmer(Adapter):
     """The kind's adapter serves it as it is. Videos are refused: they are not verified."""
 
     tower_class = RememberingPackedTower
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_grid_thw"}

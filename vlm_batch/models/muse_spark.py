@@ -37,7 +37,6 @@ class MuseSpark(Adapter):
     """RoPE takes each row's own offset, and the caches keep the windows."""
 
     encodes_apart = "its tower takes one picture a call"
-    pads_prefill = True
 
     def hook_functions(self) -> None:
         """Hook attention, and without Metal also functions in the place of Metal's kernels."""

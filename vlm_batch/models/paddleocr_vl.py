@@ -25,7 +25,6 @@ class PaddleOCRVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's model has no place for ``pixel_values_videos``."""
 
     encodes_apart = PICTURES_MASKED_APART
-    pads_prefill = True
     input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:

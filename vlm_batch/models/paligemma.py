@@ -40,8 +40,8 @@ class PaliGemma(PlacingAdapter):
         return PATCHES
 
     @property
-    def _is_prefix(self) -> bool:
-        return bool(self.config.text_config.use_bidirectional_attention)
+    def is_causal(self) -> bool:  # type: ignore[override]
+        return not self.config.text_config.use_bidirectional_attention
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """Encode pictures; upstream's tower norms the first of them alone (paligemma/vision.py:99)."""
@@ -59,8 +59,8 @@ class PaliGemma(PlacingAdapter):
         return features / mx.array(features.shape[-1] ** 0.5, dtype=dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        return ((0, ids.shape[1]),) if self._is_prefix else ()
+        return ((0, ids.shape[1]),) if not self.is_causal else ()
 
     def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
         """Without a mask, upstream takes a decoded token for a prompt's: no row would end (paligemma/language.py:238)."""
-        return {"mask": step.caches[0].make_mask(1)} if self._is_prefix else {}  # type: ignore[attr-defined]
+        return {"mask": step.caches[0].make_mask(1)} if not self.is_causal else {}  # type: ignore[attr-defined]

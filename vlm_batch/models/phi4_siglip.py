@@ -33,7 +33,6 @@ class Phi4SigLip(OnePlaceholder):
     """Pictures of any shape as a padded list of patches, of which a mask says how many are real."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = OnePlaceholder.input_keys | {"spatial_shapes", "pixel_attention_mask"}
 
     @classmethod

@@ -18,7 +18,6 @@ class Pixtral(Adapter):
     """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
 
     encodes_apart = PICTURES_MASKED_APART
-    pads_prefill = True
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

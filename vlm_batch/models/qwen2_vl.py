@@ -28,8 +28,6 @@ class Qwen2VL(MRoPEAdapter):
 
     compiles = True
     traces_alike = True
-    shares_prefill = True
-    pads_prefill = True
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings (1, L, D) with the pictures' features in the places of their placeholders, and nothing else.

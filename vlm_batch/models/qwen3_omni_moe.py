@@ -30,7 +30,6 @@ from vlm_batch.registry import ModelSpec, register
 class Qwen3OmniMoe(MRoPEAdapter):
     """The thinker of Qwen3-Omni; its deepstack features come expanded to the prompt's positions."""
 
-    pads_prefill = True
     input_keys = GridAdapter.input_keys
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1}
     #: Says where the features are not zero; the decoder adds them everywhere (qwen3_omni_moe/language.py, _deepstack_process).

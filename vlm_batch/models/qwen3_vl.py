@@ -22,7 +22,6 @@ class Qwen3VL(MRoPEAdapter):
     A video's time steps are pictures with their seconds in words before them.
     """
 
-    pads_prefill = True
     compiles = True
     inner_layers = (Inner(("linear_fc1",), "linear_fc2"),)  # 3,420 where a configuration leaves it to mlx-vlm's default
     video_sampling = Sampling(frame_factor=1)

@@ -12,5 +12,4 @@ class Step3p7(Adapter):
     """Nothing is special: RoPE takes each row's own offset, and windows are the caches' business."""
 
     tower_class = RememberingBatchTower
-    pads_prefill = True
     input_keys = frozenset({"pixel_values", "patch_pixel_values", "num_patches", "image_embeds"})

@@ -66,14 +66,14 @@ def look_until(look: Callable[[float], Found | None], seconds: float | None = No
 class Running:
     """Work on a thread of this module. ``join`` waits for its end, and returns at once on the thread itself.
 
-    Where it ``is_awaited``, the interpreter does not end before it, and calls ``stop`` first. ``after`` is called when the work
+    Where it ``is_awaited``, the interpreter calls ``stop`` before it ends, and waits. ``after`` is called when the work
     has ended for any reason, also in a forked child process, which has no such thread.
     """
 
-    def __init__(self, work: Work, *, is_awaited: bool, stop: Work, after: Work) -> None:
+    def __init__(self, work: Work, *, is_awaited: bool, stop: Work | None, after: Work | None) -> None:
         self.is_awaited = is_awaited
-        self.stop = stop
-        self._calls = [after, work]  # until they are done
+        self._work: list[Work] = [work]  # until it is done, as the other two
+        self._stop, self._after = stop, after
         self._ended = threading.Event()
         self._thread: int | None = None
 
@@ -85,21 +85,13 @@ class Running:
         """Whether the work is done on the thread that asks."""
         return threading.get_ident() == self._thread
 
-    def run(self) -> None:
-        """Do the work, and report what it raises as threads do. What it held is let go of here: that may be in MLX."""
-        self._thread = threading.get_ident()
-        try:
-            self._calls.pop()()
-        except BaseException:
-            with contextlib.suppress(BaseException):  # a hook of the user's, or a stream that is closed
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-
     def end(self) -> None:
         """Mark the work as ended: no thread does it or holds anything of it, and whoever waited may leave the process."""
-        after, self.stop = self._calls[0], _nothing
-        self._calls.clear()
+        self._work.clear()
+        after, self._stop, self._after = self._after, None, None
         try:
-            after()
+            if after is not None:
+                after()
         finally:
             del after
             self._thread = None
@@ -107,11 +99,9 @@ class Running:
             _running.discard(self)
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def start(work: Work, name: str, *, is_awaited: bool = False, stop: Work = _nothing, after: Work = _nothing) -> Running:
+def start(
+    work: Work, name: str, *, is_awaited: bool = False, stop: Work | None = None, after: Work | None = None
+) -> Running:
     """Run ``work`` on an idle thread, or on a new one of that name. What may be in MLX must be ``is_awaited``."""
     running = Running(work, is_awaited=is_awaited, stop=stop, after=after)
     try:
@@ -130,7 +120,13 @@ def _serve(tasks: _Tasks) -> None:
 
 
 def _run(tasks: _Tasks, running: Running) -> None:
-    running.run()
+    """Do the work, and report what it raises as threads do. What it held is let go of here: that may be in MLX."""
+    running._thread = threading.get_ident()
+    try:
+        running._work.pop()()
+    except BaseException:
+        with contextlib.suppress(BaseException):  # a hook of the user's, or a stream that is closed
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
     _idle[running.is_awaited].append(tasks)
     running.end()
 
@@ -144,8 +140,9 @@ def _stop_all() -> None:
                 sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         for running in awaited:
-            with contextlib.suppress(Exception):
-                running.stop()
+            if running._stop is not None:
+                with contextlib.suppress(Exception):
+                    running._stop()
         awaited[0].join(_ASK_SECONDS)
         if not has_said and time.monotonic() - begin > SILENT_SECONDS:
             has_said = True

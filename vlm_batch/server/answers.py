@@ -26,7 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.server.calls import INNER_MARKS, CallWriter
-from vlm_batch.types import Event, TokenLogprobs
+from vlm_batch.types import Event, Template, TokenLogprobs
 
 #: The character to which a tokenizer decodes a part of a character.
 _UNFINISHED = "\ufffd"
@@ -92,9 +92,14 @@ class Dialect:
         text, raw = self._known_token(token_id)
         return text, list(raw)
 
-    def opens_thinking(self, template_args: Mapping[str, Any]) -> bool:
-        """Whether a prompt of these template arguments ends inside a block of reasoning."""
-        if not self.reasons or not template_args.keys().isdisjoint(("add_generation_prompt", "continue_final_message")):
+    def opens_thinking(self, template: Template | None) -> bool:
+        """Whether a prompt of this template ends inside a block of reasoning."""
+        if (
+            not self.reasons
+            or template is None
+            or not template.add_generation_prompt
+            or template.continue_final_message
+        ):
             return False
         turns = [{"role": "user", "content": "?"}]
         try:
@@ -103,7 +108,7 @@ class Dialect:
                 chat_template=_template_text(self._template),
                 tokenize=False,
                 add_generation_prompt=True,
-                **template_args,
+                **template.arguments,
             )
         except Exception:  # a template that wants more than one plain turn
             return False

@@ -24,7 +24,6 @@ from vlm_batch.server.openai import (
     MAX_PRIORITY,
     REFUSED,
     Ask,
-    Limits,
     chat_ask,
     completion_ask,
     wire_messages,
@@ -85,7 +84,6 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
 
 def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     config = service.config
-    limits = Limits(config.max_choices, config.max_prompts, config.default_max_tokens, config.enable_thinking)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -95,7 +93,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         entry = _entry(request)
 
         async def prepare(dialect: Dialect) -> Ask:
-            return chat_ask(body, await media.read(wire_messages(body), entry.hold), limits, dialect.writer)
+            return chat_ask(body, await media.read(wire_messages(body), entry.hold), config, dialect.writer)
 
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
 
@@ -105,7 +103,7 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
         _check_model(config, body.model)
 
         async def prepare(dialect: Dialect) -> Ask:
-            return completion_ask(body, limits)
+            return completion_ask(body, config)
 
         entry = request.scope[ENTRY]
         return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
@@ -131,8 +129,8 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/ready", responses={503: {"description": "Not now; the body says why."}})
     async def ready() -> JsonResponse:
         """Answer 200 if a request would be answered: the model is there, and the engine steps."""
-        state = "stalled" if service.is_stalled else service.state
-        return JsonResponse({"status": state, "error": service.error}, 200 if service.is_ready else 503)
+        is_ready = service.state in ("ready", "idle")
+        return JsonResponse({"status": service.state, "error": service.error}, 200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,13 +110,15 @@ class Edge:
             return
         headers = Headers(scope=scope)
         client = scope["client"][0] if scope["client"] else ""
-        entry = Entry(_request_id(headers), scope["method"], scope["path"], client, held=self._held)
+        given = headers.get("x-request-id", "")
+        request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        entry = Entry(request_id, scope["method"], scope["path"], client, held=self._held)
         scope[ENTRY] = entry
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
-                _add_headers(message, entry.request_id)
+                MutableHeaders(raw=message["headers"]).update({"x-request-id": request_id, **_HEADERS})
             await send(message)
 
         try:
@@ -129,7 +131,8 @@ class Edge:
             await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
             self._held.give(entry.num_held)
-            self._metrics.responded(_known_path(scope), entry.status)
+            route = scope.get("route")  # what strangers make up is no label of a metric
+            self._metrics.responded("other" if route is None else str(route.path), entry.status)
             access.info(entry.line())
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -200,11 +203,6 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
 
 
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-
-
 def _host(header: str) -> str:
     """A ``Host`` header without its port."""
     host, _, port = header.rpartition(":")
@@ -214,16 +212,3 @@ def _host(header: str) -> str:
 def _digest(key: bytes) -> bytes:
     """A digest of fixed length, so that comparing takes the same time for every key."""
     return hashlib.sha256(key).digest()
-
-
-def _add_headers(message: Mapping[str, Any], request_id: str) -> None:
-    headers = MutableHeaders(raw=message["headers"])
-    headers["x-request-id"] = request_id
-    for name, value in _HEADERS.items():
-        headers[name] = value
-
-
-def _known_path(scope: Scope) -> str:
-    """The route's path, or "other": what strangers make up is no label of a metric."""
-    route = scope.get("route")
-    return str(route.path) if route is not None else "other"

@@ -23,17 +23,14 @@ _FIELDS = re.compile(r"(?:(?:, | and )?\b(?:" + "|".join(_ON_THE_WIRE) + r")\b)+
 #: The most characters of an exception's text that a client gets.
 MAX_MESSAGE = 600
 
+#: OpenAI's names of errors; others are the client's or the server's by their status.
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     499: "client_left",
-    500: "server_error",
     503: "unavailable_error",
     504: "timeout_error",
 }
@@ -86,7 +83,7 @@ def refusal(error: InvalidRequest) -> ApiError:
     if fields := _FIELDS.match(text):
         names = [_ON_THE_WIRE[name] for name in re.findall(r"\w+", fields[0]) if name != "and"]
         text, param = " and ".join(names) + text[fields.end() :], names[0]
-    instead = "; text that is final already goes to /v1/completions" if "rendered=True" in error.advice else ""
+    instead = "; text that is final already goes to /v1/completions" if "template=None" in error.advice else ""
     return ApiError(400, without_paths(text) + instead, param=param, code=type(error).__name__)
 
 

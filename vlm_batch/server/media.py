@@ -6,10 +6,12 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from vlm_batch.inputs.fetch import Cancelled, FetchPolicy, OperationCancelled, Unreadable, fetch, is_data_uri, is_url
+from vlm_batch.inputs.loaders import GRACE_SECONDS
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError
 
@@ -25,11 +27,11 @@ class MediaReader:
     def __init__(self, config: ServerConfig, policy: FetchPolicy | None = None) -> None:
         self._config = config
         self._policy = policy or policy_of(config)
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="vlm-batch-media")
+        self._readers = Pool(NUM_READERS, "vlm-batch-media")
 
     def close(self) -> None:
         """Stop the readers."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
 
     async def read(
         self, messages: Sequence[Mapping[str, Any]], hold: Callable[[int], None] = lambda size: None
@@ -87,9 +89,14 @@ class MediaReader:
         return data
 
     async def _fetch(self, source: str, noun: str, cancelled: Cancelled) -> bytes:
-        loop = asyncio.get_running_loop()
+        reading = self._readers.submit(
+            partial(fetch, source, self._policy, cancelled),
+            cancelled,
+            seconds=self._policy.seconds + GRACE_SECONDS,
+            late=partial(Unreadable, "it hangs"),
+        )
         try:
-            return (await loop.run_in_executor(self._readers, fetch, source, self._policy, cancelled)).data
+            return (await asyncio.shield(asyncio.wrap_future(reading))).data
         except OperationCancelled:
             raise asyncio.CancelledError from None
         except Unreadable as error:

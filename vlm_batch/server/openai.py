@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_batch.errors import InvalidParameters
+from vlm_batch.errors import InvalidParameters, InvalidPrompt
 from vlm_batch.server.calls import CallWriter, CannotForce
+from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal
 from vlm_batch.server.wire import (
     SAMPLING,
@@ -25,7 +26,7 @@ from vlm_batch.server.wire import (
     TextFormat,
     Wire,
 )
-from vlm_batch.types import FORMS, Request, SamplingParams
+from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
 #: The largest priority that a client may give its request.
 MAX_PRIORITY = 100
@@ -71,40 +72,31 @@ class Ask:
 
     prompts: tuple[Mapping[str, Any], ...]  # each a Request's messages, or its prompt or token_ids
     params: SamplingParams
-    template: Mapping[str, Any]
+    template: Template | None
     stream: bool
     include_usage: bool
     is_chat: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
+    pixels: Mapping[str, Any] = field(default_factory=dict)
     user: str | None = None
-
-    @property
-    def n(self) -> int:
-        """Answers to each prompt."""
-        return self.params.n
 
     def requests(self, *, request_id: str, priority: int) -> list[Request]:
         """One request for each prompt, in their order; its answers share what is encoded and prefilled."""
         return [
             Request(
-                params=self.params, request_id=f"{request_id}-{index}", priority=priority, **prompt, **self.template
+                params=self.params,
+                request_id=f"{request_id}-{index}",
+                priority=priority,
+                template=self.template,
+                **prompt,
+                **self.pixels,
             )
             for index, prompt in enumerate(self.prompts)
         ]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The server's bounds on what one body may ask for, and its defaults."""
-
-    max_choices: int
-    max_prompts: int
-    default_max_tokens: int
-    enable_thinking: bool = False  # for bodies that do not say
-
-
 def chat_ask(
-    body: ChatRequest, messages: Sequence[Mapping[str, Any]], limits: Limits, writer: CallWriter | None = None
+    body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ServerConfig, writer: CallWriter | None = None
 ) -> Ask:
     """The engine's part of a chat. ``messages`` are the body's, with pictures and videos as bytes; ``writer`` is of the
     model's tool calls, None if its template has no form for them. Raises ApiError."""
@@ -118,27 +110,33 @@ def chat_ask(
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ApiError(400, f"tools: two of them are named {twice[:100]!r}", param="tools")
-    template = _template(body, tools)
-    if limits.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
-        template.setdefault("enable_thinking", True)
+    given = {TEMPLATE[name]: value for name, value in _asked(body, TEMPLATE).items() if name != "tools"}
+    pixels: dict[str, Any] = {name: given.pop(name) for name in ("min_pixels", "max_pixels") if name in given}
+    if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
+        given.setdefault("enable_thinking", True)
+    try:
+        template = Template(tools=tools or None, **given)
+    except InvalidPrompt as error:
+        raise refusal(error) from error
     return Ask(
         prompts=({"messages": list(messages)},),
-        params=_params(body, max_tokens, logprobs, limits, grammar=_call_grammar(body, tools, writer)),
+        params=_params(body, max_tokens, logprobs, config, grammar=_call_grammar(body, tools, writer)),
         template=template,
         tools=tools,
+        pixels=pixels,
         **_shape(body),
     )
 
 
-def completion_ask(body: CompletionRequest, limits: Limits) -> Ask:
+def completion_ask(body: CompletionRequest, config: ServerConfig) -> Ask:
     """The engine's part of a text completion. Raises ApiError."""
     prompts = _prompts(body.prompt)
-    if len(prompts) > limits.max_prompts:
-        raise ApiError(400, f"{len(prompts)} prompts; at most {limits.max_prompts} go into one request", param="prompt")
+    if len(prompts) > config.max_prompts:
+        raise ApiError(400, f"{len(prompts)} prompts; at most {config.max_prompts} go into one request", param="prompt")
     return Ask(
         prompts=prompts,
-        params=_params(body, body.max_tokens, body.logprobs, limits),
-        template={},
+        params=_params(body, body.max_tokens, body.logprobs, config),
+        template=None,
         is_chat=False,
         **_shape(body),
     )
@@ -146,15 +144,16 @@ def completion_ask(body: CompletionRequest, limits: Limits) -> Ask:
 
 def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
     """The body's messages as the library takes them: plain mappings, calls with their arguments parsed."""
-    return [_message(message) for message in body.messages]
-
-
-def field_status(model: type[Wire]) -> dict[str, str]:
-    """Each field of a body, and "honoured", "refused" or "one value" (refused unless it asks for nothing)."""
-    status = dict.fromkeys(model.model_fields, "honoured")
-    status |= dict.fromkeys(("store", "service_tier", "modalities", "echo"), "one value")
-    status = {name: value for name, value in status.items() if name in model.model_fields}
-    return status | dict.fromkeys(REFUSED, "refused")
+    found = [message.model_dump(exclude_none=True) for message in body.messages]
+    for plain in found:
+        if plain["role"] == "developer":  # OpenAI's newer name; templates know the older one
+            plain["role"] = "system"
+        for call in plain.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        if plain["role"] == "assistant":
+            plain.pop("annotations", None)
+            plain.setdefault("content", "")
+    return found
 
 
 def _shape(body: Common) -> dict[str, Any]:
@@ -194,25 +193,20 @@ def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer:
 
 
 def _params(
-    body: Common, max_tokens: int | None, logprobs: int | None, limits: Limits, *, grammar: str | None = None
+    body: Common, max_tokens: int | None, logprobs: int | None, config: ServerConfig, *, grammar: str | None = None
 ) -> SamplingParams:
     n = 1 if body.n is None else body.n
-    if not 1 <= n <= limits.max_choices:
-        raise ApiError(400, f"n is {n}; it must be in 1..{limits.max_choices}", param="n")
+    if not 1 <= n <= config.max_choices:
+        raise ApiError(400, f"n is {n}; it must be in 1..{config.max_choices}", param="n")
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
     if grammar is not None and set(FORMS) & given.keys():
         raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
     given |= {} if grammar is None else {"grammar": grammar}
-    most = limits.default_max_tokens if max_tokens is None else max_tokens
+    most = config.default_max_tokens if max_tokens is None else max_tokens
     try:
         return SamplingParams(max_tokens=most, logprobs=logprobs, n=n, **given)
     except InvalidParameters as error:
         raise refusal(error) from error
-
-
-def _template(body: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    given = {TEMPLATE[name]: value for name, value in _asked(body, TEMPLATE).items() if name != "tools"}
-    return {**given, "tools": list(tools)} if tools else given
 
 
 def _asked(body: Common, table: Mapping[str, str]) -> dict[str, Any]:
@@ -244,24 +238,12 @@ _CONVERSIONS = {"response_format": _format, "logit_bias": _bias}
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:
     if isinstance(prompt, str):
-        return ({"prompt": prompt, "rendered": True},)
+        return ({"prompt": prompt},)
     if not prompt:
         raise ApiError(400, "prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
         return ({"token_ids": prompt},)
-    return tuple({"prompt": one, "rendered": True} if isinstance(one, str) else {"token_ids": one} for one in prompt)
-
-
-def _message(message: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = message.model_dump(exclude_none=True)
-    if plain["role"] == "developer":  # OpenAI's newer name; templates know the older one
-        plain["role"] = "system"
-    for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    if plain["role"] == "assistant":
-        plain.pop("annotations", None)
-        plain.setdefault("content", "")
-    return plain
+    return tuple({"prompt" if isinstance(one, str) else "token_ids": one} for one in prompt)
 
 
 def _arguments(text: str) -> Any:

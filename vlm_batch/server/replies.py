@@ -209,7 +209,7 @@ class Exchange(ABC):
             )
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
-                    choice = self._choices[index * ask.n + event.index]
+                    choice = self._choices[index * ask.params.n + event.index]
                     delta = self._read(choice, event, visit)
                     if not delta.is_empty or choice.result is not None:
                         yield choice, delta
@@ -219,9 +219,9 @@ class Exchange(ABC):
         self._dialect = dialect
         self._include_usage = ask.include_usage
         is_open = bool(ask.is_chat) and dialect.opens_thinking(ask.template)
-        for index in range(len(ask.prompts) * ask.n):
+        for index in range(len(ask.prompts) * ask.params.n):
             reader = dialect.reader(tools=ask.tools, thinking=is_open) if ask.is_chat else AnswerReader.plain()
-            self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.n == 0))
+            self._choices.append(Choice(index, reader, is_first_of_prompt=index % ask.params.n == 0))
 
     def _read(self, choice: Choice, event: Event, visit: Visit) -> Delta:
         """The part that an event adds, with the text held back if it is the last. Raises ApiError for an answer that failed."""

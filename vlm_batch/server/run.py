@@ -9,15 +9,15 @@ from collections.abc import Callable
 from socket import socket
 
 import h11
-import mlx.core as mx
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vlm_batch.batcher import VLMBatcher
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.server.app import create_app
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.media import MediaReader
-from vlm_batch.server.service import Batcher, Service
+from vlm_batch.server.service import Service
 
 #: Seconds beyond ``shutdown_seconds`` after which connections that are still open are cut.
 CUT_AFTER = 5
@@ -76,10 +76,10 @@ class Server(uvicorn.Server):
 
 
 def make_server(
-    config: ServerConfig, open_batcher: Callable[[], Batcher], *, policy: FetchPolicy | None = None
+    config: ServerConfig, open_batcher: Callable[[], VLMBatcher], *, policy: FetchPolicy | None = None
 ) -> Server:
     """A server that has not begun; ``run()`` or ``serve()`` begins it. ``policy`` replaces the configuration's for media."""
-    service = Service(config, open_batcher, memory=mx.get_active_memory, release=mx.clear_cache)
+    service = Service(config, open_batcher)
     app = create_app(service, MediaReader(config, policy))
     options = uvicorn.Config(
         app,
@@ -100,7 +100,7 @@ def make_server(
     return Server(options, service)
 
 
-def serve(config: ServerConfig, open_batcher: Callable[[], Batcher]) -> bool:
+def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
     """Serve until the process is told to stop. False if the server could not begin."""
     server = make_server(config, open_batcher)
     set_up_logs()

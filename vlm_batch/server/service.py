@@ -9,11 +9,13 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
 
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.server.answers import Dialect
@@ -23,10 +25,8 @@ from vlm_batch.server.metrics import Metrics
 from vlm_batch.types import Request, Result
 
 if TYPE_CHECKING:
-    from vlm_batch.batcher import Stats
+    from vlm_batch.batcher import Stats, VLMBatcher
     from vlm_batch.handle import Handle
-    from vlm_batch.inputs.processing import Processing
-    from vlm_batch.registry import ModelSpec
 
 logger = logging.getLogger("vlm_batch.server")
 
@@ -37,25 +37,11 @@ RECENT = 64
 MIN_RETRY, MAX_RETRY = 1, 60
 
 
-class Batcher(Protocol):
-    """The part of a ``VLMBatcher`` that the server calls."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def processing(self) -> Processing: ...
-    @property
-    def max_context(self) -> int | None: ...
-    def submit_request(self, request: Request) -> Handle: ...
-    def stats(self) -> Stats: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A model that answers."""
 
-    batcher: Batcher
+    batcher: VLMBatcher
     dialect: Dialect
 
 
@@ -80,30 +66,21 @@ class Visit:
 
 
 class Service:
-    """One model and its state: "loading", "ready", "idle" (let go of until it is asked for), "failed" or "stopping".
+    """One model, if it is loaded now, and its state.
 
-    ``open_batcher`` loads the model; it blocks, and is called on a thread. ``memory`` says how many bytes MLX holds,
-    and ``release`` has it give back those that no array needs.
-    All methods belong to the event loop's thread.
+    States are "loading", "ready", "stalled" (in a step that does not end), "idle" (let go of until it is asked for), "failed"
+    and "stopping". ``open_batcher`` loads the model; it blocks, and is called on a thread. All methods belong to the event
+    loop's thread.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        open_batcher: Callable[[], Batcher],
-        *,
-        memory: Callable[[], int] = lambda: 0,
-        release: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> None:
         self.config = config
         self.created = int(time.time())
         self.metrics = Metrics(config.name, self.stats)
         self.error: str | None = None
         self._open = open_batcher
-        self._memory = memory
-        self._release = release
+        self.model: Loaded | None = None
         self._loading: asyncio.Task[Loaded] | None = None
-        self._loaded: Loaded | None = None
         self._stopping = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit")
         self._form_worker = ThreadPoolExecutor(
@@ -121,31 +98,16 @@ class Service:
     def state(self) -> str:
         if self._stopping:
             return "stopping"
-        if self._loaded is not None:
-            return "ready"
+        stats = self.stats()
+        if stats is not None:
+            return "stalled" if stats.stalled else "ready"
         if self._loading is not None and not self._loading.done():
             return "loading"
         return "idle" if self.error is None else "failed"
 
-    @property
-    def model(self) -> Loaded | None:
-        """The model, if it is loaded now."""
-        return self._loaded
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the engine is in a step that does not end."""
-        stats = self.stats()
-        return stats is not None and stats.stalled > 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a request that comes now would be answered soon."""
-        return self.state in ("ready", "idle") and not self.is_stalled
-
     def stats(self) -> Stats | None:
         """The batcher's counters; None while no model is loaded."""
-        return None if self._loaded is None else self._loaded.batcher.stats()
+        return None if self.model is None else self.model.batcher.stats()
 
     async def start(self) -> None:
         """Begin to load the model and to watch it."""
@@ -156,8 +118,8 @@ class Service:
         """The model, loaded if need be. Raises ApiError if it cannot be."""
         if self._stopping:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-        if self._loaded is not None:
-            return self._loaded
+        if self.model is not None:
+            return self.model
         try:
             return await asyncio.shield(self._begin_loading())
         except asyncio.CancelledError:
@@ -246,7 +208,7 @@ class Service:
         if waiting >= self.config.max_queue:
             raise self._busy(f"{waiting} requests wait already", waiting)
         limit = self.config.max_memory
-        if limit is not None and waiting and (held := self._memory()) > limit:
+        if limit is not None and waiting and (held := mx.get_active_memory()) > limit:
             raise self._busy(f"arrays hold {held} bytes of {limit}, and {waiting} requests wait", waiting)
 
     def _busy(self, why: str, ahead: int) -> ApiError:
@@ -263,7 +225,8 @@ class Service:
     def _begin_loading(self) -> asyncio.Task[Loaded]:
         if self._loading is None or self._loading.done():
             self._loading = asyncio.create_task(self._load())
-            self._loading.add_done_callback(_retrieved)
+            # Those who waited have seen its exception: asyncio need not report it again.
+            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._loading
 
     async def _load(self) -> Loaded:
@@ -287,27 +250,27 @@ class Service:
         gc.collect()
         gc.freeze()
         self.error = None
-        self._loaded = Loaded(batcher, dialect)
+        self.model = Loaded(batcher, dialect)
         self._last_used = time.monotonic()
         logger.info("%s is ready after %.1f s", self.config.name, time.perf_counter() - begin)
-        return self._loaded
+        return self.model
 
     async def _unload(self) -> None:
-        loaded, self._loaded, self._loading = self._loaded, None, None
+        loaded, self.model, self._loading = self.model, None, None
         if loaded is not None:
             await self._on_worker(loaded.batcher.close)
             del loaded
             gc.unfreeze()
             gc.collect()
-            self._release()
+            mx.clear_cache()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self.is_stalled:
+            if self.state == "stalled":
                 logger.error("the engine makes no progress: it is not ready until it does")
             idle = self.config.idle_unload
-            if idle is None or self._loaded is None or self._visits or time.monotonic() - self._last_used < idle:
+            if idle is None or self.model is None or self._visits or time.monotonic() - self._last_used < idle:
                 continue
             logger.info("letting go of %s after %.0f s without a request", self.config.name, idle)
             await self._unload()
@@ -316,7 +279,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
 
 
-def _dialect(batcher: Batcher, config: ServerConfig) -> Dialect:
+def _dialect(batcher: VLMBatcher, config: ServerConfig) -> Dialect:
     """The reader of the model's answers. Raises ValueError for settings that this checkpoint cannot follow."""
     if config.enable_thinking and "enable_thinking" not in batcher.processing.template.reads:
         raise ValueError("--enable-thinking: this model's chat template does not read enable_thinking")
@@ -329,9 +292,3 @@ async def _say_while(doing: str, what: str) -> None:
     while True:
         await asyncio.sleep(10)
         logger.info("%s %s: %.0f s so far", doing, what, time.monotonic() - begin)
-
-
-def _retrieved(task: Awaitable[Any]) -> None:
-    """Take a task's exception, which those who waited for it have seen, so that asyncio does not report it again."""
-    if isinstance(task, asyncio.Task) and not task.cancelled():
-        task.exception()

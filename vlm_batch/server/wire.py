@@ -1,6 +1,6 @@
 """The bodies of requests in OpenAI's wire format, as types, and the library's names of their fields.
 
-``SAMPLING`` and ``TEMPLATE`` say which field of ``SamplingParams`` and ``Request`` a field of the wire becomes.
+``SAMPLING`` and ``TEMPLATE`` say which field of ``SamplingParams``, ``Template`` and ``Request`` a field of the wire becomes.
 
 Every body is bounded in what a wrong one costs: pydantic makes an error of each wrong value, and the event loop waits
 meanwhile. So a list ends at its first wrong item, and an object with too many names is refused before they are looked at.
@@ -283,11 +283,11 @@ SAMPLING: Mapping[str, str] = {
         "stop_token_ids", "ignore_eos", "thinking_budget",
     )
 }  # fmt: skip
-#: And the field of ``Request``.
+#: And the field of ``Template``, or of ``Request``.
 TEMPLATE: Mapping[str, str] = {
     name: name
     for name in (
         "tools", "documents", "enable_thinking", "reasoning_effort", "add_generation_prompt", "continue_final_message",
         "min_pixels", "max_pixels",
     )
-} | {"chat_template_kwargs": "template_args"}  # fmt: skip
+} | {"chat_template_kwargs": "args"}  # fmt: skip

@@ -25,15 +25,10 @@ class ByteBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._held: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = OrderedDict()
-        self._nbytes = 0  # of ``_held``; changed by _put and _pop alone
+        self.nbytes = 0  # of all entries
 
     def __len__(self) -> int:
         return len(self._held)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all entries."""
-        return self._nbytes
 
     def add(self, key: Hashable, nbytes: int, drop: Callable[[], None]) -> bool:
         """Make room for an entry and count it; it replaces the owner's entry under the same key, whose ``drop`` is not called.
@@ -42,11 +37,11 @@ class ByteBudget:
         """
         if nbytes > self.max_bytes:
             return False
-        if key in self._held:
-            self._pop(key)
-        while self._nbytes + nbytes > self.max_bytes:
+        self.remove(key)
+        while self.nbytes + nbytes > self.max_bytes:
             self._drop_oldest()
-        self._put(key, nbytes, drop)
+        self._held[key] = (nbytes, drop)
+        self.nbytes += nbytes
         return True
 
     def touch(self, key: Hashable) -> None:
@@ -55,8 +50,8 @@ class ByteBudget:
 
     def remove(self, key: Hashable) -> None:
         """Stop counting an entry that its owner has freed. A key without an entry is no error."""
-        if key in self._held:
-            self._pop(key)
+        if (held := self._held.pop(key, None)) is not None:
+            self.nbytes -= held[0]
 
     def clear(self) -> None:
         """Drop everything."""
@@ -64,14 +59,6 @@ class ByteBudget:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        drop = self._pop(next(iter(self._held)))
+        _, (nbytes, drop) = self._held.popitem(last=False)
+        self.nbytes -= nbytes
         drop()
-
-    def _put(self, key: Hashable, nbytes: int, drop: Callable[[], None]) -> None:
-        self._held[key] = (nbytes, drop)
-        self._nbytes += nbytes
-
-    def _pop(self, key: Hashable) -> Callable[[], None]:
-        nbytes, drop = self._held.pop(key)
-        self._nbytes -= nbytes
-        return drop

@@ -54,11 +54,11 @@ class Sourced(mx.array):
 
 def sourced(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A request's inputs, whose large arrays of numbers with a point know what becomes of them."""
-
-    def is_large(value: Any) -> bool:
-        return type(value) is mx.array and value.nbytes >= LARGE and mx.issubdtype(value.dtype, mx.floating)
-
-    return {name: Sourced(value) if is_large(value) else value for name, value in inputs.items()}
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if type(value) is mx.array and value.nbytes >= LARGE and mx.issubdtype(value.dtype, mx.floating):
+            found[name] = Sourced(value)
+    return found
 
 
 def split_known(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:

@@ -17,7 +17,7 @@ import numpy as np
 from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.index import BLOCK, BeginningIndex
-from vlm_batch.store.saved import SavedRow, Snapshot
+from vlm_batch.store.saved import SavedRow, Snapshot, common_length
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def match(row: SavedRow, key: PromptKey) -> Match:
 
     The last position is left to be computed, for its logits, unless they were saved. A row never continues inside a span.
     """
-    common = row.common(key.positions)
+    common = common_length(row.keys, key.positions)
     limit = common
     if common == key.length:
         if row.logits_at(common) is not None and row.resumable(common) == common:
@@ -83,7 +83,9 @@ class PrefixCache:
         """
         keys = key.positions
         if self.second is not None:
-            known = max((self._rows[number].common(keys) for number, _ in self._index.alike(keys)), default=0)
+            known = max(
+                (common_length(self._rows[number].keys, keys) for number, _ in self._index.alike(keys)), default=0
+            )
             if known < key.length and (row := self._second_find(keys, known)) is not None:
                 self.store(row)
         best: tuple[int, Match] | None = None
@@ -109,25 +111,22 @@ class PrefixCache:
         """
         number = next(self._numbers)
         try:
-            self._store(number, row)
+            for other, _ in list(self._index.alike(row.keys)):
+                kept = self._rows[other]
+                if common_length(kept.keys, row.keys) < min(kept.length, row.length):
+                    continue
+                longer, shorter = (kept, row) if kept.length > row.length else (row, kept)
+                row = replace(longer, snapshots=thin({**shorter.snapshots, **longer.snapshots}))
+                self._forget(other)
+            if self.budget.add((id(self), number), row.footprint, lambda: self._evict(number)):
+                self._rows[number] = row
+                self._index.add(number, row.keys)
+                self.version += 1
+            else:
+                self._pass_on(row)
         except Exception as error:
             self._forget(number)
             _log.warning("a row could not be kept for later requests: %r", error)
-
-    def _store(self, number: int, row: SavedRow) -> None:
-        for other, _ in list(self._index.alike(row.keys)):
-            kept = self._rows[other]
-            if kept.common(row.keys) < min(kept.length, row.length):
-                continue
-            longer, shorter = (kept, row) if kept.length > row.length else (row, kept)
-            row = absorb(longer, shorter)
-            self._forget(other)
-        if self.budget.add((id(self), number), row.footprint, lambda: self._evict(number)):
-            self._rows[number] = row
-            self._index.add(number, row.keys)
-            self.version += 1
-        else:
-            self._pass_on(row)
 
     def close(self) -> None:
         """Hand all rows to the second tier."""
@@ -166,12 +165,6 @@ class PrefixCache:
         except Exception as error:
             _log.warning("no row could be read for a request: %r", error)
             return None
-
-
-def absorb(longer: SavedRow, shorter: SavedRow) -> SavedRow:
-    """``longer`` with the snapshots of a row whose positions are its own first ones."""
-    snapshots = thin({**shorter.snapshots, **longer.snapshots})
-    return replace(longer, snapshots=snapshots)
 
 
 def thin(snapshots: dict[int, Snapshot]) -> dict[int, Snapshot]:

@@ -1,4 +1,4 @@
-"""Measurements of a device, of its arithmetic and of its speed, kept in small files for the next process."""
+"""Measurements of a device's arithmetic, kept in small files for the next process."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlm_batch"
 
 
-def read_proof(key: Mapping[str, Any], folder: str = "classes") -> dict[str, Any] | None:
+def read_proof(key: Mapping[str, Any]) -> dict[str, Any] | None:
     """The measurement under a key; None if there is none, or it cannot be read."""
     try:
-        kept = json.loads(_path(key, folder).read_text(encoding="utf-8"))
+        kept = json.loads(_path(key).read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):  # no home
         return None
     is_it = isinstance(kept, dict) and kept.get("key") == _plain(key) and isinstance(kept.get("found"), dict)
     return kept["found"] if is_it else None
 
 
-def write_proof(key: Mapping[str, Any], found: Mapping[str, Any], folder: str = "classes") -> Path | None:
+def write_proof(key: Mapping[str, Any], found: Mapping[str, Any]) -> Path | None:
     """Keep a measurement; the file's path. If the folder cannot be written to, the next process measures again: None."""
     with contextlib.suppress(OSError, RuntimeError):
-        path = _path(key, folder)
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
             json.dump({"key": _plain(key), "found": found}, file)
@@ -50,8 +50,8 @@ def write_proof(key: Mapping[str, Any], found: Mapping[str, Any], folder: str = 
     return None
 
 
-def _path(key: Mapping[str, Any], folder: str) -> Path:
-    return cache_folder() / folder / f"{digest(_plain(key)).hex()}.json"
+def _path(key: Mapping[str, Any]) -> Path:
+    return cache_folder() / "classes" / f"{digest(_plain(key)).hex()}.json"
 
 
 def _plain(key: Mapping[str, Any]) -> Any:

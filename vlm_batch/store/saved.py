@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import own_array
-from vlm_batch.caches.layers import kind_of, save_layer
+from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.states import LayerState
 from vlm_batch.store.budget import footprint
 
@@ -68,10 +68,6 @@ class SavedRow:
         layers = [array for layer in self.whole.values() for array in layer.arrays()]
         return layers + [array for snapshot in self.snapshots.values() for array in snapshot.arrays()]
 
-    def common(self, keys: np.ndarray) -> int:
-        """The number of first positions of ``keys`` (N, 3) that are this row's own."""
-        return common_length(self.keys, keys)
-
     def resumable(self, limit: int) -> int:
         """The largest length of at most ``limit`` from which a row can go on; 0 if there is none."""
         if len(self.whole) == self.num_layers:
@@ -118,7 +114,7 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
 def save_snapshot(caches: Sequence[Any], length: int, logits: mx.array | None = None) -> Snapshot:
     """The layers of a row that are not whole, at a length. Nothing is evaluated yet."""
     return Snapshot(
-        {index: state for index, cache in enumerate(caches) if not (state := save_layer(cache, length)).is_whole},
+        {index: state for index, cache in enumerate(caches) if not (state := kind_of(cache).saved(length)).is_whole},
         None if logits is None else own_array(logits),
     )
 
@@ -137,7 +133,7 @@ def save_row(
     whole, last = dict(constant or {}), dict[int, LayerState]()
     for index, cache in enumerate(caches):
         if index not in whole:
-            state = save_layer(cache, len(keys))
+            state = kind_of(cache).saved(len(keys))
             (whole if state.is_whole else last)[index] = state
     kept = {at: snapshot for at, snapshot in snapshots.items() if at <= len(keys)}
     if last and all(state.reaches(len(keys)) for state in last.values()):
@@ -147,4 +143,4 @@ def save_row(
 
 def save_constant(caches: Sequence[Any]) -> dict[int, LayerState]:
     """The layers that no token changes (cross-attention), before a row drops from them what it will not see again."""
-    return {index: save_layer(cache, 0) for index, cache in enumerate(caches) if kind_of(cache).is_constant}
+    return {index: kind_of(cache).saved(0) for index, cache in enumerate(caches) if kind_of(cache).is_constant}

@@ -1,8 +1,7 @@
-"""Settings of the device measured for one model on this machine, and kept in a file for the next processes.
+"""Settings of the engine measured for one model on this machine.
 
 ``measure`` takes the time of decode steps by rows and layout, of prefill by the length of chunks, of prompts in one array,
-and of pictures in one call. ``settings_of`` says what of the device's policy that speaks for another value. The file lies in
-the platform's cache folder, by versions, device, the model's shapes and its keys and values.
+and of pictures in one call. ``settings_of`` says what of the device's policy that speaks for another value.
 """
 
 from __future__ import annotations
@@ -18,24 +17,16 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.products import shapes_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement, can_share, make_layer_cache
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.caches.quantisation import settings_of as kv_settings
 from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.limit import LADDER, RowLimit
-from vlm_batch.exactness import device_facts, versions
-from vlm_batch.policy import Policy
+from vlm_batch.policy import Policy, policy_of
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.budget import ByteBudget
-from vlm_batch.store.digest import digest
 from vlm_batch.store.features import FeatureStore
-from vlm_batch.store.proofs import read_proof, write_proof
 
-#: Changes whenever what is measured does.
-TUNING = 1
-FOLDER = "tuned"
 #: Tokens of the rows that decode, of the prompt that is cut into chunks, and of the prompts that share an array.
 CONTEXT, PROMPT, SHORT = 256, 2048, 96
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
@@ -63,66 +54,6 @@ class Measured:
     chunks: Mapping[int, float] = field(default_factory=dict)
     prompts: Mapping[int, float] = field(default_factory=dict)
     pictures: Mapping[int, float] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "decode": {layout: _named(found) for layout, found in self.decode.items()},
-            "chunks": _named(self.chunks),
-            "prompts": _named(self.prompts),
-            "pictures": _named(self.pictures),
-        }
-
-
-def tuned_settings(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
-    """The settings that are kept for a model on this device; none where nothing is, or nothing of use."""
-    kept = read_proof(key_of(adapter, kv), FOLDER)
-    settings = None if kept is None else kept.get("settings")
-    if not isinstance(settings, dict):
-        return {}
-    try:
-        Policy(**{**_ANY, **settings})
-    except (TypeError, ValueError):  # an older or a damaged file
-        return {}
-    return settings
-
-
-def keep(key: Mapping[str, Any], settings: Mapping[str, Any], measured: Measured) -> str | None:
-    """Keep settings for the next processes; the file's name, or None if the folder cannot be written to."""
-    path = write_proof(key, {"settings": dict(settings), "measured": measured.as_json()}, FOLDER)
-    return None if path is None else str(path)
-
-
-def key_of(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
-    """The name of what is found for a model here. To be asked before anything is done with the adapter: what its towers
-    remember changes its modules."""
-    return {
-        "versions": versions(),
-        "device": device_facts(),
-        "model": digest([shapes_of(adapter.model), adapter.spec.family]).hex(),
-        "kv": kv_settings(kv),
-        "tuning": TUNING,
-    }
-
-
-#: Values that every setting may have, to try others beside.
-_ANY: dict[str, Any] = {
-    **{
-        "placement": "rows",
-        "few_bits": "packed",
-        "first_rows": 1,
-        "most_rows": 256,
-        "encode_seconds": 0.0,
-        "grid": 256,
-    },
-    **dict.fromkeys(("max_chunk", "smallest_chunk", "idle_budget", "stretch", "slack", "encode_together"), 1),
-    **dict.fromkeys(
-        ("beside_decode", "most_patches", "prefill_together", "together_tokens", "pad_to", "encode_ahead"), 1
-    ),
-    **dict.fromkeys(("call_tokens", "call_patches"), 1),
-}
-
-
-# ---- measuring ----
 
 
 def measure(
@@ -153,7 +84,7 @@ def measure(
         sizes = []
     chunks = {size: clock.timed(partial(_in_chunks, adapter, kv, prompt, size)) for size in sizes}
     prompts: dict[int, float] = {}
-    if adapter.shares_prefill and can_share(adapter.make_cache(kv)):
+    if adapter.is_causal and can_share(adapter.make_cache(kv)):
         say("prompts in one array")
         short = _encoded(adapter, min(SHORT, prompt.length))
         prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, kv, short, n))
@@ -283,17 +214,15 @@ def _looked(adapter: Adapter, pictures: Sequence[Inputs]) -> None:
     mx.eval([adapter.encode(inputs).inputs_embeds for inputs in found])
 
 
-# ---- what it says ----
-
-
-def settings_of(measured: Measured, policy: Policy, *, gap: float = 0.1) -> dict[str, Any]:
-    """The settings that were found to be better than a policy's, by name; none where nothing was measured.
+def settings_of(measured: Measured, policy: Policy | None = None) -> dict[str, Any]:
+    """The settings that were found to be better than a policy's, the device's by default; none where nothing was measured.
 
     The rows beyond which a step's time a row does not fall any more; the layout whose step takes less time a row at its own
     best number of rows; the chunks, and the fewest prompts and pictures, that cost no more than ``MARGIN`` above the cheapest.
     """
+    policy = policy or policy_of({})
     found: dict[str, Any] = {}
-    rows = {layout: _pays(times, gap) for layout, times in measured.decode.items() if times}
+    rows = {layout: _pays(times, policy.token_gap) for layout, times in measured.decode.items() if times}
     if rows:
         shares = {layout: measured.decode[layout][most] / most for layout, most in rows.items()}
         placement = min(shares, key=lambda layout: shares[layout])
@@ -323,7 +252,3 @@ def _cheap(costs: Mapping[int, float]) -> list[int]:
     """The counts that cost no more than ``MARGIN`` above the cheapest."""
     cheapest = min(costs.values())
     return [count for count, cost in costs.items() if cost <= cheapest * (1 + MARGIN)]
-
-
-def _named(found: Mapping[int, float]) -> dict[str, float]:
-    return {str(count): seconds for count, seconds in found.items()}
