@@ -387,12 +387,12 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
     return split_known(pixels, ends, axis)
 
 
-def evaluate_arrays(module: nn.Module, on_disk: tuple[type, ...] = ()) -> None:
-    """Evaluate every array that a module tree holds, parameter or not; modules of classes ``on_disk`` are left out.
+def evaluate_arrays(module: nn.Module) -> None:
+    """Evaluate every array that a module tree holds, parameter or not; tables on disk are left out.
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
-    mx.eval(list(_arrays(module, on_disk)))
+    mx.eval(list(_arrays(module)))
 
 
 def package_of(value: Any) -> str:
@@ -400,32 +400,40 @@ def package_of(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
-    """Take the tables of modules of classes ``on_disk`` out of a module tree: they are read from files row by row.
+def tables_on_disk(module: nn.Module) -> list[Any]:
+    """The modules of a tree that read the rows they are asked for from the checkpoint's files."""
+    return [child for _, child in module.named_modules() if _is_on_disk(child)]
+
+
+def _is_on_disk(node: Any) -> bool:
+    return hasattr(type(node), "_read_rows")  # as mlx-vlm's only class of the kind calls it: OffloadedEngramEmbedding
+
+
+def leave_on_disk(module: nn.Module) -> None:
+    """Take the tables that stay on disk out of a module tree.
 
     mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
     """
-    tables: list[Any] = [child for _, child in module.named_modules() if isinstance(child, on_disk)]
-    for table in tables:
+    for table in tables_on_disk(module):
         for name in ("weight", "scales", "biases"):
             table.pop(name, None)
         table.__dict__.pop("_source_embedding", None)
 
 
-def _arrays(module: nn.Module, on_disk: tuple[type, ...]) -> Iterator[mx.array]:
+def _arrays(module: nn.Module) -> Iterator[mx.array]:
     """Arrays of modules, and of other objects whose classes come from the modules' packages.
 
     ``seen`` holds the objects themselves: one that is gone would leave its id to another.
     """
     packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
-    leaves = (str, bytes, int, float, type, *on_disk)
+    leaves = (str, bytes, int, float, type)
     seen: dict[int, Any] = {}
 
     def walk(node: Any) -> Iterator[mx.array]:
         if isinstance(node, mx.array):
             yield node
             return
-        if id(node) in seen or isinstance(node, leaves):
+        if id(node) in seen or isinstance(node, leaves) or _is_on_disk(node):
             return
         seen[id(node)] = node
         children: list[Any] = []

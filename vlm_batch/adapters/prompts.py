@@ -79,6 +79,33 @@ def num_entries(value: Any) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
+def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None:
+    """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash. ``size`` is how many
+    it has, if that is known; pictures stand where ``marks`` do."""
+    tokens = np.array(ids)[0]
+    unmarked = ~np.isin(tokens, list(marks))
+    below = tokens[(tokens < 0) & unmarked]
+    if below.size:
+        raise InvalidPrompt(f"token id {below[0]} is below 0")
+    beyond = tokens[(tokens >= size) & unmarked] if size is not None else below
+    if beyond.size:
+        raise InvalidPrompt(
+            f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
+        )
+
+
+def num_words(table: Any) -> int | None:
+    """The number of tokens that a table has embeddings for; None where it is not known."""
+    parts = [getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")]  # the last: Molmo's two
+    return sum(part.shape[0] for part in parts if part is not None) or None
+
+
+def dtype_of(table: Any) -> mx.Dtype | None:
+    """The type of a table's embeddings, or None where it is not known."""
+    known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
+    return None if known is None else known.dtype
+
+
 def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
     """The runs [start, end) of placeholder ids in a prompt (1, L)."""
     inside = np.isin(np.array(ids)[0], list(markers)).astype(np.int8)
