@@ -247,6 +247,20 @@ def cache_branches(tree: ast.AST, classes: set[str]) -> int:
     return count
 
 
+def shape_branches(tree: ast.AST) -> int:
+    """Decisions by which kind of shapes an engine has: by their class, by ``exact``, or by a flag that says so."""
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            last = ast.unparse(node.left).split(".")[-1].strip("_")
+            count += last == "exact" and isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.Eq, ast.NotEq))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "type"):
+            count += any(kind in ast.unparse(node) for kind in ("FixedShapes", "FreeShapes"))
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            count += ast.unparse(node).split(".")[-1] == "goes_by_shapes"
+    return count
+
+
 def cache_classes(files: list[Source]) -> set[str]:
     """The classes in ``caches``, and those of mlx-vlm's that any file imports from its caches."""
     own = {
@@ -448,7 +462,14 @@ def count_words(files: list[Source]) -> list[Count]:
     classes = cache_classes(files)
     branches = {file.name: cache_branches(file.tree, classes) for file in files if file.room not in KNOW_CACHES}
     texts = [one for file in files for one in docstrings(file.tree)]
+    kinds = {file.name: shape_branches(file.tree) for file in files if file.name != "engine/shapes.py"}
     return [
+        Count(
+            "branches on the kind of shapes outside shapes.py",
+            str(sum(kinds.values())),
+            "0",
+            ", ".join(f"{name} ({count})" for name, count in kinds.items() if count),
+        ),
         Count(
             "branches on the type of a cache, families apart",
             f"{sum(branches.values())} in {sum(map(bool, branches.values()))} files",

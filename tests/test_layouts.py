@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_vlm
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, request
 from vlm_batch.checkpoints import TypedNorm, read_model
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt, load_model
-from vlm_batch.models._layouts import UNREADABLE
+from vlm_batch.models._layouts import RULES, UNREADABLE
 
 REFERENCES = Path(__file__).parent / "references"
 STEPS = 8
@@ -47,6 +48,13 @@ def test_every_reference_has_a_layout_or_a_reason() -> None:
     assert set(names()) | NO_LAYOUT.keys() == recorded
     assert not set(names()) & NO_LAYOUT.keys()
     assert recorded <= FAMILIES.keys()
+
+
+def test_every_rule_says_who_reads_what_it_makes() -> None:
+    models = Path(mlx_vlm.__file__).parent / "models"
+    for rule in RULES:
+        source = rule.source or f"{rule.types.split()[0]}/config.py"
+        assert rule.types in UNREADABLE or (models / source).is_file() or source.endswith(" of transformers"), rule
 
 
 @pytest.mark.parametrize("name", names())

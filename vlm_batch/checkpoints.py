@@ -63,8 +63,12 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         put = rules.finish(lying, weights, read)
         lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         if rules.unread and not any(name.startswith(rules.unread) for name in put):
-            unread = [one for one in tree_flatten(model.parameters()) if one[0].startswith(rules.unread)]
-            put |= {name: mx.zeros(value.shape) for name, value in unread}
+            unread = {
+                name: value
+                for name, value in dict(tree_flatten(model.parameters())).items()
+                if name.startswith(rules.unread)
+            }
+            put |= {name: mx.zeros(value.shape) for name, value in unread.items()}
         return theirs(model, config, put, *args, **kwargs)
 
     with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights):
@@ -85,9 +89,11 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     model_type = str(lying["model_type"] if keeps else config["model_type"])
     with reading(config), older_processor_files(path, model_type) as folder:
         images = None if keeps else load_image_processor(path, **options)
-        read = AutoProcessor.from_pretrained
+        read: Callable[..., Any] = AutoProcessor.from_pretrained
         if model_type == "cohere2_vision" and find_spec("torchvision") is None:
-            from vlm_batch.models._aya_vision import from_pretrained as read
+            from vlm_batch.models import _aya_vision
+
+            read = _aya_vision.from_pretrained
         try:
             processor = read(folder, **options)
         except Exception as error:

@@ -187,7 +187,17 @@ def _read_into(source: str | Path, policy: FetchPolicy, cancelled: Cancelled, wr
     elif is_url(source):
         _Download(str(source), policy, cancelled).read(write)
     else:
-        _read_file(local_path(source, policy), shown(source), policy, cancelled, write)
+        name = shown(source)
+        with _opened(local_path(source, policy), name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > policy.max_bytes:
+                raise Unreadable(f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read", "max_bytes")
+            while block := file.read(min(BLOCK_BYTES, max(size, 1))):  # what is appended meanwhile is left out
+                cancelled.check()
+                write(block)
+                size -= len(block)
+                if size <= 0:
+                    return
 
 
 def _of_data_uri(uri: str, policy: FetchPolicy) -> bytes:
@@ -242,19 +252,6 @@ def _opened(path: Path, name: str) -> Iterator[io.BufferedReader]:
         raise Unreadable(f"{name} does not exist") from error
     except (OSError, ValueError) as error:
         raise Unreadable(f"{name} cannot be read: {_said(error)}") from error
-
-
-def _read_file(path: Path, name: str, policy: FetchPolicy, cancelled: Cancelled, write: Callable[[bytes], Any]) -> None:
-    with _opened(path, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > policy.max_bytes:
-            raise Unreadable(f"{name} has {size:,} bytes; at most {policy.max_bytes:,} are read", "max_bytes")
-        while block := file.read(min(BLOCK_BYTES, max(size, 1))):  # what is appended meanwhile is left out
-            cancelled.check()
-            write(block)
-            size -= len(block)
-            if size <= 0:
-                return
 
 
 # URLs

@@ -103,8 +103,6 @@ class Forms:
 
         Returns whether it is so large that compiling it may take long.
         """
-        if params.form is None:
-            return False
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
         text = _sized_grammar(params)
@@ -117,11 +115,10 @@ class Forms:
         _raise_for(params, said)
         return len(text) >= LARGE
 
-    def compiled(self, params: SamplingParams) -> Form | None:
-        """A request's form, at its beginning; None if its parameters name none. Raises InvalidParameters."""
+    def compiled(self, params: SamplingParams) -> Form:
+        """A request's form, at its beginning. Raises InvalidParameters."""
         name = params.form
-        if name is None:
-            return None
+        assert name is not None
         text = _grammar(params)
         with self._lock:
             found = self._compiled.get((name, text))

@@ -235,15 +235,11 @@ def _opened(source: Any) -> Image.Image:
     with _LIMIT_LOCK:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            return Image.open(source, formats=_formats())
+            _init_pillow()
+            # of the formats that are read, those that this Pillow has, with what plugins have registered since
+            return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
         finally:
             Image.MAX_IMAGE_PIXELS = limit
-
-
-def _formats() -> tuple[str, ...]:
-    """The formats that this Pillow has, with what plugins have registered since."""
-    _init_pillow()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 @cache

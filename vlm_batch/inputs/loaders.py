@@ -44,8 +44,9 @@ class Loading:
         self.read_seconds = self.process_seconds = 0.0
         self._began = time.perf_counter()
         self._media = list(question.media)
-        self._unread = {at for at, medium in enumerate(self._media) if lane_of(medium) is not None}
-        self.is_read = not self._unread  # its pictures and videos are in memory, or at hand
+        #: Places among its pictures and videos, with the lanes, of those that are still to be read.
+        self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
+        self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
         self._future: Future[Prepared] = Future()
         self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
         self._lock = threading.Lock()
@@ -88,14 +89,10 @@ class Loading:
 
         ``result`` then raises OperationCancelled, unless it was done before.
         """
-        self.fail(OperationCancelled())
+        self.end(OperationCancelled())
 
     # Called by Loaders
     # -----------------------------------------------------------------------------------------------------------------
-
-    def unread(self) -> list[tuple[int, Any]]:
-        """The pictures and videos, with their places, that are still to be read."""
-        return [(at, self._media[at]) for at in sorted(self._unread)]
 
     def put(self, at: int, medium: Any) -> bool:
         """Note what was read; whether that was the last."""
@@ -103,8 +100,8 @@ class Loading:
             if self._has_ended:
                 return False
             self._media[at] = medium
-            self._unread.discard(at)
-            if self._unread:
+            self.unread.pop(at, None)
+            if self.unread:
                 return False
             self.read_seconds = time.perf_counter() - self._began
             media = list(self._media)
@@ -112,26 +109,22 @@ class Loading:
         self.is_read = True
         return True
 
-    def fail(self, error: BaseException) -> None:
-        """End it with an error, and stop what still works for it."""
-        self._end(lambda: self._future.set_exception(error))
-        self.cancelled.set()
-
-    def finish(self, prepared: Prepared) -> None:
-        self._end(lambda: self._future.set_result(prepared))
-
-    def _end(self, put: Callable[[], None]) -> None:
-        """Put the outcome, unless there is one, and tell those who wait for it."""
+    def end(self, outcome: Prepared | BaseException) -> None:
+        """Put the outcome, unless there is one, tell those who wait for it, and stop what still works for an error's."""
         with self._lock:
-            if self._has_ended:
-                return
-            self._has_ended = True
+            is_first, self._has_ended = not self._has_ended, True
             self._media.clear()
-        put()
-        with self._lock:
-            calls, self._calls = self._calls or [], None
-        for call in calls:
-            call()
+        if is_first:
+            if isinstance(outcome, BaseException):
+                self._future.set_exception(outcome)
+            else:
+                self._future.set_result(outcome)
+            with self._lock:
+                calls, self._calls = self._calls or [], None
+            for call in calls:
+                call()
+        if isinstance(outcome, BaseException):
+            self.cancelled.set()
 
 
 class Loaders:
@@ -163,22 +156,39 @@ class Loaders:
         loading = Loading(question, when_read)
         self._open.add(loading)
         loading.when_done(partial(self._open.discard, loading))
-        unread = loading.unread()
+        policy, unread = question.fetch, dict(loading.unread)
         try:
-            for at, medium in unread:
-                self._read(loading, at, medium)
-            if not unread and when_read is None:
-                self._process(loading)
+            for at, lane in unread.items():
+                medium = question.media[at]
+                reading = self._reads[lane].submit(
+                    partial(read_medium, medium, policy, loading.cancelled),
+                    loading.cancelled,
+                    seconds=policy.seconds + GRACE_SECONDS,
+                    late=partial(late_error, medium, policy),
+                )
+                reading.add_done_callback(partial(self._was_read, loading, at))
         except BaseException as error:
-            loading.fail(error)
+            loading.end(error)
+        if not unread and when_read is None:
+            self.process(loading)
         return loading
 
     def process(self, loading: Loading) -> None:
         """Have what was read processed; returns at once."""
+        pool = self._long_work if loading.question.takes_long else self._work
         try:
-            self._process(loading)
+            working = pool.submit(partial(self._prepared, loading), loading.cancelled)
+            working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
         except BaseException as error:
-            loading.fail(error)
+            loading.end(error)
+
+    def _prepared(self, loading: Loading) -> Prepared:
+        # No function within another: an error's traceback would hold its closure, and with it the loading.
+        begin = time.perf_counter()
+        try:
+            return self._prepare(loading.question, loading.cancelled)
+        finally:
+            loading.process_seconds = time.perf_counter() - begin
 
     def close(self) -> None:
         """End everything that is under way, and wait a little for what native code is doing."""
@@ -190,40 +200,9 @@ class Loaders:
         for pool in (self._work, self._long_work):
             pool.join(max(0.0, end - time.monotonic()))
 
-    def _read(self, loading: Loading, at: int, medium: Any) -> None:
-        policy, lane = loading.question.fetch, lane_of(medium)
-        assert lane is not None
-        reading = self._reads[lane].submit(
-            partial(read_medium, medium, policy, loading.cancelled),
-            loading.cancelled,
-            seconds=policy.seconds + GRACE_SECONDS,
-            late=partial(late_error, medium, policy),
-        )
-        reading.add_done_callback(partial(self._was_read, loading, at))
-
     def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
         try:
             if loading.put(at, reading.result()):
-                (loading.when_read or partial(self._process, loading))()
+                (loading.when_read or partial(self.process, loading))()
         except BaseException as error:  # also of what comes next: a future's callback tells nobody
-            loading.fail(error)
-
-    def _process(self, loading: Loading) -> None:
-        pool = self._long_work if loading.question.takes_long else self._work
-        working = pool.submit(partial(self._prepared, loading), loading.cancelled)
-        working.add_done_callback(partial(_was_processed, loading))
-
-    def _prepared(self, loading: Loading) -> Prepared:
-        begin = time.perf_counter()
-        try:
-            return self._prepare(loading.question, loading.cancelled)
-        finally:
-            loading.process_seconds = time.perf_counter() - begin
-
-
-def _was_processed(loading: Loading, working: Future[Prepared]) -> None:
-    error = working.exception()
-    if error is None:
-        loading.finish(working.result())
-    else:
-        loading.fail(error)
+            loading.end(error)

@@ -144,14 +144,9 @@ class Question:
         return replace(self, images=images, videos=videos, num_pixels=sum(map(count_pixels, images)))
 
     @property
-    def is_long(self) -> bool:
-        """Whether its prompt takes long to become tokens."""
-        return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
-
-    @property
     def takes_long(self) -> bool:
         """Whether preparing it takes long, whatever it waits for."""
-        return self.is_long or self.has_large_form
+        return self.has_large_form or (self.prompt is not None and len(self.prompt) >= LONG_PROMPT)
 
     @cached_property
     def lane(self) -> Lane:
@@ -231,11 +226,15 @@ class Preparer:
 
         Raises InvalidRequest.
         """
-        is_large = self._forms.check(request.params)
-        question = replace(self._checked(request), params=request.params, pixels=self._pixels(request))
-        question = replace(question, has_large_form=is_large)
+        params, thinking = request.params, None
+        is_large = params.form is not None and self._forms.check(params)
+        question, pixels = self._checked(request), self._pixels(request)
+        if params.form is not None or params.thinking_budget is not None:
+            thinking = self._thinking(question, request)
         num_pixels = sum(map(count_pixels, question.images))
-        return replace(question, thinking=self._thinking(question, request), num_pixels=num_pixels)
+        return replace(
+            question, params=params, pixels=pixels, has_large_form=is_large, thinking=thinking, num_pixels=num_pixels
+        )
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
@@ -253,10 +252,8 @@ class Preparer:
         return PixelBounds(min(least, most), most)
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
-        """The state in which the prompt leaves thinking; None if nobody asks for it."""
+        """The state in which the prompt leaves thinking; None if the model's template does not mark it."""
         params, marks = request.params, self.processing.template.thinking
-        if params.form is None and params.thinking_budget is None:
-            return None
         if marks is None:
             if params.thinking_budget is not None:
                 raise InvalidParameters("thinking_budget: this model's chat template does not mark thinking")
@@ -280,7 +277,7 @@ class Preparer:
         if request.messages is not None:
             turns, *media = split_messages(request.messages, images, videos)
             images, videos = map(tuple, media)
-        images, clips = self._checked_images(images), self._checked_videos(videos)
+        images, clips = self._own_media(images, videos)
         if request.inputs is not None:
             inputs = _checked_inputs(request.inputs, images or videos)
             self._check_inputs(inputs)
@@ -291,46 +288,46 @@ class Preparer:
                 self._check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
             return Question(token_ids=ids, images=images, videos=clips, fetch=self._fetch)
-        for text in texts_of([request.prompt, turns]):
-            _check_unicode(text)
-        if request.prompt is not None:
-            self._check_length(len(request.prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
-            prompt = self._rendered(request.prompt, len(images), len(clips), options)
-        else:
-            if options is None:
-                raise InvalidPrompt("template is None; messages need the chat template")
-            size = sum(map(len, texts_of(turns)))
-            self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
-            self._reserved.check_chat(turns)
-            self._reserved.check_arguments(options.arguments)
-            prompt = self.processing.render(turns, len(images), len(clips), options)
+        prompt = self._rendered(request, turns, len(images), len(clips), options)
         return Question(prompt=prompt, images=images, videos=clips, fetch=self._fetch)
 
-    def _check_length(self, size: int, per_token: int, said: str) -> None:
-        """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
-        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
-        if size > most * per_token:
-            raise PromptTooLong(
-                f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
-            )
-
-    def _checked_images(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
+    def _own_media(
+        self, images: Sequence[ImageInput], videos: Sequence[VideoInput]
+    ) -> tuple[tuple[ImageInput, ...], tuple[Video, ...]]:
+        """Pictures and videos in a form that nobody else can change. Raises InvalidImage and InvalidVideo."""
         spec = self.spec
         if images and not spec.images:
             raise InvalidImage(f"{spec.family} takes no pictures: it is a language model")
         if len(images) > 1 and not spec.multi_image:
             raise InvalidImage(f"{spec.family} takes one picture a request; given: {len(images)}")
-        return tuple(map(own_image, images))
+        owned = tuple(map(own_image, images))
+        if videos and not spec.video:
+            raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
+        return owned, tuple(own_video(as_video(video)) for video in videos)
 
-    def _checked_videos(self, videos: Sequence[VideoInput]) -> tuple[Video, ...]:
-        if videos and not self.spec.video:
-            raise InvalidVideo(f"{self.spec.family} takes no videos: {self.spec.no_video}")
-        return tuple(own_video(as_video(video)) for video in videos)
-
-    def _rendered(self, prompt: str, num_images: int, num_videos: int, options: Template | None) -> str:
+    def _rendered(
+        self, request: Request, turns: list[Message], num_images: int, num_videos: int, options: Template | None
+    ) -> str:
+        """The prompt as the processor takes it. Raises InvalidPrompt and PromptTooLong."""
+        for text in texts_of([request.prompt, turns]):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InvalidPrompt(
+                    f"the text holds {text[error.start]!r} at character {error.start:,}, half of a surrogate pair: it is no "
+                    "Unicode text (what read it may have guessed another encoding)"
+                ) from error
+        prompt = request.prompt
+        if prompt is None:
+            if options is None:
+                raise InvalidPrompt("template is None; messages need the chat template")
+            size = sum(map(len, texts_of(turns)))
+            self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
+            self._reserved.check_chat(turns, options.arguments)
+            return self.processing.render(turns, num_images, num_videos, options)
+        self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
         if options is not None:
-            self._reserved.check_prompt(prompt)
-            self._reserved.check_arguments(options.arguments)
+            self._reserved.check_prompt(prompt, options.arguments)
             return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
             raise InvalidPrompt("the prompt is empty")
@@ -339,6 +336,14 @@ class Preparer:
             if room is not None and room != given:
                 raise InvalidPrompt(f"the rendered prompt has {room} {noun} placeholders for {given} {noun}s")
         return prompt
+
+    def _check_length(self, size: int, per_token: int, said: str) -> None:
+        """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
+        most = min((n for n in (self.max_context, self.limits.prompt_tokens) if n is not None), default=MAX_TOKENS)
+        if size > most * per_token:
+            raise PromptTooLong(
+                f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
+            )
 
     # On a loader's thread
     # -----------------------------------------------------------------------------------------------------------------
@@ -376,29 +381,31 @@ class Preparer:
         """The engine's part, with all that it would otherwise make of the inputs on its own thread."""
         if self._hashes:
             hash_ahead(inputs)
-        kept = on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None
-        return Prepared(inputs, image_sizes, video_sizes, kept=kept, **self._answer_facts(question))
-
-    def _answer_facts(self, question: Question) -> dict[str, Any]:
-        """Facts about the answer that the engine needs beside its parameters."""
-        words = [spelled for word in question.params.bad_words for spelled in (word, f" {word.lstrip()}")]
-        bad_words = tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words))))
-        form = self._forms.compiled(question.params)
-        return {"bad_words": bad_words, "form": form, "thinking": question.thinking}
+        params = question.params
+        words = [spelled for word in params.bad_words for spelled in (word, f" {word.lstrip()}")]
+        return Prepared(
+            inputs,
+            image_sizes,
+            video_sizes,
+            kept=on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None,
+            bad_words=tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words)))),
+            form=None if params.form is None else self._forms.compiled(params),
+            thinking=question.thinking,
+        )
 
     def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
         """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
-        if question.is_long:
+        prompt = question.prompt
+        if prompt is not None and len(prompt) >= LONG_PROMPT:
             with self._long_lock:
                 settings = settings_of(self.processing.processor)
                 if self._long is None or self._long[0] != settings:
                     self._long = settings, self.processing.copy()
-                assert question.prompt is not None
                 with self._long[1].seeing(question.pixels):
-                    return settled(self._long[1].inputs(question.prompt, images, clips))
+                    return settled(self._long[1].inputs(prompt, images, clips))
         with self._copies.one() as processing, processing.seeing(question.pixels):
-            if question.prompt is not None:
-                return settled(processing.inputs(question.prompt, images, clips))
+            if prompt is not None:
+                return settled(processing.inputs(prompt, images, clips))
             found = processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
             return settled(found)
 
@@ -436,17 +443,6 @@ def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
     """The last place of ``wanted`` in ``ids``; -1 if it is not there."""
     size = len(wanted)
     return next((at for at in range(len(ids) - size, -1, -1) if tuple(ids[at : at + size]) == tuple(wanted)), -1)
-
-
-def _check_unicode(text: str) -> None:
-    """Refuse text that no tokenizer takes. Raises InvalidPrompt."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidPrompt(
-            f"the text holds {text[error.start]!r} at character {error.start:,}, half of a surrogate pair: it is no Unicode "
-            "text (what read it may have guessed another encoding)"
-        ) from error
 
 
 def _check_types(request: Request) -> None:

@@ -62,12 +62,6 @@ class Processing:
         """The same with a processor of its own, tokenizer and all, for another thread."""
         return Processing(copy_for_thread(self.processor), self.config, self.sampling)
 
-    def with_processor(self, processor: Any) -> Processing:
-        """The same with another copy of its processor, to make inputs with."""
-        other = copy.copy(self)
-        other.processor, other.tokenizer = processor, getattr(processor, "tokenizer", processor)
-        return other
-
     # Text
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -123,7 +117,10 @@ class Processing:
             return made[-1]
         if isinstance(turns, str):
             return made
-        return [_with_fields(message, turn) for message, turn in zip(made, turns, strict=True)]
+        # with the fields of each turn that mlx-vlm leaves out, such as a name or earlier reasoning
+        kept = [{name: value for name, value in turn.items() if name not in ("role", "content")} for turn in turns]
+        pairs = zip(made, kept, strict=True)
+        return [{**more, **message} if isinstance(message, Mapping) else message for message, more in pairs]
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count the pictures or videos ("image", "video") that a rendered prompt has room for.
@@ -175,18 +172,27 @@ class Processing:
 
     def inputs(self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()) -> dict[str, Any]:
         """Make the model's inputs: ``input_ids`` (1, L) and whatever its processor makes of the pictures and videos."""
+        media: dict[str, Any] = {}
+        if clips:  # decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken
+            frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
+            media = {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
         try:
-            found = prepare_inputs(
+            given = prepare_inputs(
                 self.processor,
                 images=list(images) or None,
                 prompts=rendered,
                 image_token_index=getattr(self.config, "image_token_index", None),
                 add_special_tokens=should_add_special_tokens(self.config.model_type, self.processor),
-                **self._video_arguments(clips),
+                **media,
             )
         except Exception as error:
             raise InvalidPrompt(f"the processor refuses this request: {error}") from error
-        return as_mlx({**found, **self._seconds(clips)})
+        found: dict[str, Any] = {**given}
+        step = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
+        if clips and step is not None:
+            # transformers' seconds between a video's time steps (N,), which mlx-vlm leaves out
+            found["second_per_grid_ts"] = np.array([step / clip.sampled_fps for clip in clips], dtype=np.float32)
+        return as_mlx(found)
 
     def inputs_of_ids(
         self,
@@ -206,20 +212,6 @@ class Processing:
             raise InvalidPrompt(f"the pictures and videos need {needed} placeholder tokens; the token ids hold {given}")
         return moved(found, ids, image_ids)
 
-    def _video_arguments(self, clips: Sequence[Clip]) -> dict[str, Any]:
-        """Decoded frames (T, 3, H, W) as mlx-vlm's processors take them, and when each was taken."""
-        if not clips:
-            return {}
-        frames = [clip.frames.transpose(0, 3, 1, 2) for clip in clips]
-        return {"videos": frames, "video_metadata": [_metadata(clip) for clip in clips]}
-
-    def _seconds(self, clips: Sequence[Clip]) -> dict[str, Any]:
-        """Seconds between a video's time steps (N,): transformers' ``second_per_grid_ts``, which mlx-vlm leaves out."""
-        frames = getattr(getattr(self.processor, "video_processor", None), "temporal_patch_size", None)
-        if not clips or frames is None:
-            return {}
-        return {"second_per_grid_ts": np.array([frames / clip.sampled_fps for clip in clips], dtype=np.float32)}
-
 
 class Copies:
     """A model's processor for several threads: each has one to itself while it makes inputs.
@@ -238,7 +230,19 @@ class Copies:
     def one(self) -> Iterator[Processing]:
         """A processor that nobody else has."""
         settings = settings_of(self._processing.processor)
-        taken = self._taken(settings)
+        taken: Processing | None = None
+        with suppress(IndexError):
+            while taken is None:
+                made_with, free = self._free.pop()
+                taken = free if made_with == settings else None
+        if taken is None and self._mould is not None:
+            try:
+                processor = self._mould.copy()
+            except Exception:  # a class of somebody's own that holds what cannot be copied
+                self._mould = None
+            else:
+                taken = copy.copy(self._processing)
+                taken.processor, taken.tokenizer = processor, getattr(processor, "tokenizer", processor)
         if taken is None:
             with self._turn:
                 yield self._processing
@@ -248,31 +252,9 @@ class Copies:
         finally:
             self._free.append((settings, taken))
 
-    def _taken(self, settings: str) -> Processing | None:
-        """A copy with these settings, or None if there can be none."""
-        with suppress(IndexError):
-            while True:
-                known, copy = self._free.pop()
-                if known == settings:
-                    return copy
-        if self._mould is not None:
-            try:
-                return self._processing.with_processor(self._mould.copy())
-            except Exception:  # a class of somebody's own that holds what cannot be copied
-                self._mould = None
-        return None
-
 
 #: Families without a template, whose processors take the last message alone (``mlx_vlm.prompt_utils``).
 _LAST_MESSAGE = ("paligemma", "florence2", "falcon_ocr")
-
-
-def _with_fields(message: Any, turn: Message) -> Any:
-    """A message with the fields of its turn that mlx-vlm leaves out, such as a name or earlier reasoning."""
-    if not isinstance(message, Mapping):
-        return message
-    return {**{name: value for name, value in turn.items() if name not in ("role", "content")}, **message}
-
 
 #: Processors' outputs that number positions: they hold for the prompt that the processor was given, and for no other.
 BY_POSITION = frozenset({"image_input_idx", "image_bound", "cross_attention_mask"})

@@ -117,15 +117,11 @@ class Mould:
 
     def copy(self) -> Any:
         """A processor for one thread. Raises whatever a class raises that cannot be copied."""
-        memo = {id(self._tokenizer): self._guarded()}
-        return copy.deepcopy(self._processor, memo)
-
-    def _guarded(self) -> Any:
         theirs = type(self._tokenizer)
         calls = {name: self._one_at_a_time(getattr(theirs, name)) for name in _TOKENIZES if hasattr(theirs, name)}
         guarded: Any = object.__new__(type(theirs.__name__, (theirs,), {**calls, "__module__": theirs.__module__}))
         vars(guarded).update(vars(self._tokenizer))
-        return guarded
+        return copy.deepcopy(self._processor, {id(self._tokenizer): guarded})
 
     def _one_at_a_time(self, method: Callable[..., Any]) -> Callable[..., Any]:
         lock = self._lock

@@ -7,7 +7,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -40,89 +42,85 @@ _PROBES: tuple[list[Message], ...] = (
 )
 
 
-class ReservedWords:
-    """The words of one processor that typed text may not hold.
+@dataclass(frozen=True)
+class Words:
+    """Words that typed text may not hold.
 
-    ``placeholders`` stand for a picture or video. ``turns`` are the special tokens that the chat template writes: they
-    begin and end turns. Special tokens that it does not write are commands of the model (``<|grounding|>``), which
-    people type.
+    ``placeholders`` stand for a picture or video, ``numbered`` are patterns of those with a number (``<|image_1|>``): any
+    number is taken for a picture's. ``turns`` are the special tokens that the chat template writes: they begin and end
+    turns. Special tokens that it does not write are commands of the model (``<|grounding|>``), which people type.
     """
+
+    placeholders: frozenset[str]
+    numbered: tuple[re.Pattern[str], ...]
+    turns: frozenset[str]
+
+
+class ReservedWords:
+    """The reserved words of one processor, found when the first text is checked."""
 
     def __init__(self, processing: Processing, image_token_ids: Iterable[int] = ()) -> None:
         self._processing = processing
         self._image_token_ids = image_token_ids
 
     @cached_property
-    def placeholders(self) -> frozenset[str]:
+    def words(self) -> Words:
         processor, tokenizer = self._processing.processor, self._processing.tokenizer
+        added = {int(at): word for at, word in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items()}
+        special = [str(word) for word in added.values() if getattr(word, "special", False) and not str(word).isalnum()]
+        renderings = "".join(filter(None, map(self._rendering, _PROBES)))
+        turns = frozenset(word for word in special if word in renderings)
         named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
-        special, added = self._special, self._added
-        marked = [added[token] for token in self._image_token_ids if token in added]
-        around = self._rendering("x", num_images=1) or ""  # a picture's beginning and end
-        framing = [word for word in special.values() if word in around and word not in self.turns and _is_mark(word)]
-        written = [word for word in self._written if not _NUMBER.search(word)]
-        words = (*named, *marked, *framing, *written, *_words_of(type(processor)))
-        return frozenset(word for word in words if isinstance(word, str) and len(word.strip()) > 1)
+        marked = [str(added[token]) for token in self._image_token_ids if token in added]
+        # What the template writes for a picture and a video, tokens or not: processors look for it in the text.
+        plain, picture, video = (self._rendering("x", *media) or "" for media in ((), (1, 0), (0, 1)))
+        around = [word for word in special if word in picture and word not in turns]
+        written = [_middle(plain, text) for text in (picture, video) if text]
+        written = [word for word in written if len(word) > 1 and not word.isalnum()]
+        kind: type = type(processor)
+        known = _marks_of(kind)
+        fixed = (*named, *marked, *around, *(word for word in written if not _NUMBER.search(word)))
+        fixed = (*fixed, *(word for word in known if "\\" not in word))
+        patterns = {r"\d+".join(map(re.escape, _NUMBER.split(word))) for word in written if _NUMBER.search(word)}
+        patterns |= {word for word in known if r"\d+" in word and _compiles(word)}
+        return Words(
+            frozenset(word for word in fixed if isinstance(word, str) and len(word.strip()) > 1),
+            tuple(map(re.compile, sorted(patterns))),
+            turns,
+        )
 
-    @cached_property
-    def numbered(self) -> tuple[re.Pattern[str], ...]:
-        """Placeholders with a number (``<|image_1|>``): any number is taken for a picture's."""
-        written = sorted(word for word in self._written if _NUMBER.search(word))
-        patterns = {r"\d+".join(map(re.escape, _NUMBER.split(word))) for word in written}
-        return tuple(map(re.compile, sorted(patterns | _patterns_of(type(self._processing.processor)))))
+    def check_prompt(self, text: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """Refuse a prompt, or a template's further arguments, that hold a reserved word. Raises InvalidPrompt."""
+        self._check([text], "give text that is final already with template=None")
+        self._check(texts_of(arguments), "leave that argument out")
 
-    @cached_property
-    def _written(self) -> frozenset[str]:
-        """The marks that the template writes for pictures and videos, tokens or not: processors look for them in text."""
-        without = self._rendering("x") or ""
-        renderings = [self._rendering("x", 1), self._rendering("x", 0, 1)]
-        words = [_added(without, text).strip() for text in renderings if text is not None]
-        return frozenset(word for word in words if len(word) > 1 and _is_mark(word))
-
-    @cached_property
-    def turns(self) -> frozenset[str]:
-        renderings = [text for probe in _PROBES if (text := self._rendering(probe)) is not None]
-        marks = filter(_is_mark, self._special.values())
-        return frozenset(word for word in marks if any(word in text for text in renderings))
-
-    def check_prompt(self, text: str) -> None:
-        """Refuse a prompt that holds a reserved word. Raises InvalidPrompt."""
-        self._check(text, self.placeholders | self.turns, "give text that is final already with template=None")
-
-    def check_chat(self, messages: Iterable[Message]) -> None:
-        """Refuse a chat that holds one; an assistant's turn may repeat what the model itself writes."""
+    def check_chat(self, messages: Iterable[Message], arguments: Mapping[str, Any] | None = None) -> None:
+        """The same of a chat; an assistant's turn may repeat what the model itself writes."""
         for message in messages:
-            words = self.placeholders if message.get("role") == "assistant" else self.placeholders | self.turns
-            for text in (*texts_of(message), _in_one(message.get("content"))):
-                self._check(text, words, "render the chat yourself and give it as prompt with template=None")
-
-    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse a template's further arguments, such as tools and documents, if they hold one."""
-        for text in texts_of(arguments):
-            self._check(text, self.placeholders | self.turns, "leave that argument out")
-
-    def _check(self, text: str, words: Iterable[str], way_out: str) -> None:
-        found = sorted(word for word in words if word in text)
-        found += [match.group() for pattern in self.numbered if (match := pattern.search(text))]
-        if found:
-            meaning = "the beginning or end of a turn" if found[0] in self.turns else "a picture's or video's place"
-            raise InvalidPrompt(
-                f"the text holds {found[0]!r}, which this model's processor reads as {meaning}; leave it out "
-                "(pictures get their places by themselves)",
-                advice=f", or {way_out}",
+            parts = message.get("content")
+            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts or ()]
+            # The texts of a content's parts as templates write them, one after the other.
+            in_one = (
+                "".join(text for text in texts if isinstance(text, str)) if isinstance(parts, (list, tuple)) else ""
             )
+            way_out = "render the chat yourself and give it as prompt with template=None"
+            self._check([*texts_of(message), in_one], way_out, may_end_turns=message.get("role") == "assistant")
+        self._check(texts_of(arguments), "leave that argument out")
 
-    @cached_property
-    def _special(self) -> dict[int, str]:
-        """The tokenizer's special tokens: their ids and words."""
-        added = getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
-        return {int(token): str(word) for token, word in added.items() if getattr(word, "special", False)}
-
-    @cached_property
-    def _added(self) -> dict[int, str]:
-        """All tokens that were added to the tokenizer's own, special or not."""
-        added = getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}
-        return {int(token): str(word) for token, word in added.items()}
+    def _check(self, texts: Iterable[str], way_out: str, *, may_end_turns: bool = False) -> None:
+        turns = frozenset[str]() if may_end_turns else self.words.turns
+        for text in texts:
+            found = sorted(word for word in self.words.placeholders | turns if word in text)
+            found += [match.group() for pattern in self.words.numbered if (match := pattern.search(text))]
+            if found:
+                meaning = (
+                    "the beginning or end of a turn" if found[0] in self.words.turns else "a picture's or video's place"
+                )
+                raise InvalidPrompt(
+                    f"the text holds {found[0]!r}, which this model's processor reads as {meaning}; leave it out "
+                    "(pictures get their places by themselves)",
+                    advice=f", or {way_out}",
+                )
 
     def _rendering(self, chat: str | list[Message], num_images: int = 0, num_videos: int = 0) -> str | None:
         try:
@@ -131,33 +129,24 @@ class ReservedWords:
             return None
 
 
-def _words_of(kind: type) -> frozenset[str]:
-    """Marks of pictures, videos and sounds that a processor's file names: it looks for them in the text."""
-    return frozenset(word for word in _literals(kind) if "\\" not in word)
-
-
-def _patterns_of(kind: type) -> frozenset[str]:
-    """The same with a number, as patterns."""
-    return frozenset(word for word in _literals(kind) if r"\d+" in word and _compiles(word))
-
-
-def _literals(kind: type) -> frozenset[str]:
-    """Texts that look like a mark, in the files of a processor's classes that belong to one model."""
-    modules = {parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__}
-    return frozenset[str]().union(*map(_literals_in, modules))
-
-
 @cache
-def _literals_in(module: str) -> frozenset[str]:
-    """Those of a module, and of the other files of its folder that process."""
-    try:
-        file = Path(inspect.getfile(sys.modules[module]))
-        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in {file, *file.parent.glob("*process*.py")}]
-    except (KeyError, OSError, TypeError, ValueError):  # no file to read, or none of Python's
-        return frozenset()
-    nodes = (node for tree in trees for node in ast.walk(tree))
-    texts = (node.value.strip() for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return frozenset(filter(_MARK.fullmatch, texts))
+def _marks_of(kind: type) -> frozenset[str]:
+    """Marks of pictures, videos and sounds that the files of a processor's classes name, among them patterns.
+
+    The sources are parsed, because nothing else says what a processor looks for in the text: such a mark need be no token, no
+    attribute, and nothing that a template writes, and it opens a picture's place wherever it is typed. A list of them would
+    be out of date with the next mlx-vlm or transformers, without anybody noticing.
+    """
+    found: set[str] = set()
+    for module in {parent.__module__ for parent in kind.__mro__ if ".models." in parent.__module__}:
+        try:
+            file = Path(inspect.getfile(sys.modules[module]))
+            trees = [ast.parse(path.read_text(encoding="utf-8")) for path in {file, *file.parent.glob("*process*.py")}]
+        except (KeyError, OSError, TypeError, ValueError):  # no file to read, or none of Python's
+            continue
+        constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        found.update(text.strip() for text in constants if isinstance(text, str) and _MARK.fullmatch(text.strip()))
+    return frozenset(found)
 
 
 def _compiles(pattern: str) -> bool:
@@ -168,21 +157,11 @@ def _compiles(pattern: str) -> bool:
     return True
 
 
-def _is_mark(word: str) -> bool:
-    """Whether a special token is no word or letter of its own."""
-    return not word.isalnum()
-
-
-def _added(without: str, text: str) -> str:
+def _middle(without: str, text: str) -> str:
     """The middle of ``text``, between the beginning and the end that it shares with ``without``."""
-    start = _common(without, text)
-    return text[start : len(text) - _common(without[start:][::-1], text[start:][::-1])]
-
-
-def _common(one: str, other: str) -> int:
-    """The number of first characters that two texts share."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    start = len(commonprefix([without, text]))  # noqa: RUF071  (texts, not paths)
+    end = len(commonprefix([without[start:][::-1], text[start:][::-1]]))  # noqa: RUF071
+    return text[start : len(text) - end].strip()
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -196,14 +175,3 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from texts_of(part)
-
-
-def _in_one(content: Any) -> str:
-    """The texts of a content's parts as templates write them, one after the other."""
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return "".join(text for part in parts if (text := _piece(part)) is not None)
-
-
-def _piece(part: Any) -> str | None:
-    text = part.get("text") if isinstance(part, Mapping) else part
-    return text if isinstance(text, str) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,8 +90,10 @@ class ChatTemplate:
     def reads(self) -> frozenset[str]:
         """The arguments that it reads, besides the chat."""
         read: set[str] = set()
+        environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
         for source in self.sources.values():
-            read |= _variables(source)
+            with suppress(TemplateError):  # rendering says what is wrong with it
+                read |= find_undeclared_variables(environment.parse(source))
         if self.owner is not None:  # some processors render in Python, with arguments of their own
             named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             function = self.owner.apply_chat_template
@@ -146,15 +149,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _variables(source: str) -> set[str]:
-    """The names that a template looks up and does not set itself."""
-    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
-    try:
-        return find_undeclared_variables(environment.parse(source))
-    except TemplateError:
-        return set()  # rendering says what is wrong with it
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -212,6 +212,30 @@ def lfm2_text(text: Config) -> Config:
     return filled(block_dim=width, conv_dim=width, conv_dim_out=width, num_heads=text["num_attention_heads"])(text)
 
 
+def gemma4_tower(tower: Config) -> Config:
+    """The side of a patch as the model takes it: several of the processor's."""
+    return filled(model_patch_size=tower["patch_size"] * tower["pooling_kernel_size"])(tower)
+
+
+def inkling_text(text: Config) -> Config:
+    """Widths of experts and of plain layers, which mlx-vlm's class calls the other way round."""
+    widths = {"intermediate_size": text["moe_intermediate_size"], "dense_intermediate_size": text["intermediate_size"]}
+    return renamed(conv_kernel_size="sconv_kernel_size")(text) | widths
+
+
+def kimi_tower(tower: Config) -> Config:
+    """MoonViT's settings by mlx-vlm's names."""
+    sizes = renamed(num_hidden_layers="depth", hidden_size="embed_dim", num_attention_heads="num_heads")
+    places = renamed(pos_emb_height="init_pos_emb_height", pos_emb_width="init_pos_emb_width")
+    return places(sizes(tower)) | {"model_type": "moonvit"}
+
+
+def nemotron_omni(config: Config) -> Config:
+    """Nemotron's parts by mlx-vlm's names; features are put into the plane the newer way ("v2"), as transformers does."""
+    named = renamed(image_token_id="img_context_token_id", vision_hidden_size="vit_hidden_size")
+    return filled(ps_version="v2")(named(config))
+
+
 def florence2_tower(tower: Config) -> Config:
     """The tower's settings by mlx-vlm's names."""
     if tower["model_type"] != "florence_vision":
@@ -240,9 +264,7 @@ def molmo2_tower(config: Config) -> Config:
     if "vit_config" in config["vision_config"]:
         return config
     vit = renamed(
-        patch_size="image_patch_size",
-        num_position_embeddings="image_num_pos",
-        image_size="image_default_input_size",
+        patch_size="image_patch_size", num_position_embeddings="image_num_pos", image_size="image_default_input_size"
     )(config["vision_config"])
     adapter = renamed(vision_feature_layer="vit_layers")(config["adapter_config"])
     return config | {"vision_config": {"vit_config": vit, "adapter_config": adapter}}
@@ -253,9 +275,7 @@ def step3p5_text(text: Config) -> Config:
     rope: Mapping[str, Any] = text.get("rope_parameters") or {}
     per_kind: list[Mapping[str, Any]] = [rope.get(kind, rope) for kind in text.get("layer_types") or []]
     named = renamed(
-        num_key_value_heads="num_attention_groups",
-        n_routed_experts="moe_num_experts",
-        num_experts_per_tok="moe_top_k",
+        num_key_value_heads="num_attention_groups", n_routed_experts="moe_num_experts", num_experts_per_tok="moe_top_k"
     )(text)
     named |= {"use_head_wise_attn_gate": True, "use_moe_router_bias": True}
     if per_kind and all("rope_theta" in one for one in per_kind):
@@ -286,146 +306,70 @@ UNREADABLE = {
     "deepseek_vl_hybrid": "its second tower (SAM) is not verified here; deepseek_vl can be loaded",
     "qwen3_omni_moe_text": "it is the decoder of a Qwen3-Omni alone; the whole model's folder (qwen3_omni_moe) can be loaded",
 }
+#: Either name of the words that stand for a picture and a video.
+TOKEN_IDS = in_order(
+    renamed(image_token_id="image_token_index", image_token_index="image_token_id"),
+    renamed(video_token_id="video_token_index", video_token_index="video_token_id"),
+)
 INTERVAL = full_attention_interval("full_attention_interval")
-PATTERN = full_attention_interval("sliding_window_pattern")
+GLM_MARKERS = renamed(image_start_token_id="vision_start_token_id", image_end_token_id="vision_end_token_id")
+NEMOTRON_LAYERS = kinds_renamed("layers_block_type", linear_attention="mamba", full_attention="attention")
+STEP_TOWER = renamed(
+    hidden_size="width", num_hidden_layers="layers", num_attention_heads="heads", layer_scale_init_value="ls_init_value"
+)
 
-#: Changes of ``config.json``: (types; the change; who reads it; the part that is changed; what the part must hold).
+#: Changes of ``config.json``: (types, the change, the part that is changed, what that must hold).
 RULES = (
-    *(Rule(kind, refused(reason), "models/__init__.py") for kind, reason in UNREADABLE.items()),
-    Rule("deepseek_v4", deepseek_v4, "deepseek_v4/config.py", where="layer_types"),
-    # Rotary positions lie in ``rope_parameters`` since transformers 5, and entries that follow from others are left out.
-    Rule("", in_order(flat_rope, head_width), "configuration_utils.py of transformers", "*", "rope_parameters"),
-    Rule("", renamed(num_local_experts="num_experts"), "mixtral/config.py", "*"),
-    Rule("", renamed(image_token_id="image_token_index", image_token_index="image_token_id"), "glm4v/config.py", "*"),
-    Rule("", renamed(video_token_id="video_token_index", video_token_index="video_token_id"), "glm4v/config.py", "*"),
-    Rule("", the_models_tie, "modeling_utils.py of transformers", where="tie_word_embeddings text_config"),
+    *(Rule(kind, refused(reason)) for kind, reason in UNREADABLE.items()),
+    Rule("deepseek_v4", deepseek_v4, where="layer_types"),
+    # Rotary positions lie in ``rope_parameters`` since transformers 5, and what follows from others is left out.
+    Rule("", in_order(flat_rope, head_width), "*", "rope_parameters", "configuration_utils.py of transformers"),
+    Rule("", renamed(num_local_experts="num_experts"), "*", source="mixtral/config.py"),
+    Rule("", TOKEN_IDS, "*", source="glm4v/config.py"),
+    Rule("", the_models_tie, "", "tie_word_embeddings text_config", "modeling_utils.py of transformers"),
     # What is another family's for mlx-vlm.
-    Rule("deepseek_vl", deepseek_vl, "multi_modality/config.py", where="text_config vision_config"),
-    Rule("ernie4_5_vl_moe", ernie_moe, "ernie4_5_moe_vl/config.py", where="text_config vision_config"),
-    Rule("got_ocr2", got, "got/config.py", where="text_config vision_config"),
-    Rule("internvl", internvl, "internvl_chat/config.py", where="text_config"),
-    Rule("llava", llava, "pixtral/config.py", where="vision_config"),
-    Rule("llava_next", llava_next, "granite_vision/config.py", where="text_config"),
-    Rule("qwen3_omni_moe_thinker", qwen3_omni_thinker, "qwen3_omni_moe/config.py", where="text_config"),
+    Rule("deepseek_vl", deepseek_vl, where="text_config vision_config", source="multi_modality/config.py"),
+    Rule("ernie4_5_vl_moe", ernie_moe, where="text_config vision_config", source="ernie4_5_moe_vl/config.py"),
+    Rule("got_ocr2", got, where="text_config vision_config", source="got/config.py"),
+    Rule("internvl", internvl, where="text_config", source="internvl_chat/config.py"),
+    Rule("llava", llava, where="vision_config", source="pixtral/config.py"),
+    Rule("llava_next", llava_next, where="text_config", source="granite_vision/config.py"),
+    Rule("qwen3_omni_moe_thinker", qwen3_omni_thinker, where="text_config", source="qwen3_omni_moe/config.py"),
     # Layers by their kinds.
-    Rule("aya_vision gemma3", PATTERN, "gemma3/config.py", "text", "layer_types"),
-    Rule("minicpmv4_6 minicpmv4_7 qwen3_5 qwen3_5_moe", INTERVAL, "qwen3_5/config.py", "text", "layer_types"),
-    Rule("qwen3_next", INTERVAL, "qwen3_next/config.py", where="layer_types"),
-    Rule(
-        "nemotron_h nemotron_h_nano_omni",
-        kinds_renamed("layers_block_type", linear_attention="mamba", full_attention="attention"),
-        "nemotron_h_nano_omni/config.py",
-        "*",
-        "layers_block_type",
-    ),
-    Rule(
-        "qwen4_exp",
-        kinds_renamed("layer_types", indexed_attention="qwen_sparse_attention"),
-        "qwen4_exp/config.py",
-        "text",
-        "layer_types",
-    ),
-    # Names and constants, family by family.
-    Rule("florence2", florence2_tower, "florence2/config.py", "vision", "model_type"),
-    Rule(
-        "florence2",  # transformers has the order in which features stand fixed
-        filled(image_feature_source=["spatial_avg_pool", "temporal_avg_pool"]),
-        "florence2/config.py",
-        where="vision_config",
-    ),
-    Rule("gemma3", renamed(rope_theta="rope_global_base_freq"), "gemma3/config.py", "text"),
-    Rule("gemma3", tokens_of_a_picture, "gemma3/config.py", where="mm_tokens_per_image text_config"),
-    Rule("gemma4 gemma4_unified", gemma4_text, "gemma4/config.py", "text", "per_layer_config"),
-    Rule(
-        "gemma4_unified",  # the side of a patch as the model takes it: several of the processor's
-        lambda tower: filled(model_patch_size=tower["patch_size"] * tower["pooling_kernel_size"])(tower),
-        "gemma4_unified/config.py",
-        "vision",
-        "patch_size pooling_kernel_size",
-    ),
-    Rule(
-        "glm4v glm4v_moe glm_ocr",
-        renamed(image_start_token_id="vision_start_token_id", image_end_token_id="vision_end_token_id"),
-        "glm4v/config.py",
-    ),
-    Rule("glm4v", lambda text: {"eos_token_id": None, **text}, "glm4v/config.py", "text"),
-    Rule("glm4v_moe", filled(use_qk_norm=False), "glm4v_moe/config.py", "text"),
-    Rule("glm_ocr", glm_ocr_rope, "glm_ocr/config.py", "text"),
-    Rule("glm_ocr", without("rope_theta", "rope_parameters", "dtype"), "glm_ocr/config.py", "vision"),
-    Rule(
-        "hunyuan_vl",
-        renamed(im_start_id="image_start_token_id", im_end_id="image_end_token_id"),
-        "hunyuan_vl/config.py",
-    ),
-    Rule("hunyuan_vl", xdrope, "hunyuan_vl/config.py", "text", "rope_parameters"),
-    Rule(
-        "inkling",  # mlx-vlm calls the widths of experts and of plain layers the other way round
-        lambda text: (
-            renamed(conv_kernel_size="sconv_kernel_size")(text)
-            | {"intermediate_size": text["moe_intermediate_size"], "dense_intermediate_size": text["intermediate_size"]}
-        ),
-        "inkling/config.py",
-        "text",
-        "moe_intermediate_size intermediate_size",
-    ),
-    Rule("kimi_k25", renamed(image_token_id="media_placeholder_token_id"), "kimi_k25/config.py"),
-    Rule(
-        "kimi_k25",
-        lambda tower: (
-            renamed(
-                num_hidden_layers="depth",
-                hidden_size="embed_dim",
-                num_attention_heads="num_heads",
-                pos_emb_height="init_pos_emb_height",
-                pos_emb_width="init_pos_emb_width",
-            )(tower)
-            | {"model_type": "moonvit"}
-        ),
-        "kimi_k25/config.py",
-        "vision",
-        "num_hidden_layers",
-    ),
-    Rule("lfm2_vl", lfm2_text, "lfm2_vl/config.py", "text", "hidden_size num_attention_heads"),
-    Rule("llama4", filled(vision_feature_layer=-1), "llama4/config.py", "vision"),
-    Rule("mllama", renamed(attention_heads="num_attention_heads"), "mllama/config.py", "vision"),
-    Rule("molmo2", molmo2_tower, "molmo2/config.py", where="vision_config adapter_config"),
-    Rule("molmo2", renamed(rms_norm_eps="layer_norm_eps"), "molmo2/config.py", "text"),
-    Rule(
-        "nemotron_h_nano_omni",  # features are put into the plane the newer way ("v2"), as transformers does
-        in_order(
-            renamed(image_token_id="img_context_token_id", vision_hidden_size="vit_hidden_size"),
-            filled(ps_version="v2"),
-        ),
-        "nemotron_h_nano_omni/config.py",
-        where="vision_hidden_size",
-    ),
-    Rule(
-        "nemotron_h_nano_omni",
-        radio,
-        "nemotron_h_nano_omni/config.py",
-        "vision",
-        "num_cls_tokens num_registers hidden_size mlp_ratio",
-    ),
-    Rule("paddleocr_vl qwen2_5_vl qwen2_vl", text_at_the_root, "qwen2_vl/config.py", where="text_config"),
-    Rule(
-        "hunyuan_vl paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe",
-        own_vision_type,
-        "qwen2_vl/vision.py",
-        where="vision_config",
-    ),
-    Rule("step3p5", step3p5_text, "step3p5/config.py", where="n_routed_experts"),
-    Rule("step3p7", step3p5_text, "step3p7/config.py", "text", "n_routed_experts"),
-    Rule(
-        "step3p7",
-        renamed(
-            hidden_size="width",
-            num_hidden_layers="layers",
-            num_attention_heads="heads",
-            layer_scale_init_value="ls_init_value",
-        ),
-        "step3p7/config.py",
-        "vision",
-    ),
+    Rule("gemma3 aya_vision", full_attention_interval("sliding_window_pattern"), "text", "layer_types"),
+    Rule("qwen3_5 qwen3_5_moe minicpmv4_6 minicpmv4_7", INTERVAL, "text", "layer_types"),
+    Rule("qwen3_next", INTERVAL, where="layer_types"),
+    Rule("nemotron_h_nano_omni nemotron_h", NEMOTRON_LAYERS, "*", "layers_block_type"),
+    Rule("qwen4_exp", kinds_renamed("layer_types", indexed_attention="qwen_sparse_attention"), "text", "layer_types"),
+    # Names, and constants of transformers' classes.
+    Rule("florence2", florence2_tower, "vision", "model_type"),
+    Rule("florence2", filled(image_feature_source=["spatial_avg_pool", "temporal_avg_pool"]), where="vision_config"),
+    Rule("gemma3", renamed(rope_theta="rope_global_base_freq"), "text"),
+    Rule("gemma3", tokens_of_a_picture, where="mm_tokens_per_image text_config"),
+    Rule("gemma4 gemma4_unified", gemma4_text, "text", "per_layer_config"),
+    Rule("gemma4_unified", gemma4_tower, "vision", "patch_size pooling_kernel_size"),
+    Rule("glm4v glm4v_moe glm_ocr", GLM_MARKERS),
+    Rule("glm4v", lambda text: {"eos_token_id": None, **text}, "text"),
+    Rule("glm4v_moe", filled(use_qk_norm=False), "text"),
+    Rule("glm_ocr", glm_ocr_rope, "text"),
+    Rule("glm_ocr", without("rope_theta", "rope_parameters", "dtype"), "vision"),
+    Rule("hunyuan_vl", renamed(im_start_id="image_start_token_id", im_end_id="image_end_token_id")),
+    Rule("hunyuan_vl", xdrope, "text", "rope_parameters"),
+    Rule("inkling", inkling_text, "text", "moe_intermediate_size intermediate_size"),
+    Rule("kimi_k25", renamed(image_token_id="media_placeholder_token_id")),
+    Rule("kimi_k25", kimi_tower, "vision", "num_hidden_layers"),
+    Rule("lfm2_vl", lfm2_text, "text", "hidden_size num_attention_heads"),
+    Rule("llama4", filled(vision_feature_layer=-1), "vision"),
+    Rule("mllama", renamed(attention_heads="num_attention_heads"), "vision"),
+    Rule("molmo2", molmo2_tower, where="vision_config adapter_config"),
+    Rule("molmo2", renamed(rms_norm_eps="layer_norm_eps"), "text"),
+    Rule("nemotron_h_nano_omni", nemotron_omni, where="vision_hidden_size"),
+    Rule("nemotron_h_nano_omni", radio, "vision", "num_cls_tokens num_registers hidden_size mlp_ratio"),
+    Rule("qwen2_vl qwen2_5_vl paddleocr_vl", text_at_the_root, where="text_config"),
+    Rule("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe hunyuan_vl paddleocr_vl", own_vision_type, where="vision_config"),
+    Rule("step3p5", step3p5_text, where="n_routed_experts"),
+    Rule("step3p7", step3p5_text, "text", "n_routed_experts"),
+    Rule("step3p7", STEP_TOWER, "vision"),
 )
 
 # Tensors

@@ -111,7 +111,10 @@ def _registered() -> set[str]:
 
 @cache
 def _knows_pictures(folder: Path) -> bool:
-    """Whether a name in the code of a package has to do with vision; what comments and docstrings say does not count."""
+    """Whether a name in the code of a package has to do with vision; what comments and docstrings say does not count.
+
+    The code is parsed, not imported: this is asked of some two hundred packages, and to import one takes up to a second.
+    """
     texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
     return any("vision" in name.lower() for text in texts if "vision" in text.lower() for name in _names(text))
 

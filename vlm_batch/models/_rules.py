@@ -22,14 +22,14 @@ class Rule:
 
     It is for the model types ``types`` (every type, where there are none), and for a ``part`` that has all entries of
     ``where``: "text" and "vision", "" for the whole, "*" for the whole and everything in it. ``source`` says who reads the
-    result: a file of mlx-vlm's models, or of transformers.
+    result, where that is not the first type's own ``config.py`` in mlx-vlm.
     """
 
     types: str
     change: Change
-    source: str
     part: str = ""
     where: str = ""
+    source: str = ""
 
     def apply(self, config: Config, model_type: str) -> Config:
         """The configuration of this type, corrected if the rule is for it."""
