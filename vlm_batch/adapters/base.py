@@ -22,7 +22,6 @@ from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_mod
 from vlm_batch.adapters.products import hold_products
 from vlm_batch.adapters.prompts import (
     check_tokens,
-    concatenated,
     cut,
     dtype_of,
     num_entries,
@@ -403,12 +402,12 @@ class Adapter:
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The forward of ``prefill``, of one row or of several plain ones, which are long enough."""
-        ids = concatenated([row.input_ids[:, start:end] for row in rows], axis=0)
-        embeds = concatenated([row.inputs_embeds[:, start:end] for row in rows], axis=0)
+        ids = mx.concatenate([row.input_ids[:, start:end] for row in rows], axis=0)
+        embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows], axis=0)
         extra = self.chunk_features(rows[0], start, end)
         prompts: list[Any] = [row.position.prompt for row in rows]
         if prompts[0] is not None:
-            positions = concatenated([prompt[..., start:end] for prompt in prompts], axis=-2)
+            positions = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)
             extra = {**extra, "position_ids": self.place_positions(positions)}
         return self.forward(ids, embeds, cache, extra)
 
@@ -495,6 +494,20 @@ class Adapter:
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
             )
         return {name: value for name, value in given.items() if name in self.input_keys}
+
+
+def trunk_logits(
+    language: Any, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+) -> mx.array:
+    """A language model's trunk and head, for families whose own call does more than rows apart allow: logits (B, V)."""
+    hidden = language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+    return head_of(language)(hidden)[:, -1]
+
+
+def head_of(language: Any) -> Any:
+    """A language model's head: its own, or its table of tokens."""
+    is_tied = getattr(language, "args", language.config).tie_word_embeddings
+    return language.model.embed_tokens.as_linear if is_tied else language.lm_head
 
 
 def has_pictures(extra: Mapping[str, Any]) -> bool:

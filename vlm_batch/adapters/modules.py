@@ -92,10 +92,6 @@ class RememberingTower(nn.Module):
         return self.look(args, kwargs) if answers is None else answers.next(self, args, kwargs)
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, remembered or new."""
-        return self.remembered(args, kwargs)
-
-    def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
         key = self.key(args, kwargs)
         if (found := self.known(key)) is None:
@@ -297,7 +293,7 @@ class RememberingGridTower(RememberingTower):
             elif all(array.ndim == 2 for array in arrays_of(alone)):
                 answers.append(join_rows(alone))
             else:  # an answer that is not one row for so many patches
-                answers.append(self.remembered(call.args, call.kwargs))
+                answers.append(RememberingTower.look(self, call.args, call.kwargs))
         return answers
 
     def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:

@@ -67,11 +67,6 @@ def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded
     )
 
 
-def concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
-    """Arrays as one; a single one as it is."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
-
-
 def num_entries(value: Any) -> int | None:
     """The length of an array's or list's first axis; None for anything else."""
     if isinstance(value, (mx.array, np.ndarray)):
@@ -138,19 +133,6 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
     filled = mx.array(embeds)
     filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
     return filled
-
-
-def count_masked(extra: Mapping[str, Any]) -> int | None:
-    """Count the positions that ``images_seq_mask`` (1, L) marks; None without one."""
-    mask = extra.get("images_seq_mask")
-    return None if mask is None else int(np.array(mask).sum())
-
-
-def check_mask(ids: Any, extra: Mapping[str, Any], markers: frozenset[int]) -> None:
-    """Raise InvalidPrompt if ``images_seq_mask``, by which features are placed, marks others than the placeholders."""
-    mask = extra.get("images_seq_mask")
-    if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), list(markers))):
-        raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")
 
 
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:
