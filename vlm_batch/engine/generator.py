@@ -122,10 +122,6 @@ class BatchGenerator:
             return_cache=return_cache,
             given=inputs,
         )
-        self.add(row)
-
-    def add(self, row: Row) -> None:
-        """Queue a row; one that has a question waits until ``take_in``. Raises ValueError for an id in use."""
         self.rows.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
