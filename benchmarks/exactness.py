@@ -32,8 +32,9 @@ from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.proof import COUNTS  # noqa: E402
-from vlm_batch.exactness import exact_for, versions  # noqa: E402
+from vlm_batch.engine.shapes import FixedShapes, FreeShapes, Shapes  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
+from vlm_batch.loading.exactness import fixed_shapes, versions  # noqa: E402
 from vlm_batch.policy import policy_of  # noqa: E402
 from vlm_batch.records import Call  # noqa: E402
 
@@ -101,24 +102,37 @@ class Spent:
         return counted
 
 
+class ByShapes(FreeShapes):
+    """Free shapes whose kernels go by the shapes of one call alone."""
+
+    def encode_call(self) -> Call:
+        return replace(super().encode_call(), is_fixed=True)
+
+    def prefill_call(self, *args: Any, **how: Any) -> tuple[int, int, Call]:
+        rows, end, call = super().prefill_call(*args, **how)
+        return rows, end, replace(call, is_fixed=True)
+
+    def decode_call(self) -> Call:
+        return Call(is_fixed=True)
+
+
 class Engine(Driven):
     """The engine set in a way, and watched. ``benchmarks.compare`` drives it."""
 
     def __init__(self, model: Any, workload: Workload, way: Way) -> None:
-        adapter = adapt(model)
+        adapter: Any = adapt(model)
         policy = policy_of({"max_rows": workload.rows, **way.policy})
-        exact = exact_for(adapter, policy=policy, max_rows=workload.rows) if way.exact else None
-        if exact is not None and way.most is not None:
-            exact = replace(exact, counts=tuple(count for count in exact.counts if count <= way.most))
+        kind = ByShapes if way.by_shapes else FreeShapes
+        self._shapes: Shapes = kind.of(adapter, None, policy)
+        if way.exact:
+            shapes = fixed_shapes(adapter, policy=policy, max_rows=workload.rows)
+            counts = tuple(count for count in shapes.counts if count <= (way.most or count))
+            adapter = shapes.adapter(adapter)  # with its products, before its calls are watched
+            self._shapes = replace(shapes, counts=counts, products=())
         self.spent = Spent()
-        watched: Any = adapter
         for name in CALLS:
-            setattr(watched, name, self.spent.counted(name, getattr(adapter, name)))
-        self.generator = BatchGenerator(adapter, policy=policy, exact=exact)
-        if way.by_shapes:
-            fixed = Call(is_fixed=True)
-            self.generator.encoder.call = self.generator.prefill.call = self.generator._decoder._call = fixed
-        self._exact = exact
+            setattr(adapter, name, self.spent.counted(name, getattr(adapter, name)))
+        self.generator = BatchGenerator(adapter, policy=policy, shapes=self._shapes)
         for said, (part, name) in PARTS.items():
             owner: Any = getattr(self.generator, part) if part else self.generator
             setattr(owner, name, self.spent.timed(said, getattr(owner, name)))
@@ -126,7 +140,7 @@ class Engine(Driven):
     @property
     def joint(self) -> dict[str, str]:
         """Prompts and pictures that were to go together, and what spoke against it."""
-        joint = self._exact.joint if self._exact is not None else None
+        joint = self._shapes.joint if isinstance(self._shapes, FixedShapes) else None
         return {} if joint is None else dict(joint.found)
 
 

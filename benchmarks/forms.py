@@ -70,7 +70,7 @@ def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool)
             form = forms.compiled(SamplingParams(json_schema=SCHEMA))
             row.answer.guide = Guide.of(params, form, None, row.answer.end_ids)
     walls, works = [], []
-    while len(generator.batch) < PLAIN + extra:
+    while len(generator.rows.batch) < PLAIN + extra:
         generator.step()
     for step in range(tokens - 12):
         wall, work = time.perf_counter(), time.process_time()

@@ -115,10 +115,10 @@ def watched(batcher: VLMBatcher) -> Spent:
     adapter = generator.adapter
     spent.watch(generator, "step", "step")
     spent.watch(generator, "take_in", "take in")
-    spent.watch(generator.admission, "admit", "admit")
-    spent.watch(generator.prefill, "run", "prefill")
-    spent.watch(generator, "_launch", "decode, launch")
-    spent.watch(generator, "_await", "wait for the last step")
+    spent.watch(generator, "_encode", "encode")
+    spent.watch(generator, "_prefill", "prefill")
+    spent.watch(generator.runner, "_decode", "decode, launch")
+    spent.watch(generator, "_read", "wait for the last step")
     for name in ("prompt_key", "encode_together", "encode"):
         spent.watch(adapter, name, f"  adapter.{name}")
     spent.watch(modules, "digest", "    digest of a tower's call")

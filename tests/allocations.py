@@ -13,7 +13,7 @@ from vlm_batch.caches import SlabCache, indexed, quantized, recurrent, rows, sla
 from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowsCache
-from vlm_batch.engine import choosing, prefill
+from vlm_batch.engine import choosing, runner
 from vlm_batch.engine.batch import DecodeBatch
 
 WANT = "[malloc] Unable to allocate 123456789 bytes."
@@ -46,7 +46,7 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
         (quantized, "_joined", announce(quantized._joined)),
         (rows, "_stacked", announce(rows._stacked)),
         (rows, "row_of", announce(rows.row_of)),
-        (prefill, "take_row", announce(prefill.take_row)),
+        (runner, "take_row", announce(runner.take_row)),
         (upstream, "mx", Watched(announce, ("zeros", "concatenate"))),
         (choosing, "mx", Watched(announce, ("array",))),
         (choosing, "stack_logits", announce(choosing.stack_logits)),

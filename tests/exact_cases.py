@@ -18,14 +18,13 @@ from mlx_vlm.models.switch_layers import SwitchLinear
 from tests.harness import settings_for
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.exactness import Joint, prove
+from vlm_batch.engine.shapes import FixedShapes, pads
+from vlm_batch.engine.trial import Asked, played
+from vlm_batch.loading.exactness import Joint, prove
 from vlm_batch.models import adapter_for
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.store.budget import ByteBudget
@@ -79,7 +78,7 @@ class Way:
 
     max_rows: int = 4
     budget: int | None = None
-    placement: Placement = Placement.ROWS
+    layout: Placement | None = None  # the scenario's own
     keeps: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
 
@@ -109,65 +108,53 @@ def _fits(module: Any) -> bool:
     return isinstance(module, (nn.Linear, SwitchLinear)) and module.weight.shape[-1] % GROUP == 0
 
 
-def exact_of(name: str, precision: str, layout: Placement = Placement.ROWS, kv: KVQuantisation | None = None) -> Exact:
+def exact_of(
+    name: str, precision: str, layout: Placement = Placement.ROWS, kv: KVQuantisation | None = None
+) -> FixedShapes:
     """What was proven of the model, with cuts close enough for tiny prompts; on a GPU in calls of several, too. Raises
     NotServed."""
-    adapter = adapter_of(name, precision)
-    proof = prove(adapter, kv, layout)
+    proof = prove(adapter_of(name, precision), kv, layout)
     stops = (kv.start,) if kv is not None and kv.start else ()
-    exact = Exact(proof.best(layout), layout, GRID, stops, products=proof.products)
+    exact = FixedShapes(proof.best(layout), layout, GRID, stops, products=proof.products, widths=proof.widths)
     return exact if device() is Device.CPU else joined(exact, name, precision, kv)
 
 
-def joined(exact: Exact, name: str, precision: str, kv: KVQuantisation | None = None) -> Exact:
+def joined(exact: FixedShapes, name: str, precision: str, kv: KVQuantisation | None = None) -> FixedShapes:
     """The same with calls that hold several prompts or pictures."""
-    return replace(exact, **JOINED, joint=Joint(adapter_of(name, precision), kv))
+    adapter = adapter_of(name, precision)
+    exact = replace(exact, **JOINED, joint=Joint(adapter.with_products(dict(exact.products)), kv))
+    return exact if pads(adapter, adapter.make_cache(kv)) else replace(exact, pad_to=0)
 
 
-def engine_of(adapter: Adapter, exact: Exact, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:
+def engine_of(adapter: Adapter, exact: FixedShapes, way: Way, kv: KVQuantisation | None = None) -> BatchGenerator:
     """A fresh reproducible engine."""
     config = {"max_rows": way.max_rows, "prefill_budget": way.budget, "idle_budget": way.budget}
     budget = ByteBudget(2**28 if way.keeps else 0)
     adapter.remember_features(FeatureStore(budget))
     prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
-    reuse = Reuse(adapter, prefix, exact=exact)
-    return BatchGenerator(adapter, policy=settings_for(way.placement, **config), reuse=reuse, exact=exact, kv=kv)
+    reuse = Reuse(adapter, prefix, shapes=exact)
+    return BatchGenerator(adapter, policy=settings_for(exact.layout, **config), reuse=reuse, shapes=exact, kv=kv)
 
 
 def play(
     name: str, engine: BatchGenerator, arrivals: Sequence[Arrival], params: SamplingParams | None = None
 ) -> list[Answer]:
     """Run a scenario to its end. Raises Failed for what the model raises for a request."""
-    recorded: dict[int, list[mx.array]] = {index: [] for index in range(len(arrivals))}
-    results: dict[int, Any] = {}
-
-    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
-        for place, row in enumerate(rows):
-            recorded[row.seed].append(logits[place])
-        return sample(logits, rows)
-
-    engine.chooser.sampler = recording
-    step = 0
-    while engine.has_work or step <= max(arrival.at for arrival in arrivals):
-        for index, arrival in enumerate(arrivals):
-            if arrival.at == step:
-                given = replace(params or SamplingParams(), max_tokens=arrival.tokens, seed=index)
-                engine.insert(str(index), as_mlx(inputs_of(name, arrival.key)), given)
-        for event in engine.step():
-            if event.result is not None:
-                results[int(event.request_id)] = event.result
-        step += 1
-        assert step < 1000, "the scenario does not end"
-    for result in results.values():
-        if result.error is not None:
-            raise Failed(result.error) from result.exception
+    asked = [
+        Asked(inputs_of(name, one.key), replace(params or SamplingParams(), max_tokens=one.tokens), one.at)
+        for one in arrivals
+    ]
+    answers = played(engine, asked)
+    for answer in answers:
+        if answer.result.error is not None:
+            raise Failed(answer.result.error) from answer.result.exception
     return [
         Answer(
-            results[index].token_ids,
-            tuple(array_bytes(row).tobytes() for row in recorded[index]),
-            results[index].usage.cached_tokens,
+            answer.result.token_ids,
+            tuple(array_bytes(row).tobytes() for row in answer.logits),
+            answer.result.usage.cached_tokens,
         )
-        for index in range(len(arrivals))
+        for answer in answers
     ]
 
 
@@ -186,7 +173,7 @@ def alone(
     name: str,
     precision: str,
     key: str,
-    exact: Exact,
+    exact: FixedShapes,
     tokens: int = NUM_TOKENS,
     kv: KVQuantisation | None = None,
 ) -> Answer:
@@ -224,7 +211,7 @@ SCENARIOS = {
     "backwards, joining late": (backwards, Way(max_rows=3)),
     "other chunk budgets": (company, Way(max_rows=4, budget=3)),
     "kept beginnings and features": (again, Way(max_rows=4, keeps=True)),
-    "slab placement": (backwards, Way(max_rows=5, placement=Placement.SLAB)),
+    "slab placement": (backwards, Way(max_rows=5, layout=Placement.SLAB)),
 }
 
 
@@ -239,8 +226,8 @@ def differences(
 
     Raises NotServed where they get none alone, and Failed where they get none in company.
     """
-    exact = exact_of(name, precision, layout, kv)
     make, way = SCENARIOS[scenario]
+    exact = exact_of(name, precision, way.layout or layout, kv)
     arrivals = make(name)
     expected = [alone(name, precision, arrival.key, exact, kv=kv) for arrival in arrivals]
     answers = play(name, engine_of(adapter_of(name, precision), exact, way, kv), arrivals)

@@ -128,7 +128,7 @@ def run(
     batch = generator or BatchGenerator(
         adapter, policy=settings_for(placement, **config), compile_decode=compile_decode, reuse=default_reuse(adapter)
     )
-    batch.chooser.sampler = recording
+    batch.sampler = recording
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 0)
         step = 0

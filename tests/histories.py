@@ -32,6 +32,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, slab
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
@@ -39,6 +40,7 @@ from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.engine.work import Part
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
 from vlm_batch.store.budget import ByteBudget, footprint
@@ -400,18 +402,18 @@ class FaultyAdapter:
     def _fail_together(self, rows: Any) -> None:
         if self._history.befalls("together"):
             raise Injected("together")
-        for row in self._history.generator.prefill.rows.values():
+        for row in self._history.generator.rows.prefilling.values():
             if row.prompt is not None and any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
 
     def _fail_alone(self) -> None:
         self._history.fail_by(self._history.current, "prefill")
-        if len(self._history.generator.batch) and self._history.befalls("memory of one"):
+        if len(self._history.generator.rows.batch) and self._history.befalls("memory of one"):
             raise RuntimeError(WANT)
 
     def decode(self, step: Any, call: Any) -> mx.array:
         history = self._history
-        group = next(group for group in history.generator.batch.groups if group.layers is step.caches)
+        group = next(group for group in history.generator.rows.batch.groups if group.layers is step.caches)
         logits = self._adapter.decode(step, call)
         for row in group.rows:
             history.fail_by(row, "decode")
@@ -479,24 +481,24 @@ class History:
 
     def _watch_rows(self) -> None:
         """Have the adapter know for which row it works."""
-        encoder, prefill = self.generator.encoder, self.generator.prefill
-        encode, run_chunk, store = encoder.encode, prefill._run_chunk, self.generator.reuse._store
+        runner, reuse = self.generator.runner, self.generator.reuse
+        encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse._store
 
-        def encodes(row: Row) -> None:
+        def encodes(row: Row) -> Part:
             self.current = row
-            encode(row)
+            return encode(row)
 
-        def runs(row: Row, chunk: Any) -> Any:
+        def prefills(row: Row, begin: int, end: int) -> Part:
             self.current = row
-            return run_chunk(row, chunk)
+            return prefill(row, begin, end)
 
         def stores(saved: Any) -> None:
             if self.befalls("store"):
                 return None if self.prefix is None else self.prefix.store(None)  # type: ignore[arg-type]
             return store(saved)
 
-        patched: Any = (encoder, prefill, self.generator.reuse)
-        patched[0].encode, patched[1]._run_chunk, patched[2]._store = encodes, runs, stores
+        patched: Any = (runner, reuse)
+        patched[0]._encode_row, patched[0]._prefill_alone, patched[1]._store = encodes, prefills, stores
 
     # Operations
 
@@ -592,15 +594,15 @@ class History:
         """A defect of the engine itself: all that is alive may end with it."""
         for told in self.told.values():
             told.may_fail = True
-        admit = self.generator.admission.admit
+        views = self.generator.runner.views
 
         def broken(*_: Any) -> Any:
             raise Injected("the engine is broken")
 
-        patched: Any = self.generator.admission
-        patched.admit = broken
+        patched: Any = self.generator.runner
+        patched.views = broken
         self._serve()
-        patched.admit = admit
+        patched.views = views
         self.check()
 
     def finish(self) -> None:
@@ -614,8 +616,12 @@ class History:
             raise AssertionError(f"requests that do not end: {[t for t in self.told.values() if not t.handle.done()]}")
         self.check()
         generator = self.generator
-        assert not generator._rows and not generator.batch.rows and not generator.batch.layers
-        assert generator.batch.nbytes == 0 and not len(generator.prefill) and not generator.admission.num_prepared
+        assert not generator.rows.by_id and not generator.rows.batch.rows and not generator.rows.batch.layers
+        assert (
+            generator.rows.batch.nbytes == 0
+            and not len(generator.rows.prefilling)
+            and not generator.rows.waiting.prepared
+        )
         assert not self.loop._alive and not self.loop._several and not self.loop._is_busy
 
     def close(self) -> None:
@@ -645,20 +651,20 @@ class History:
             self.ended.append(told)
 
     def _check_rows(self) -> None:
-        generator, admission = self.generator, self.generator.admission
-        placed, prefilling = generator.batch.rows, list(generator.prefill.rows.values())
-        prepared, unprepared = list(admission._prepared.values()), list(admission._unprepared)
-        forks = [row for row, _ in generator._forks if row.status is not Status.FINISHED]
+        generator, admission = self.generator, self.generator.rows.waiting
+        placed, prefilling = generator.rows.batch.rows, list(generator.rows.prefilling.values())
+        prepared, unprepared = list(admission.prepared.values()), list(admission._unprepared)
+        forks = [row for row, _ in generator.rows.forks if row.status is not Status.FINISHED]
         last = [  # their last token is on its way, and they have no place any more
             row
-            for flights in (generator._launched.decode, generator._launched.guided, generator._launched.joined)
-            for flight in flights
+            for flight in generator._launched
+            if isinstance(flight, Flight)
             for row in flight.waiting
             if row.is_last and row not in placed
         ]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
-        assert set(everywhere) == set(generator._rows.values()), "a row is nowhere"
+        assert set(everywhere) == set(generator.rows.by_id.values()), "a row is nowhere"
         assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
         memory = generator.memory
         taken = memory.together([tokens(row) - GROWTH for row in (*placed, *prefilling)])
@@ -667,7 +673,7 @@ class History:
             row.status is Status.PREFILL for row in prefilling
         )
         assert all(row.prompt is None for row in placed), "a prompt is kept after its prefill"
-        for group in generator.batch.groups:
+        for group in generator.rows.batch.groups:
             check_alike(group)
             assert group.layers or not group.places
 
@@ -734,10 +740,7 @@ class History:
 
     def _is_waiting_to_be_read(self) -> bool:
         """Whether the engine still holds a launched step, which may hold what ended rows were computed from."""
-        launched = self.generator._launched
-        return bool(
-            launched.decode or launched.guided or launched.joined or launched.chunks or self.generator.chooser.held
-        )
+        return bool(self.generator._launched)
 
     # Faults
 
@@ -761,7 +764,7 @@ class History:
             raise Injected(place)
 
     def _sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
-        by_seed = {row.seed: row for row in self.generator._rows.values()}
+        by_seed = {row.seed: row for row in self.generator.rows.by_id.values()}
         for sampled_row in rows:
             row = by_seed.get(sampled_row.seed)
             if row is not None and self.fails(row, "sample"):
@@ -808,15 +811,23 @@ class History:
 
     def _allocates(self) -> None:
         """An allocation; who fails alone twice is said never to fit, so that it is one of several rows'."""
-        if len(self.generator.batch) > 1 and self.befalls("allocation"):
+        if len(self.generator.rows.batch) > 1 and self.befalls("allocation"):
             raise RuntimeError(WANT)
+
+
+def _apart(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return [(1, length) for length in lengths]
+
+
+def _slabs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return [(ROWS, max(lengths, default=0))]
 
 
 @cache
 def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory:
     """The bytes of rows of all requests, pictures included."""
     adapter = adapter_of(family, "alone")
-    memory = RowMemory(2**62, (lambda _: ROWS) if placement is Placement.SLAB else None)
+    memory = RowMemory(2**62, _slabs if placement is Placement.SLAB else _apart)
     for key in (*TEXTS, *PICTURES):
         encoded = adapter.encode(as_mlx(inputs_of(family, key)))
         caches = adapter.make_cache(_kv(is_quantised))
@@ -905,7 +916,7 @@ def play(seed: int, length: int = 120) -> Counter[str]:
     if draw.random() < 0.5:
         history.finish()
     history.close()
-    history.counts["recomputed"] += history.generator.recovery.num_recomputed
+    history.counts["recomputed"] += history.generator.retry.num_recomputed
     return history.counts
 
 

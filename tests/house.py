@@ -25,6 +25,7 @@ from rich.table import Table
 
 import vlm_batch
 from tests.test_imports import FLOOR
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.models import families
 from vlm_batch.policy import SETTINGS
 
@@ -38,6 +39,13 @@ BODY_ROOMS, OF_REQUESTS = ("types", "batcher", "engine", "handle", "inputs"), ("
 NUMBERS = frozenset({"int", "float", "bool", "str", "tuple", "None"})
 #: Rooms that know the classes of caches on purpose: what they are made of, and the families.
 KNOW_CACHES = ("models", "adapters")
+#: Members of an adapter that the engine calls and reads, and no family has of its own.
+CALLS = frozenset(
+    {
+        *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products", "remember_features"),
+        *("check_inputs", "scores_chunks", "max_context", "max_rows", "fingerprint"),
+    }
+)
 #: How many of the last families that were added are looked at.
 LAST_FAMILIES = 7
 
@@ -239,6 +247,20 @@ def cache_branches(tree: ast.AST, classes: set[str]) -> int:
     return count
 
 
+def shape_branches(tree: ast.AST) -> int:
+    """Decisions by which kind of shapes an engine has: by their class, by ``exact``, or by a flag that says so."""
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            last = ast.unparse(node.left).split(".")[-1].strip("_")
+            count += last == "exact" and isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.Eq, ast.NotEq))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "type"):
+            count += any(kind in ast.unparse(node) for kind in ("FixedShapes", "FreeShapes"))
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            count += ast.unparse(node).split(".")[-1] == "goes_by_shapes"
+    return count
+
+
 def cache_classes(files: list[Source]) -> set[str]:
     """The classes in ``caches``, and those of mlx-vlm's that any file imports from its caches."""
     own = {
@@ -307,6 +329,7 @@ def count_all() -> list[Count]:
         *count_way(),
         *count_imports(files),
         *count_sizes(files),
+        *count_adapter(),
         *count_settings(files),
         *count_words(files),
         *count_families(),
@@ -412,12 +435,41 @@ def constructors(node: ast.ClassDef) -> list[ast.FunctionDef]:
     return [child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"]
 
 
+def public_members() -> set[str]:
+    """The names that a family inherits and may override, and the calls of the engine's."""
+    return {name for name in {**vars(Adapter), **Adapter.__annotations__} if not name.startswith("_")}
+
+
+def count_adapter() -> list[Count]:
+    """The class that families inherit from: its members, and those that are hooks of hardly anybody."""
+    kinds = [spec.adapter for spec in families() if spec.adapter is not None]
+    own = {
+        kind: {name for base in kind.__mro__[: kind.__mro__.index(Adapter)] for name in vars(base)} for kind in kinds
+    }
+    users = {name: sum(name in names for names in own.values()) for name in public_members() - CALLS}
+    nobody, one = (sorted(name for name, count in users.items() if count == number) for number in (0, 1))
+    return [
+        Count(
+            "public members of Adapter; the engine's calls among them", f"{len(public_members())}; {len(CALLS)}", "40"
+        ),
+        Count("hooks that no family overrides", str(len(nobody)), "0", ", ".join(nobody)),
+        Count("hooks that one family overrides", str(len(one)), "0", ", ".join(one)),
+    ]
+
+
 def count_words(files: list[Source]) -> list[Count]:
     """Branches on caches, and docstrings that ask."""
     classes = cache_classes(files)
     branches = {file.name: cache_branches(file.tree, classes) for file in files if file.room not in KNOW_CACHES}
     texts = [one for file in files for one in docstrings(file.tree)]
+    kinds = {file.name: shape_branches(file.tree) for file in files if file.name != "engine/shapes.py"}
     return [
+        Count(
+            "branches on the kind of shapes outside shapes.py",
+            str(sum(kinds.values())),
+            "0",
+            ", ".join(f"{name} ({count})" for name, count in kinds.items() if count),
+        ),
         Count(
             "branches on the type of a cache, families apart",
             f"{sum(branches.values())} in {sum(map(bool, branches.values()))} files",

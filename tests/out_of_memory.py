@@ -29,11 +29,11 @@ import numpy as np
 
 from benchmarks.compare.shapes import SHAPES, Shape, _text, _vision, build
 from tests.harness import settings_for
-from vlm_batch.engine import recovery
+from vlm_batch.engine import retry
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import exact_for
 from vlm_batch.loading import adapt
+from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.types import Result, SamplingParams
 
@@ -274,14 +274,14 @@ class Raised:
 def judged() -> Iterator[Raised]:
     """What raises in the engine, where it is decided if that is want of memory."""
     seen = Raised()
-    judge = recovery.is_out_of_memory
+    judge = retry.is_out_of_memory
 
     def watched(error: BaseException) -> bool:
         is_want = judge(error)
         (seen.wants if is_want else seen.others)[f"{type(error).__name__}: {str(error)[:110]}"] += 1
         return is_want
 
-    with mock.patch.object(recovery, "is_out_of_memory", watched):
+    with mock.patch.object(retry, "is_out_of_memory", watched):
         yield seen
     for what, count in seen.wants.items():
         say(f"  {count} x {what}")
@@ -290,9 +290,9 @@ def judged() -> Iterator[Raised]:
 def engine(load: Load) -> Engine:
     """An engine that answers reproducibly, so that a row begun again has every bit of what it had."""
     adapter = adapt(build(load.shape))
-    exact = exact_for(adapter, max_rows=load.rows)
+    exact = fixed_shapes(adapter, max_rows=load.rows)
     config = {"max_rows": load.rows, "prefill_together": 1}
-    return Engine(load, BatchGenerator(adapter, policy=settings_for(**config), exact=exact))
+    return Engine(load, BatchGenerator(adapter, policy=settings_for(**config), shapes=exact))
 
 
 def measure(own: Engine, most: Callable[[], int]) -> tuple[int, int]:
@@ -334,24 +334,24 @@ def try_all(own: Engine, ballast: Ballast, one: int, together: int) -> list[str]
     ballast.release()
 
     say("the memory is taken when three rows decode")
-    begins = lambda: len(own.generator.batch.rows) >= 3  # noqa: E731
+    begins = lambda: len(own.generator.rows.batch.rows) >= 3  # noqa: E731
     wrong += _under_want(own, rows, own.ask_rows, when=begins, then=lambda: ballast.leave(one))
     ballast.release()
 
     say("there is room again")
     own.ask_rows(3)
     wrong += own.wrong(own.finish(), iter(rows[:3]))
-    if own.generator.batch.rows or own.generator.batch.nbytes:
+    if own.generator.rows.batch.rows or own.generator.rows.batch.nbytes:
         wrong.append("places are held that nobody has")
     return wrong
 
 
 def _under_want(own: Engine, rows: list[str], ask: Callable[[], None], **when: Any) -> list[str]:
-    begun = own.generator.recovery.num_recomputed
+    begun = own.generator.retry.num_recomputed
     with judged() as seen:
         ask()
         results = own.finish(**when)
-    begun = own.generator.recovery.num_recomputed - begun
+    begun = own.generator.retry.num_recomputed - begun
     wrong = own.wrong(results, iter(rows))
     say(f"  {len(rows) - len(wrong)} of {len(rows)} have the tokens that they have without want; {begun} began again")
     wrong += seen.wrong

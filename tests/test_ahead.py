@@ -56,7 +56,7 @@ class Waiting:
     def __init__(self, bound: int = BOUND, look_ahead: int = 64) -> None:
         config = {"max_rows": 1, "look_ahead": look_ahead, "look_ahead_bytes": bound}
         self.generator = BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(**config))
-        self.admission = self.generator.admission
+        self.admission = self.generator.rows.waiting
         self.rows: dict[str, Row] = {}
         self._loadings: dict[str, FakeLoading] = {}
 
@@ -248,7 +248,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
 
 def check(engine: Waiting) -> None:
     sizes = sorted(
-        row.prompt.nbytes for row in engine.rows.values() if row.prompt is not None and row.prompt.inputs is not None
+        row.prompt_bytes for row in engine.rows.values() if row.prompt is not None and row.prompt.inputs is not None
     )
     assert sum(sizes[:-1]) <= BOUND
     assert engine.admission.nbytes >= sum(sizes)
@@ -292,7 +292,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def taken(self: Admission, *given: Any) -> None:
         take_in(self, *given)
-        found.append(sum(row.prompt.nbytes for row in self._prepared.values() if row.prompt is not None))
+        found.append(sum(row.prompt_bytes for row in self.prepared.values()))
 
     monkeypatch.setattr(Admission, "take_in", taken)
     return found

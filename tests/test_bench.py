@@ -26,6 +26,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.cli import bench
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.groups import DecodeGroups
+from vlm_batch.engine.shapes import FreeShapes
 
 TINY = SHAPES["tiny"]
 CASES = [(name, engine) for name in WANTED for engine in WANTED[name] if engine != "vllm-mlx"]
@@ -94,7 +95,7 @@ def test_a_join_copies_at_most_one_row_and_a_leave_nothing(placement: Placement,
 
     def make(model: Any, workload: Workload, contexts: Contexts | None = None) -> ThisLibrary:
         engine = ThisLibrary(model, workload, contexts)
-        engine.generator.batch = DecodeGroups(placement, workload.rows)
+        engine.generator.rows.batch = DecodeGroups(FreeShapes(placement), workload.rows)
         return engine
 
     found = probe.copied_bytes(make, model, workload, Contexts(model, workload.asks))

@@ -14,6 +14,7 @@ from mlx_vlm.models.cache import ArraysCache
 
 from tests import models_page
 from tests.harness import TOLERANCE, shared_adapter
+from tests.house import CALLS, public_members
 from tests.test_parity import SCENARIOS
 from tests.zoo import FAMILIES
 from vlm_batch import families
@@ -132,11 +133,12 @@ def test_the_adapter_guide_names_every_hook_and_no_other() -> None:
 
     named = [name for cell in first_cells("hook") for name in re.findall(r"`(\w+)`", cell)]
     assert len(named) == len(set(named))
-    public = {name for name in {**vars(Adapter), **Adapter.__annotations__} if not name.startswith("_")} - {"spec"}
+    public = public_members() - CALLS - {"spec"}
     grids = {name for kind in (GridAdapter, MRoPEAdapter) for name in vars(kind) if not name.startswith("_")}
     assert public <= set(named) <= public | grids
     adapters = {base for spec in families() for base in (spec.adapter.__mro__ if spec.adapter else ())}
     overridden = {name for kind in adapters - {Adapter, GridAdapter, MRoPEAdapter, object} for name in vars(kind)}
+    assert not overridden & CALLS, "the engine's calls are every family's"
     assert overridden & (public | grids) <= set(named)
     assert all(
         len(row.strip("|").split("|")) == 3 for row in GUIDE.split("| hook |")[1].split("\n\n")[0].splitlines()[2:]

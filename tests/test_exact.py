@@ -49,13 +49,14 @@ from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.proof import best_class, classes_of, decode_bits, moving_product, numbers_apart
+from vlm_batch.engine.proof import best_class, classes_of, moving_product, numbers_apart, step_bits
 from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory
-from vlm_batch.exactness import Joint, exact_for, prove
 from vlm_batch.loading import load_model
+from vlm_batch.loading.exactness import Joint, fixed_shapes, prove
 from vlm_batch.models import _kimi_k3
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call, DecodeStep, PromptKey
@@ -210,7 +211,77 @@ def test_groups_and_idle_places(counts: tuple[int, ...]) -> None:
         assert answer.bits == alone(name, precision, key, proven).bits
 
 
-def joined_of(name: str, precision: str) -> Exact:
+#: Two rows by which a slab grows twice, beside short ones, of which one is decoding when they come.
+GROWING = [Arrival("text:4:9", tokens=12), *(Arrival(key, at=2) for key in ("text:6:300", "text:5:26", "text:7:560"))]
+
+
+def decode_by_columns(patch: pytest.MonkeyPatch, least: int) -> None:
+    """Make up kernels such as CUDA has for float32: attention of one query has other bits over fewer columns than ``least``."""
+    attend = kernels.attend
+
+    def moved(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None) -> mx.array:
+        found = attend(queries, keys, values, scale, mask)
+        is_moved = queries.shape[2] == 1 and isinstance(mask, mx.array)
+        return found * (1 + min(keys.shape[2], least) / 2**13) if is_moved else found
+
+    patch.setattr(kernels, "attend", moved)
+
+
+@pytest.mark.parametrize(
+    ("least", "widths"), [(256, (256, 512, 1024, 2048)), (512, (512, 1024, 2048)), (4096, (2048,))]
+)
+def test_columns_are_a_shape(
+    least: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A slab that grows changes no bit of the rows in it, whatever attention's kernels go by."""
+    name, precision = "qwen2_vl", "bfloat16"
+    adapter = adapter_of(name, precision)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    decode_by_columns(monkeypatch, least)
+    proven = exact_of(name, precision, Placement.SLAB)
+    assert proven.widths == widths and len(proven.counts) > 1
+    assert grown(name, adapter, proven) == (True, 1)
+    assert grown(name, adapter, replace(proven, widths=(256,))) == (True, 3), "a forward for each number of columns"
+    claimed = replace(proven, widths=(256, 512, 1024))
+    assert grown(name, adapter, claimed) == (least == 256, 1), "what is not asked for moves bits"
+
+
+def grown(name: str, adapter: Any, exact: FixedShapes) -> tuple[bool, int]:
+    """(whether rows have the bits that each has alone, the most forwards of a step)"""
+    right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [replace(one, at=0)])[0] for one in GROWING]
+    engine = engine_of(adapter, exact, Way(max_rows=8))
+    groups = groups_of(engine)
+    return all(map(is_same, play(name, engine, GROWING), right)), max(map(len, groups))
+
+
+def groups_of(engine: BatchGenerator) -> list[list[int]]:
+    """The rows of each group of an engine, after each of its steps from now on."""
+    found: list[list[int]] = []
+    step = engine.step
+
+    def watched() -> Any:
+        events = step()
+        found.append([len(group) for group in engine.rows.batch.groups])
+        return events
+
+    engine.step = watched  # type: ignore[method-assign]
+    return found
+
+
+def test_a_row_that_outgrows_its_columns_joins_those_that_have_as_many() -> None:
+    """Rows of 250 and 300 tokens: the first decodes apart until it has 256, and beside the other then."""
+    name, precision = "qwen2_vl", "bfloat16"
+    exact = replace(exact_of(name, precision, Placement.SLAB), widths=(256,))
+    engine = engine_of(adapter_of(name, precision), exact, Way(max_rows=4))
+    found = groups_of(engine)
+    arrivals = [Arrival("text:5:250", tokens=16), Arrival("text:6:300", tokens=16)]
+    answers = play(name, engine, arrivals)
+    assert [1, 1] in found and [2] in found
+    for arrival, answer in zip(arrivals, answers, strict=True):
+        assert is_same(answer, alone(name, precision, arrival.key, exact, arrival.tokens))
+
+
+def joined_of(name: str, precision: str) -> FixedShapes:
     """What was proven of a model in slabs, with calls that hold several prompts or pictures."""
     return joined(exact_of(name, precision, Placement.SLAB), name, precision)
 
@@ -253,11 +324,11 @@ def test_a_call_has_one_shape_whoever_is_in_it(name: str, monkeypatch: pytest.Mo
     calls = Calls(adapter, monkeypatch, moves=True)
     found: dict[str, Any] = {}
     for key in (*KEYS, "two:7"):
-        engine = engine_of(adapter, exact, Way(max_rows=1, placement=Placement.SLAB))
+        engine = engine_of(adapter, exact, Way(max_rows=1))
         (found[key],) = play(name, engine, [Arrival(key)])
     del calls.patches[:]  # of proofs, too
     for make, way in SCENARIOS.values():
-        engine = engine_of(adapter, exact, replace(way, placement=Placement.SLAB))
+        engine = engine_of(adapter, exact, way)
         engine.insert("99", as_mlx(inputs_of(name, "text:5:26")))
         engine.step()
         engine.cancel("99")
@@ -276,7 +347,7 @@ def test_prompts_and_pictures_share_calls(precision: str, monkeypatch: pytest.Mo
     name = "qwen2_vl"
     adapter, exact = adapter_of(name, precision), joined_of(name, precision)
     texts = [f"text:{seed}:{length}" for seed in (5, 6, 7, 8, 9) for length in (9, 21)]
-    way = Way(max_rows=16, placement=Placement.SLAB)
+    way = Way(max_rows=16)
     for keys in (texts, [f"image:{seed}:0" for seed in range(1, 7)]):
         right = [play(name, engine_of(adapter, exact, replace(way, max_rows=1)), [Arrival(key)])[0] for key in keys]
         with pytest.MonkeyPatch.context() as patch:
@@ -331,16 +402,17 @@ def test_prompts_are_alone_where_their_place_matters(is_attention: bool, monkeyp
 
     monkeypatch.setattr(adapter, "forward", by_place)
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}"))
-    assert exact.rows(9) == (8 if is_attention else 1)
-    assert exact.attends_apart(8, 16) is is_attention
-    assert exact.joint is not None and "goes by the place" in next(iter(exact.joint.found.values()))
+    assert exact.prompts(9) == (8 if is_attention else 1)
+    assert exact.joint is not None and exact.joint.attends_apart(8, 16) is is_attention
+    assert "goes by the place" in next(iter(exact.joint.found.values()))
     keys = [f"text:{seed}:9" for seed in (5, 6, 7)]
     right = [play(name, engine_of(adapter, exact, Way(max_rows=1)), [Arrival(key)])[0] for key in keys]
     answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in keys])
     assert all(map(is_same, answers, right))
     monkeypatch.setattr(adapter, "forward", forward)
     kept = joined_of(name, "bfloat16")
-    assert (kept.rows(9), kept.attends_apart(8, 16)) == (exact.rows(9), is_attention)
+    assert kept.joint is not None and kept.prompts(9) == exact.prompts(9)
+    assert kept.joint.attends_apart(8, 16) is is_attention
 
 
 def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,10 +430,10 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
         return moving_product(*given)
 
-    monkeypatch.setattr("vlm_batch.exactness.moving_product", fails)
+    monkeypatch.setattr("vlm_batch.loading.exactness.moving_product", fails)
     exact = joined_of(name, "bfloat16")
     with pytest.raises(RuntimeError, match="Unable to allocate"):
-        exact.rows(9)
+        exact.prompts(9)
     assert exact.joint is not None and not exact.joint.found
     answers = play(name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in KEYS])
     assert failures < 0
@@ -373,12 +445,12 @@ def test_a_proof_without_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes.")
 
     monkeypatch.setenv(FOLDER, str(Path(os.environ[FOLDER]) / "not kept"))
-    monkeypatch.setattr("vlm_batch.exactness.decode_bits", fails)
+    monkeypatch.setattr("vlm_batch.loading.exactness.step_bits", fails)
     adapter = adapter_of("lfm2_vl", "bfloat16")
     with pytest.raises(OutOfMemory, match="too little memory to try numbers of rows"):
-        exact_for(adapter)
+        fixed_shapes(adapter)
     monkeypatch.undo()
-    assert len(exact_for(adapter).counts) > 1
+    assert len(fixed_shapes(adapter).counts) > 1
 
 
 class Always(Joint):
@@ -392,8 +464,8 @@ class Always(Joint):
 
 
 def test_prompts_fill_a_call_up_to_its_tokens() -> None:
-    exact = Exact((2, 4, 8), Placement.SLAB, grid=1024, pad_to=64, call_tokens=1280, joint=Always())
-    assert [exact.rows(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)] == [
+    exact = FixedShapes((2, 4, 8), Placement.SLAB, grid=1024, pad_to=64, call_tokens=1280, joint=Always())
+    assert [exact.prompts(length) for length in (1, 64, 65, 300, 320, 321, 640, 641, 2000)] == [
         16,
         16,
         8,
@@ -404,11 +476,11 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
         1,
         1,
     ]
-    assert replace(exact, pad_to=0).rows(64) == replace(exact, joint=None).rows(64) == 1
-    assert replace(exact, stops=(32,)).rows(64) == 1, "two chunks"
+    assert replace(exact, pad_to=0).prompts(64) == replace(exact, joint=None).prompts(64) == 1
+    assert replace(exact, stops=(32,)).prompts(64) == 1, "two chunks"
     config = Policy(prefill_together=32, encode_together=16)
-    assert (exact.config(config).prefill_together, exact.config(config).encode_together) == (32, 1)
-    assert Exact().config(config).prefill_together == 1
+    assert (exact.policy(config).prefill_together, exact.policy(config).encode_together) == (32, 1)
+    assert FixedShapes().policy(config).prefill_together == 1
     assert exact.settings != replace(exact, call_tokens=640).settings != replace(exact, joint=None).settings
 
 
@@ -452,13 +524,13 @@ def test_where_products_depend_on_the_number_of_rows(tmp_path: Path) -> None:
 
 
 def test_chunks_end_by_the_prompt_alone() -> None:
-    exact = Exact(grid=8, stops=(13,))
+    exact = FixedShapes(grid=8, stops=(13,))
     assert exact.ends(30) == (8, 13, 16, 24, 30)
-    assert Exact(grid=8).ends(17) == (8, 17)  # no chunk of one token
-    assert Exact(grid=8).ends(1) == (1,)
-    assert Exact(grid=8).ends(30, ((5, 12),)) == (5, 12, 16, 24, 30)
-    assert Exact(grid=8).ends(30, ((0, 2**31),)) == (30,)
-    longer, shorter = Exact(grid=8).ends(40), Exact(grid=8).ends(21)
+    assert FixedShapes(grid=8).ends(17) == (8, 17)  # no chunk of one token
+    assert FixedShapes(grid=8).ends(1) == (1,)
+    assert FixedShapes(grid=8).ends(30, ((5, 12),)) == (5, 12, 16, 24, 30)
+    assert FixedShapes(grid=8).ends(30, ((0, 2**31),)) == (30,)
+    longer, shorter = FixedShapes(grid=8).ends(40), FixedShapes(grid=8).ends(21)
     assert longer[:2] == shorter[:2]
 
 
@@ -468,14 +540,14 @@ def test_equal_keys_mean_equal_chunks() -> None:
         rows[:, 0] = np.arange(length)
         return PromptKey(rows)
 
-    exact = Exact(grid=8)
+    exact = FixedShapes(grid=8)
     one, other = exact.key(key(20)), exact.key(key(30))
     same = (one.positions == other.positions[:20]).all(axis=1)
     assert same[:16].all()
     assert not same[16:].any()  # their chunks end elsewhere
     assert one.before_span(11) == 8
     assert (np.asarray(one.answer) != 0).all()
-    joined = Exact(grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always())
+    joined = FixedShapes(grid=64, stops=(16,), pad_to=16, call_tokens=64, joint=Always())
     whole, first = joined.key(key(16)), joined.key(key(30))  # alone in its array, and beside others
     assert not (whole.positions == first.positions[:16]).all(axis=1).any()
 
@@ -583,12 +655,12 @@ def test_a_step_holds_odd_products_to_numbers_of_their_own(monkeypatch: pytest.M
     assert numbers == (32,) and prove(adapter, None, slab) == proof  # from its file
     more = prove(adapter, None, slab, max_rows=64)  # a request's bits do not go by who else may be there
     assert more.best(slab) == (2, 4, 8, 16, 32, 64) and more.products == ((name, (32, 64)),)
-    few, many = (Exact(one.best(slab), slab, products=one.products) for one in (proof, more))
+    few, many = (FixedShapes(one.best(slab), slab, products=one.products) for one in (proof, more))
     assert few.settings == many.settings
-    held = decode_bits(adapter.with_products(dict(few.products)), slab, None, (2, 64))
-    assert held[2] == held[64]
-    loose = decode_bits(adapter, slab, None, (2, 32))
-    assert loose[2] != loose[32]
+    held = step_bits(Trial(few.adapter(adapter), None, few), (2, 64))
+    assert held[256][2] == held[256][64]
+    loose = step_bits(Trial(adapter, None, few), (2, 32))
+    assert loose[256][2] != loose[256][32]
     assert (
         products_of(adapter.with_products(dict(proof.products)).language)
         and prove(adapter, None, slab, max_rows=64) == more
@@ -626,11 +698,11 @@ def test_proofs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_agrees_nowhere_runs_a_row_at_a_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of("qwen2_vl", "bfloat16")
     monkeypatch.setattr(
-        "vlm_batch.exactness.read_proof",
-        lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": []},
+        "vlm_batch.loading.exactness.read_proof",
+        lambda key: {"classes": [[1]], "how": "it was compared", "graphs": False, "products": [], "widths": []},
     )
     with pytest.warns(UserWarning, match="qwen2_vl decodes a row at a time on this device: it was compared"):
-        assert exact_for(adapter).counts == (1,)
+        assert fixed_shapes(adapter).counts == (1,)
 
 
 def test_kernels_go_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,16 +762,16 @@ def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.
     monkeypatch.setenv(FOLDER, str(tmp_path / "third"))
     monkeypatch.setattr(CompiledDecode, "__call__", lambda self, step: 1 / 0)
     assert prove(adapter, None, Placement.SLAB).classes == proof.classes  # rows decode together all the same
-    decoders = [BatchGenerator(adapter, exact=Exact(graphs=graphs))._decoder for graphs in (False, True)]
+    decoders = [BatchGenerator(adapter, shapes=FixedShapes(can_graph=graphs))._decoder for graphs in (False, True)]
     assert [decoder._compiled is not None for decoder in decoders] == [False, True]
 
 
 def test_graphs_and_exactness_exclude_each_other() -> None:
-    adapter, exact = adapter_of("qwen2_vl", "bfloat16"), Exact()
+    adapter, exact = adapter_of("qwen2_vl", "bfloat16"), FixedShapes()
     with pytest.raises(ValueError, match="compile_decode"):
-        BatchGenerator(adapter, compile_decode=True, exact=exact)
-    with pytest.raises(ValueError, match="need the same exact"):
-        BatchGenerator(adapter, reuse=Reuse(adapter), exact=exact)
+        BatchGenerator(adapter, compile_decode=True, shapes=exact)
+    with pytest.raises(ValueError, match="need the same shapes"):
+        BatchGenerator(adapter, reuse=Reuse(adapter), shapes=exact)
 
 
 # The door
@@ -802,7 +874,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify_says_what_shares_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a GPU: every way gives the same bits, and the calls are named that prompts and pictures shared."""
     policy = replace(POLICIES[Device.CUDA], pad_to=16, call_tokens=96, call_patches=256)
-    monkeypatch.setattr("vlm_batch.verify.exact_for", lambda adapter: exact_for(adapter, policy=policy))
+    monkeypatch.setattr("vlm_batch.cli.verifying.fixed_shapes", lambda adapter: fixed_shapes(adapter, policy=policy))
     arguments = ["verify", "--model", str(default_checkpoint()), "--dtype", "bfloat16", "--max-tokens", "2"]
     assert cli.main(arguments) == 0
     said = re.search(r"calls of several prompts or pictures: (\d+) of (\d+) as proven", capsys.readouterr().out)

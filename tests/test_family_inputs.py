@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import NUM_TOKENS, TOLERANCE, Ask, difference, every_family, inputs_of, run, shared_adapter
 from tests.zoo import family
+from vlm_batch.adapters.prompts import num_words
 from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.loading import adapt
@@ -67,7 +68,7 @@ def test_a_mark_beyond_the_table_without_a_picture(name: str) -> None:
     """The ids by which these families mark a picture's positions have no embedding; without pictures nothing replaces them."""
     adapter = shared_adapter(name)
     marks = {*adapter.image_token_ids(), getattr(adapter.config, "image_token_index", 0) or 0}
-    beyond = [token for token in marks if not 0 <= token < (adapter.num_words or 0)]
+    beyond = [token for token in marks if not 0 <= token < (num_words(adapter.token_table) or 0)]
     assert beyond
     for token in beyond[:4]:
         with pytest.raises(InvalidPrompt, match=r"token id|\d placeholder"):

@@ -48,16 +48,17 @@ from vlm_batch import (
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement, SlabCache
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine import recovery
+from vlm_batch.engine import retry
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop, _Cancel
+from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
+from vlm_batch.engine.shapes import FixedShapes, FreeShapes
+from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import DoesNotFit, OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import load_model
@@ -582,13 +583,13 @@ def test_a_row_whose_logits_are_not_finite_ends_with_an_error(value: float, monk
     generator = BatchGenerator(adapter)
     for name, key in (("a", "text:4:9"), ("bad", "text:5:26")):
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS))
-    while len(generator.batch) < 2:
+    while len(generator.rows.batch) < 2:
         generator.step()
     decode = adapter.decode
 
     def spoilt(step: Any, call: Any) -> mx.array:
         logits = decode(step, call)
-        rows = [row is not None and row.request_id == "bad" for row in generator.batch.places]
+        rows = [row is not None and row.request_id == "bad" for row in generator.rows.batch.places]
         return mx.where(mx.array(rows)[:, None], value, logits)
 
     monkeypatch.setattr(adapter, "decode", spoilt)
@@ -636,7 +637,7 @@ def _joined(generator: BatchGenerator, family: str, asks: dict[str, str], **para
     for seed, (name, key) in enumerate(asks.items()):
         given = SamplingParams(max_tokens=NUM_TOKENS, seed=seed, **params)
         generator.insert(name, as_mlx(inputs_of(family, key)), given)
-    while len(generator.batch) < len(asks) or not all(row.answer.token_ids for row in generator.batch.rows):
+    while len(generator.rows.batch) < len(asks) or not all(row.answer.token_ids for row in generator.rows.batch.rows):
         assert not [event.result for event in generator.step() if event.result is not None]
 
 
@@ -653,7 +654,7 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     forwards: list[list[str]] = []
 
     def breaks(step: Any, call: Any) -> mx.array:
-        group = next(group for group in generator.batch.groups if group.layers is step.caches)
+        group = next(group for group in generator.rows.batch.groups if group.layers is step.caches)
         names = [row.request_id for row in group.rows]
         forwards.append(names)
         row = next((row for row in group.rows if row.request_id == "bad"), None)
@@ -673,8 +674,8 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
         assert list(results[name].token_ids) == oracle(family, FOUR[name]).tokens[:NUM_TOKENS]
     assert ["bad"] in forwards  # tried apart
     assert any(len(names) > 1 for names in forwards[forwards.index(["bad"]) :])  # and the others are together again
-    assert generator.recovery.num_recomputed == 4
-    assert not generator.batch.groups[0].layers and generator.batch.nbytes == 0
+    assert generator.retry.num_recomputed == 4
+    assert not generator.rows.batch.groups[0].layers and generator.rows.batch.nbytes == 0
 
 
 def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -710,7 +711,7 @@ def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch
                 for event in generator.step():
                     streams[event.request_id].append(event.token)
                     results |= {} if event.result is None else {event.request_id: event.result}
-        assert (generator.recovery.num_recomputed > 0) is fails
+        assert (generator.retry.num_recomputed > 0) is fails
         return results, streams
 
     (calm, told), (flaky, told_again) = answers(False), answers(True)
@@ -773,7 +774,7 @@ def test_who_begins_again_is_not_sampled_by_what_was_launched_beside_it(fails: t
     for seed, (name, key) in enumerate(FOUR.items()):
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, seed=seed))
     results = _finish(generator)
-    assert generator.recovery.num_recomputed == len(FOUR)
+    assert generator.retry.num_recomputed == len(FOUR)
     ended = [name for name, result in results.items() if result.error]
     assert len(ended) == len(fails) - 1  # who fails apart, too
     for name, key in [(name, key) for name, key in FOUR.items() if name not in ended]:
@@ -787,19 +788,19 @@ def test_for_want_of_memory_the_last_in_line_waits(fits: int, exact: bool, monke
     adapter = shared_adapter(FAMILY)
     alone: dict[str, Result] = {}
     how = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
-    setting = Exact(counts=(1, 2, 3, 4)) if exact else None
+    setting = FixedShapes(counts=(1, 2, 3, 4)) if exact else None
     for seed, (name, key) in enumerate(FOUR.items()):
-        generator = BatchGenerator(adapter, exact=setting)
+        generator = BatchGenerator(adapter, shapes=setting)
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed))
         alone |= _finish(generator)
-    generator = BatchGenerator(adapter, exact=setting)
+    generator = BatchGenerator(adapter, shapes=setting)
     for seed, (name, key) in enumerate(FOUR.items()):
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), replace(how, seed=seed), priority=name == "c")
     decode, most = adapter.decode, 0
 
     def full(step: Any, call: Any) -> mx.array:
         nonlocal most
-        live = len(generator.batch)
+        live = len(generator.rows.batch)
         if live > fits:
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
         most = max(most, live)
@@ -869,8 +870,8 @@ def test_for_want_of_memory_when_a_complete_answers_caches_are_saved_it_still_en
         assert results["a"].finish_reason in ("cancelled", "length")
     else:
         assert results["a"].finish_reason == end and (results["a"].cache is not None) is is_wanted
-    assert (generator.recovery.num_recomputed > 0) is is_wanted
-    assert results["b"].error is None and not generator.batch.rows
+    assert (generator.retry.num_recomputed > 0) is is_wanted
+    assert results["b"].error is None and not generator.rows.batch.rows
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3n", "qwen3_5"])
@@ -896,7 +897,7 @@ def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
     while generator.has_work:
         assert next(steps) < 200
         results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
-        slabs = [layer for layer in generator.batch.layers if type(layer) is SlabCache and layer.arrays()]
+        slabs = [layer for layer in generator.rows.batch.layers if type(layer) is SlabCache and layer.arrays()]
         assert len({layer.capacity for layer in slabs}) <= 1
     assert len(joined) > 2
     for name, key in (("short", short), ("long", long)):
@@ -911,12 +912,12 @@ def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, mo
     generator = BatchGenerator(adapter)
     for name, key in FOUR.items():
         generator.insert(name, as_mlx(inputs_of(FAMILY, key)), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
-    forward, give_back, wants = getattr(adapter, work), recovery.give_back, 0
+    forward, give_back, wants = getattr(adapter, work), retry.give_back, 0
     base = mx.get_active_memory()
 
     def full(*given: Any) -> mx.array:
         nonlocal wants
-        if (work == "prefill" or len(generator.batch) > 1) and wants < 2:
+        if (work == "prefill" or len(generator.rows.batch) > 1) and wants < 2:
             wants += 1
             made = mx.arange(large // 4)
             mx.eval(made)
@@ -928,7 +929,7 @@ def test_for_want_of_memory_what_mlx_keeps_is_given_back_each_time(work: str, mo
         give_back()
 
     monkeypatch.setattr(adapter, work, full)
-    monkeypatch.setattr(recovery, "give_back", watched)
+    monkeypatch.setattr(retry, "give_back", watched)
     results = _finish(generator)
     assert len(held) == wants == 2 and max(held) < large
     assert not any(result.error for result in results.values())
@@ -941,9 +942,9 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
     adapter = shared_adapter(family)
     generator = BatchGenerator(adapter, policy=settings_for(placement))
     generator.insert("first", as_mlx(inputs_of(family, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
-    while not len(generator.batch):
+    while not len(generator.rows.batch):
         generator.step()
-    row = generator.batch.nbytes
+    row = generator.rows.batch.nbytes
     rows = 5 if placement is Placement.SLAB else 3  # a slab has one place, two or four: eight would be too many
     config = {"max_rows": 8, "max_bytes": int(rows * 1.2 * row)}
     generator = BatchGenerator(adapter, policy=settings_for(placement, **config))
@@ -958,8 +959,8 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
     while generator.has_work:
         assert next(steps) < 3000
         results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
-        most = max(most, len(generator.batch))
-        assert generator.batch.nbytes <= int(rows * 1.2 * row) * 1.05
+        most = max(most, len(generator.rows.batch))
+        assert generator.rows.batch.nbytes <= int(rows * 1.2 * row) * 1.05
     assert most >= 2
     for index in range(30):
         assert list(results[str(index)].token_ids) == oracle(family, keys[index % 4]).tokens[:NUM_TOKENS]
@@ -971,7 +972,7 @@ def test_rows_keep_within_a_bound_on_bytes(family: str, placement: Placement) ->
 def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> None:
     """Twelve answers where three rows fit, and a request behind them that fits at any time: it does not go before them."""
     adapter = shared_adapter(family)
-    memory = RowMemory(2**62, None)
+    memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
     memory.learn(adapter_caches(adapter, family), 26)
     bound = int(3.5 * memory.of(40))
     params = SamplingParams(n=12, temperature=1.0, seed=3, max_tokens=NUM_TOKENS)
@@ -986,7 +987,7 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
         results: dict[str, Result] = {}
         while generator.has_work:
             results |= {event.request_id: event.result for event in generator.step() if event.result is not None}
-            assert generator.batch.nbytes <= max_bytes
+            assert generator.rows.batch.nbytes <= max_bytes
         answers.append({name: result.token_ids for name, result in results.items()})
     assert answers[0] == answers[1] and len(answers[0]) == 13
 
@@ -995,8 +996,8 @@ def test_further_answers_to_one_prompt_keep_within_the_bound(family: str) -> Non
 def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) -> None:
     """By steps of 256 positions, not by the positions that are filled."""
     adapter = shared_adapter(FAMILY)
-    memory = RowMemory(2**62, None)
-    memory.probe(adapter, kv)
+    memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
+    memory.probe(Trial(adapter, kv, FreeShapes()))
     encoded, caches = adapter.encode(as_mlx(inputs_of(FAMILY, "text:5:26"))), adapter.make_cache(kv)
     adapter.prefill([encoded], caches, 0, encoded.length)
     assert memory.of(26) == sum(cache.nbytes for cache in caches)
@@ -1059,7 +1060,7 @@ def test_a_flood_of_messages_does_not_hold_up_the_engine() -> None:
     told = history.told["r1"]
     history.load(0)
     for _ in range(20 * MESSAGES_A_TURN):
-        history.loop._inbox.put(_Cancel("of nobody"))
+        history.loop._inbox.put(lambda loop: loop._cancel("of nobody"))
     while not told.handle.done():
         assert not history.loop._inbox.empty(), "it was answered only when nobody wanted anything any more"
         history.loop._serve()
@@ -1139,13 +1140,13 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
         alone = own.generate(asks)
         full = EncoderMemory(limit=0)
         full._seen[10] = 1
-        generator.admission._encoding = full
+        generator.runner.encoding = full
         beside: list[int] = []
         encode = generator.adapter.encode
 
         def watched(inputs: Any, *given: Any) -> Any:
             if "pixel_values" in inputs:
-                beside.append(len(generator.batch) + len(generator.prefill))
+                beside.append(len(generator.rows.batch) + len(generator.rows.prefilling))
             return encode(inputs, *given)
 
         generator.adapter.encode = watched  # type: ignore[assignment,method-assign]
@@ -1200,7 +1201,7 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "decode", flaky)
             shaken = own.generate(asks)
-        assert own._loop.generator.recovery.num_recomputed > 3
+        assert own._loop.generator.retry.num_recomputed > 3
         for one, other in zip(calm, shaken, strict=True):
             assert (other.text, other.token_ids, other.parsed, other.error) == (
                 one.text,
@@ -1211,7 +1212,7 @@ def test_answers_that_are_held_to_a_form_and_answers_to_one_prompt_begin_again_t
             assert [each.text for each in other.others] == [each.text for each in one.others]
         cache = shaken[2].cache
         assert cache is not None and cache.num_tokens == calm[2].cache.num_tokens  # type: ignore[union-attr]
-        assert own.stats().recomputed == own._loop.generator.recovery.num_recomputed
+        assert own.stats().recomputed == own._loop.generator.retry.num_recomputed
 
 
 @pytest.mark.parametrize("place", ["encode", "prefill", "decode"])

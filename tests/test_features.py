@@ -12,6 +12,7 @@ from tests.harness import every_family, inputs_of, shared_adapter
 from tests.reuse_cases import Asker
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import vision_towers
 from vlm_batch.arrays import as_mlx, join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
@@ -26,7 +27,7 @@ def remembering(name: str, budget: int = 2**28) -> tuple[Adapter, FeatureStore, 
     adapter = type(shared_adapter(name))(tiny_family(name).build())
     store = FeatureStore(ByteBudget(budget))
     calls: list[int] = []
-    for owner, attribute in adapter.towers():
+    for owner, attribute in vision_towers(adapter.model):
         tower = owner[attribute]
 
         class Counted(type(tower)):  # type: ignore[misc]

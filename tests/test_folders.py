@@ -22,8 +22,8 @@ from tests.checkpoints import write_checkpoint
 from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
 from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.arrays import as_numpy
-from vlm_batch.checkpoints import older_processor_files, read_model
 from vlm_batch.loading import adapt, load_model
+from vlm_batch.loading.checkpoints import older_processor_files, read_model
 from vlm_batch.models._aya_vision import best_grid as cohere_grid
 from vlm_batch.models._layouts import corrected
 from vlm_batch.models._llama4_pictures import TileProcessor

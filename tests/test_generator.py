@@ -175,7 +175,7 @@ def test_cancel_at_every_stage(step: int) -> None:
     assert results["a"].token_ids == right_tokens(TEXT)
     assert results["c"].token_ids == right_tokens(OTHER)
     assert not generator.cancel("b")
-    assert len(generator.batch) == 0
+    assert len(generator.rows.batch) == 0
 
 
 def test_cancelling_again_is_nothing_and_the_only_end_has_what_was_generated() -> None:
@@ -255,7 +255,7 @@ def test_what_is_encoded_ahead_of_its_place_is_not_prefilled_meanwhile() -> None
     generator = engine(policy=settings_for(max_rows=1))
     generator.insert("first", inputs(TEXT), SamplingParams(max_tokens=8))
     generator.insert("next", inputs(IMAGE), SamplingParams(max_tokens=2))
-    row, encoded, last = generator._rows["next"], 0.0, 0.0
+    row, encoded, last = generator.rows.by_id["next"], 0.0, 0.0
     while row.status is Status.WAITING:
         last = time.perf_counter()
         generator.step()
@@ -279,12 +279,12 @@ def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
         given = {name: array[..., ::-1].copy()[..., ::-1] for name, array in given.items()}
     generator = engine()
     generator.insert("a", given, SamplingParams(max_tokens=NUM_TOKENS))
-    kept = generator._rows["a"].given
+    kept = generator.rows.by_id["a"].given
     assert kept is not None and all(kept[name] is array for name, array in given.items())
     decode, fails = generator.adapter.decode, [True]
 
     def once(step: Any, call: Any) -> mx.array:
-        if fails and len(generator._rows["a"].answer.token_ids) == 2:
+        if fails and len(generator.rows.by_id["a"].answer.token_ids) == 2:
             fails.clear()
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
         return decode(step, call)
@@ -292,7 +292,7 @@ def test_numpy_arrays_are_kept_as_they_are_to_begin_again_from(
     monkeypatch.setattr(generator.adapter, "decode", once)
     result = finish(generator)["a"]
     assert result.error is None and result.token_ids == right_tokens(IMAGE)
-    assert not fails and generator.recovery.num_recomputed == 1
+    assert not fails and generator.retry.num_recomputed == 1
 
 
 def test_priority_goes_first_when_places_are_short() -> None:
@@ -402,7 +402,7 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
     monkeypatch.setattr(shared_adapter(FAMILY), "encode_together", counted)
     generator = engine(policy=settings_for(encode_together=3, max_rows=3))
     size = num_bytes(inputs(SAME[0]))
-    memory = generator.admission._encoding
+    memory = generator.runner.encoding
     begin, begun = memory.begin, list[int]()
 
     def noted(nbytes: int, before: int | None = None) -> None:

@@ -43,6 +43,12 @@ def test_arrows_and_circles() -> None:
     assert counts["upward arrows when it runs"].of == "caches to engine"
 
 
+def test_branches_on_the_kind_of_shapes() -> None:
+    text = "a = exact is None or self._exact is not None\nb = isinstance(shapes, FixedShapes) or self.goes_by_shapes\n"
+    assert house.shape_branches(ast.parse(text)) == 4
+    assert house.shape_branches(ast.parse("a = shapes or FreeShapes()\nb = found.exact\n")) == 0
+
+
 def test_sizes() -> None:
     text = "class Wide:\n    def __init__(self, a, *, b=1):\n        pass\n" + "    def m(self):\n        pass\n" * 26
     text += "def long():\n" + "    pass\n" * 60

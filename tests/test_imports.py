@@ -29,10 +29,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("inputs",),
     ("adapters",),
     ("models", "engine"),
-    ("checkpoints",),
-    ("exactness",),
     ("loading",),
-    ("batcher", "verify"),
+    ("batcher",),
     ("server", "integrations", "jobs"),
     ("cli",),
     ("__main__",),
@@ -174,7 +172,7 @@ def test_importing_the_engine_loads_no_table_library_and_nothing_above_it() -> N
     found = modules_after("import vlm_batch; vlm_batch.VLMBatcher; import vlm_batch.loading")
     assert "vlm_batch.engine.generator" in found
     assert not {"datasets", "pyarrow", "pandas", "polars"} & set(found)
-    above = {room for floor in FLOORS[FLOORS.index(("batcher", "verify")) + 1 :] for room in floor}
+    above = {room for floor in FLOORS[FLOORS.index(("batcher",)) + 1 :] for room in floor}
     assert not [name for name in found if name.startswith("vlm_batch.") and name.split(".")[1] in above]
 
 

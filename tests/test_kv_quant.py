@@ -298,12 +298,12 @@ def test_turboquant_decodes_without_unpacking_the_cache(placement: Placement, mo
     engine = generator(name, TURBO, policy=settings_for(placement))
     for index, key in enumerate((IMAGE, TEXT, OTHER)):
         engine.insert(str(index), as_mlx(request(name, key)), SamplingParams(max_tokens=9))
-    while len(engine.batch) < 3:
+    while len(engine.rows.batch) < 3:
         engine.step()
     before = dict(calls)
     for _ in range(5):
         engine.step()
-    layers = len(engine.batch.layers)
+    layers = len(engine.rows.batch.layers)
     assert calls["dequantize"] == before["dequantize"]
     assert calls["decode_attention"] - before["decode_attention"] == 5 * 3 * layers
     engine.reset()
@@ -516,14 +516,14 @@ def test_slabs_hand_out_what_they_hold(key_depth: int, value_depth: int) -> None
 def test_the_policy_says_how_slabs_in_few_bits_are_read(few_bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By products of packed numbers, by the kernels of exact keys, or by one of their own; all are the row alone."""
     seen: list[type] = []
-    right = QuantizedSlabCache._fetched
+    right: Any = QuantizedSlabCache.state
 
     def fetched(self: QuantizedSlabCache) -> Any:
-        found = right(self)
+        found = right.fget(self)
         seen.append(type(found[0]))
         return found
 
-    monkeypatch.setattr(QuantizedSlabCache, "_fetched", fetched)
+    monkeypatch.setattr(QuantizedSlabCache, "state", property(fetched))
     policy = settings_for(Placement.SLAB, few_bits=few_bits)
     engine = generator("qwen2_vl", UNIFORM, policy=policy)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]

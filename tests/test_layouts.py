@@ -14,9 +14,9 @@ import pytest
 
 from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, NO_OLDER, names, write_checkpoint
 from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, requests_of
-from vlm_batch.checkpoints import TypedNorm, read_model
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt, load_model
+from vlm_batch.loading.checkpoints import TypedNorm, read_model
 from vlm_batch.models._layouts import RULES, UNREADABLE
 
 REFERENCES = Path(__file__).parent / "references"

@@ -164,12 +164,12 @@ def test_swapped_images(name: str) -> None:
 @pytest.mark.parametrize("name", ["falcon_ocr", "falcon_perception", "gemma3", "molmo2", "moondream2", "moondream3"])
 def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = shared_adapter(name)
-    right = type(adapter).chunk
+    right = type(adapter).chunk_features
 
     def causal(self: Any, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         return {key: value for key, value in right(self, encoded, start, end).items() if key != "mask"}
 
-    monkeypatch.setattr(type(adapter), "chunk", causal)
+    monkeypatch.setattr(type(adapter), "chunk_features", causal)
     assert worst(name, run_family(name, [Ask(IMAGES[2])])) > FAR
 
 

@@ -21,18 +21,11 @@ from tests.zoo import FAMILIES
 from vlm_batch.caches import Placement, can_trim, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.prefill import Prefill, pads
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.scheduler import (
-    Chunk,
-    PrefillRow,
-    Scheduler,
-    padded_count,
-    padded_length,
-    together,
-)
+from vlm_batch.engine.runner import Runner
+from vlm_batch.engine.scheduler import PrefillRow, Scheduler
+from vlm_batch.engine.shapes import padded_count, padded_length, pads, together
 from vlm_batch.policy import POLICIES, Policy
-from vlm_batch.records import Encoded
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
@@ -79,10 +72,10 @@ def test_rows_of_one_array_are_few() -> None:
 
 def test_prompts_whose_padded_lengths_agree_go_together() -> None:
     lengths = {"a": 300, "b": 281, "c": 400, "d": 290, "e": 295, "f": 310}
-    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
 
-    def groups(*limits: int) -> list[str]:
-        return ["".join(chunk.request_id for chunk in group) for group in together(plan, lengths, *limits)]
+    def groups(most: int, most_tokens: int, pad_to: int) -> list[str]:
+        found = together(list(lengths.values()), most, most_tokens, pad_to, 0)
+        return ["".join([*lengths][place] for place in group) for group in found]
 
     assert groups(8, 4096, 64) == ["abdef", "c"]
     assert groups(8, 4 * 320, 64) == ["abde", "c", "f"]
@@ -92,11 +85,10 @@ def test_prompts_whose_padded_lengths_agree_go_together() -> None:
 
 def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_padding() -> None:
     lengths = {"a": 300, "b": 40, "c": 1200, "d": 290, "e": 60, "f": 400}
-    plan = [Chunk(name, 0, length) for name, length in lengths.items()]
 
     def groups(most: int, most_tokens: int, fill: int) -> list[str]:
-        found = together(plan, lengths, most, most_tokens, 64, fill)
-        return ["".join(chunk.request_id for chunk in group) for group in found]
+        found = together(list(lengths.values()), most, most_tokens, 64, fill)
+        return ["".join([*lengths][place] for place in group) for group in found]
 
     assert groups(8, 4096, 0) == ["ad", "be", "c", "f"]
     assert groups(8, 4096, 256) == ["ad", "be", "c", "f"], "two of 320 beside one of 448 are 256 further positions"
@@ -105,10 +97,6 @@ def test_shorter_prompts_join_longer_ones_where_a_forward_costs_more_than_the_pa
     assert groups(3, 4096, 1024) == ["ad", "be", "cf"]
     assert groups(8, 1280, 1024) == ["adbe", "c", "f"]
     assert groups(8, 9000, 9000) == ["cfadbe"]
-    assert together([Chunk("a", 0, 64), Chunk("b", 0, 40)], lengths, 8, 4096, 64, 9000) == [
-        [Chunk("a", 0, 64)],
-        [Chunk("b", 0, 40)],
-    ], "a part of a prompt is no whole one"
 
 
 def test_a_budget_is_rounded_to_a_length_but_not_below_the_least() -> None:
@@ -130,7 +118,7 @@ def test_what_others_leave_of_a_budget_is_no_forward_of_its_own() -> None:
 
     def plan(budget: int, pad_to: int, *left: PrefillRow) -> list[tuple[str, int]]:
         config = Policy(max_rows=4, max_chunk=2048, pad_to=pad_to, smallest_chunk=1024, slack=64, ageing_seconds=100.0)
-        return [(chunk.request_id, chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
+        return [(chunk.rows[0], chunk.end) for chunk in Scheduler(config).plan(left or rows, budget)]
 
     assert plan(1100, 0) == [("a", 300), ("b", 800)]
     assert plan(1100, 64) == [("a", 300), ("c", 90)]
@@ -227,13 +215,13 @@ def test_prompts_of_several_lengths_are_one_array(shapes: list[tuple[int, int]])
 def rows_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The prompts of each forward of whole prompts from now on."""
     counts: list[int] = []
-    computed = Prefill.computed
+    launch = Runner._launch
 
-    def watched(self: Prefill, rows: Sequence[Encoded]) -> Any:
+    def watched(self: Runner, rows: Sequence[Any]) -> Any:
         counts.append(len(rows))
-        return computed(self, rows)
+        return launch(self, rows)
 
-    monkeypatch.setattr(Prefill, "computed", watched)
+    monkeypatch.setattr(Runner, "_launch", watched)
     return counts
 
 
@@ -294,7 +282,7 @@ def test_reproducible_answers_are_padded_by_their_own_lengths(name: str) -> None
     exact = replace(exact_of(name, "bfloat16", Placement.SLAB), pad_to=16, grid=32)
     assert exact.settings != replace(exact, pad_to=0).settings, "files of rows that were not padded are others"
     arrivals = [Arrival(key, at=index % 3) for index, key in enumerate((*KEYS, "text:5:40"))]
-    way = Way(max_rows=5, placement=Placement.SLAB, keeps=True)
+    way = Way(max_rows=5, keeps=True)
     answers = play(name, engine_of(adapter_in(name, "bfloat16"), exact, way), arrivals)
     for arrival, answer in zip(arrivals, answers, strict=True):
         assert answer == replace(alone(name, "bfloat16", arrival.key, exact), cached=answer.cached), arrival

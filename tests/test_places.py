@@ -109,8 +109,8 @@ def test_a_family_answers_at_a_place_that_held_nan(
         cancel = generator.cancel
 
         def broken(request_id: str) -> Any:
-            place = [row and row.request_id for row in generator.batch.places].index(request_id)
-            for layer in generator.batch.layers if is_broken else ():
+            place = [row and row.request_id for row in generator.rows.batch.places].index(request_id)
+            for layer in generator.rows.batch.layers if is_broken else ():
                 _poison(layer, place)
             return cancel(request_id)
 

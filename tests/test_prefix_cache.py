@@ -37,7 +37,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.caches.recurrent import RecurrentState
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Caches, Reuse
-from vlm_batch.engine.scheduler import PrefillRow, chunk_end
+from vlm_batch.engine.shapes import chunk_end
 from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -333,7 +333,7 @@ def test_kept_rows_share_nothing_with_live_ones_and_live_rows_let_go() -> None:
     before = [np.array(array) for array in kept.arrays()]
     asks.ask(f"{TEXT}+1", TEXT, f"{TEXT}~1")
     assert all(np.array_equal(a, b) for a, b in zip(before, kept.arrays(), strict=True))
-    assert not asks.generator.batch.layers
+    assert not asks.generator.rows.batch.layers
     gone = weakref.ref(kept)
     asks.generator.reuse.prefix.clear()
     assert asks.generator.reuse.prefix.budget.nbytes == 0
@@ -455,12 +455,10 @@ def test_points_are_thinned_to_the_first_and_the_last() -> None:
 
 
 def test_chunks_end_at_stops_and_before_the_spans_that_hold_them() -> None:
-    row = PrefillRow("a", 100, 0, atomic=((30, 50),), stops=(20, 40, 60))
-    ends = []
-    while row.done < row.length:
-        row = PrefillRow("a", 100, chunk_end(row, 64), row.atomic, row.stops)
-        ends.append(row.done)
-    assert ends == [20, 30, 50, 60, 100]
+    ends = [0]
+    while ends[-1] < 100:
+        ends.append(chunk_end(ends[-1], 100, 64, atomic=((30, 50),), stops=(20, 40, 60)))
+    assert ends[1:] == [20, 30, 50, 60, 100]
 
 
 def test_nothing_is_kept_of_what_is_no_use(monkeypatch: pytest.MonkeyPatch) -> None:

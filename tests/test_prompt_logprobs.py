@@ -89,7 +89,7 @@ def batcher() -> Any:
 
 
 def test_through_the_door_also_when_the_prompt_is_known(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm_batch.engine.prefill.POSITIONS_TOGETHER", 7)
+    monkeypatch.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", 7)
     picture, question = str(sample_images()[3]), "describe the image"
     plain = batcher.submit(picture, question).result(timeout=60)
     assert plain.prompt_logprobs is None

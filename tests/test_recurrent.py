@@ -72,7 +72,7 @@ def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(placement: P
         generator.insert(str(index), as_mlx(inputs_of("qwen3_5", key)), SamplingParams(max_tokens=40))
     for _ in range(4):
         generator.step()
-    layer = generator.batch.layers[0]
+    layer = generator.rows.batch.layers[0]
     assert isinstance(layer, RecurrentCache)
     before = [np.array(state) for state in layer.arrays()]
     generator.cancel("1")

@@ -16,10 +16,10 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, RowLimit
 from vlm_batch.engine.scheduler import Scheduler
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.models import adapter_for
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.runtime.device import Device
@@ -133,17 +133,17 @@ NAME = "qwen2_vl"
     [
         (Placement.ROWS, None, (0, 1, 2, 3, 4, 5, 6)),
         (Placement.SLAB, None, (0, 1, 2, 4, 6)),
-        (Placement.SLAB, Exact((2, 4, 8), Placement.SLAB), (0, 2, 4, 8)),
+        (Placement.SLAB, FixedShapes((2, 4, 8), Placement.SLAB), (0, 2, 4, 8)),
     ],
     ids=["rows", "slab", "reproducible slab"],
 )
 def test_rows_come_and_go_while_their_number_changes(
-    placement: Placement, exact: Exact | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    placement: Placement, exact: FixedShapes | None, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that moves at almost every step, and slabs that are made anew: each row's answer is the one it gets alone."""
     config = {"first_rows": 1, "most_rows": 6, "prefill_budget": 64}
     adapter = adapter_for(NAME)(family(NAME).build()) if exact is not None else shared_adapter(NAME)
-    generator = BatchGenerator(adapter, policy=settings_for(placement, **config), exact=exact)
+    generator = BatchGenerator(adapter, policy=settings_for(placement, **config), shapes=exact)
     limit = generator.scheduler.limit
     assert limit is not None and generator.scheduler.num_places == 1
     keys = [f"text:{seed}:{5 + seed}" for seed in range(9)] + ["image:1:0", "image:2:1"]
@@ -154,8 +154,8 @@ def test_rows_come_and_go_while_their_number_changes(
     def step() -> list[Event]:
         limit.rows = (1, 3, 6, 6, 6, 4)[len(counts) % 6]
         events = whole()
-        widths.append(len(generator.batch.places))
-        counts.append(len(generator.batch))
+        widths.append(len(generator.rows.batch.places))
+        counts.append(len(generator.rows.batch))
         return events
 
     monkeypatch.setattr(generator, "step", step)
@@ -166,13 +166,12 @@ def test_rows_come_and_go_while_their_number_changes(
 
 
 def test_slabs_have_the_places_that_their_rows_need() -> None:
-    config = {"max_rows": 16}
-    generator = BatchGenerator(shared_adapter(NAME), policy=settings_for(Placement.SLAB, **config))
-    batch, few = generator.batch, 0
+    generator = BatchGenerator(shared_adapter(NAME), policy=settings_for(Placement.SLAB, max_rows=16))
+    batch, few = generator.rows.batch, 0
     for seed, count in enumerate((28, 24, 4, 16, 20)):
         inputs = as_mlx(inputs_of(NAME, f"text:{seed}:{5 + seed}"))
         generator.insert(str(seed), inputs, SamplingParams(max_tokens=count))
-    assert batch.places_for(1) == 1 and batch.places_for(5) == 8 and batch.places_for(40) == 40
+    assert [batch.slabs([9] * count)[0][0] for count in (1, 5, 40)] == [1, 8, 40]
     while generator.has_work:
         generator.step()
         if batch.layers:
@@ -198,4 +197,4 @@ def test_no_place_is_left_for_rows_that_did_not_come(placement: Placement, monke
     generator.insert("a", as_mlx(inputs_of(NAME, "text:5:26")), SamplingParams(max_tokens=NUM_TOKENS))
     results = [event.result for _ in range(200) if generator.has_work for event in generator.step() if event.result]
     assert [list(result.token_ids) for result in results] == [oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]]
-    assert not generator.batch.places and not generator.batch.layers
+    assert not generator.rows.batch.places and not generator.rows.batch.layers

@@ -7,8 +7,15 @@ from dataclasses import replace
 import pytest
 
 from vlm_batch.engine.pace import Pace
-from vlm_batch.engine.scheduler import Chunk, PrefillRow, Scheduler, chunk_end, together
+from vlm_batch.engine.scheduler import PrefillRow, Scheduler
+from vlm_batch.engine.shapes import chunk_end, together
+from vlm_batch.engine.work import Kind, Work
 from vlm_batch.policy import Policy
+
+
+def chunk_of(name: str, begin: int, end: int) -> Work:
+    return Work(Kind.PREFILL, (name,), begin, end)
+
 
 SCHEDULER = Scheduler(Policy(max_rows=4, prefill_budget=10, idle_budget=100, ageing_seconds=5))
 
@@ -16,7 +23,7 @@ SCHEDULER = Scheduler(Policy(max_rows=4, prefill_budget=10, idle_budget=100, age
 def chunks_of(row: PrefillRow, budget: int) -> list[tuple[int, int]]:
     found, done = [], row.done
     while done < row.length:
-        end = chunk_end(PrefillRow(row.request_id, row.length, done, row.atomic), budget)
+        end = chunk_end(done, row.length, budget, row.atomic)
         assert end > done
         found.append((done, end))
         done = end
@@ -39,23 +46,23 @@ def test_chunks_never_cut_an_atomic_span_and_cover_the_prompt(budget: int) -> No
 
 def test_the_budget_goes_to_the_oldest_row_first() -> None:
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0)]
-    assert SCHEDULER.plan(rows, 10) == (Chunk("a", 0, 10),)
-    assert SCHEDULER.plan(rows, 100) == (Chunk("a", 0, 50), Chunk("b", 0, 50))
+    assert SCHEDULER.plan(rows, 10) == (chunk_of("a", 0, 10),)
+    assert SCHEDULER.plan(rows, 100) == (chunk_of("a", 0, 50), chunk_of("b", 0, 50))
 
 
 def test_what_the_first_row_leaves_of_the_budget_goes_to_the_next() -> None:
     rows = [PrefillRow("a", 6, 0), PrefillRow("b", 50, 8)]
-    assert SCHEDULER.plan(rows, 10) == (Chunk("a", 0, 6), Chunk("b", 8, 12))
+    assert SCHEDULER.plan(rows, 10) == (chunk_of("a", 0, 6), chunk_of("b", 8, 12))
 
 
 def test_short_prompts_go_before_long_ones_that_have_waited_as_long() -> None:
     rows = [PrefillRow("long", 50, 0, waited=1.0), PrefillRow("short", 6, 0, waited=0.9)]
-    assert SCHEDULER.plan(rows, 10) == (Chunk("short", 0, 6), Chunk("long", 0, 4))
+    assert SCHEDULER.plan(rows, 10) == (chunk_of("short", 0, 6), chunk_of("long", 0, 4))
 
 
 def test_what_is_left_of_a_prompt_counts() -> None:
     rows = [PrefillRow("fresh", 20, 0, waited=1.0), PrefillRow("begun", 50, 40, waited=1.0)]
-    assert SCHEDULER.plan(rows, 10) == (Chunk("begun", 40, 50),)
+    assert SCHEDULER.plan(rows, 10) == (chunk_of("begun", 40, 50),)
 
 
 def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> None:
@@ -67,20 +74,20 @@ def test_a_long_prompt_is_not_kept_waiting_by_short_ones_that_keep_coming() -> N
         rows = [replace(long, waited=float(second))]
         rows += [PrefillRow(name, 30, 0, waited=float(second - came)) for name, came in waiting]
         (chunk,) = scheduler.plan(rows, 30)[:1]
-        if chunk.request_id == "long":
+        if chunk.rows[0] == "long":
             long = replace(long, done=chunk.end)
             if long.done == long.length:
                 return
         else:
-            waiting = [item for item in waiting if item[0] != chunk.request_id]
+            waiting = [item for item in waiting if item[0] != chunk.rows[0]]
     raise AssertionError(f"{long.length - long.done} tokens of the long prompt are left")
 
 
 def test_priority_and_its_ageing_rule_over_length() -> None:
     rows = [PrefillRow("short", 5, 0, waited=1.0), PrefillRow("urgent", 50, 0, priority=1)]
-    assert SCHEDULER.plan(rows, 10) == (Chunk("urgent", 0, 10),)
+    assert SCHEDULER.plan(rows, 10) == (chunk_of("urgent", 0, 10),)
     rows = [PrefillRow("short", 5, 0, waited=4.0), PrefillRow("aged", 50, 0, waited=5.5)]
-    assert SCHEDULER.plan(rows, 10) == (Chunk("aged", 0, 10),)
+    assert SCHEDULER.plan(rows, 10) == (chunk_of("aged", 0, 10),)
 
 
 def test_nothing_to_prefill_is_an_empty_plan() -> None:
@@ -91,8 +98,8 @@ def test_nothing_to_prefill_is_an_empty_plan() -> None:
 def test_a_prompt_that_was_found_whole_waits_for_no_budget(budget: int) -> None:
     """Where decoding alone takes longer than the gap between tokens may, a step has no room for prefill."""
     found, rest = PrefillRow("found", 40, 40), PrefillRow("rest", 7, 0)
-    chunks = (Chunk("rest", 0, 7),) if budget else ()
-    assert set(SCHEDULER.plan([rest, found], budget)) == {Chunk("found", 40, 40), *chunks}
+    chunks = (chunk_of("rest", 0, 7),) if budget else ()
+    assert set(SCHEDULER.plan([rest, found], budget)) == {chunk_of("found", 40, 40), *chunks}
 
 
 def test_rows_wait_by_priority_then_age() -> None:
@@ -112,23 +119,23 @@ def test_places_are_bounded() -> None:
 def test_a_chunk_is_bounded_whatever_the_budget() -> None:
     scheduler = Scheduler(Policy(max_chunk=20))
     assert scheduler.plan([PrefillRow("a", 30, 0), PrefillRow("b", 50, 0)], 45) == (
-        Chunk("a", 0, 20),
-        Chunk("a", 20, 30),
-        Chunk("b", 0, 15),
+        chunk_of("a", 0, 20),
+        chunk_of("a", 20, 30),
+        chunk_of("b", 0, 15),
     )
 
 
 def test_a_prompt_that_was_found_whole_has_an_empty_chunk() -> None:
     assert SCHEDULER.plan([PrefillRow("a", 50, 50), PrefillRow("b", 4, 0)], 10) == (
-        Chunk("a", 50, 50),
-        Chunk("b", 0, 4),
+        chunk_of("a", 50, 50),
+        chunk_of("b", 0, 4),
     )
 
 
 def test_a_budget_of_several_chunks_goes_to_one_row_if_it_is_alone() -> None:
     scheduler = Scheduler(Policy(max_chunk=20))
     row = PrefillRow("a", 50, 4, atomic=((22, 30),))
-    assert scheduler.plan([row], 30) == (Chunk("a", 4, 22), Chunk("a", 22, 34))
+    assert scheduler.plan([row], 30) == (chunk_of("a", 4, 22), chunk_of("a", 22, 34))
 
 
 def test_a_fixed_budget_holds_beside_decoding_rows_only() -> None:
@@ -190,29 +197,17 @@ def test_what_pictures_took_of_a_step_is_not_left_for_prompts() -> None:
 def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
     scheduler = Scheduler(Policy(slack=30))
     rows = [PrefillRow("a", 50, 0), PrefillRow("b", 50, 0), PrefillRow("c", 50, 0)]
-    assert scheduler.plan(rows, 70) == (Chunk("a", 0, 50), Chunk("b", 0, 50))
-    assert scheduler.plan(rows, 60) == (Chunk("a", 0, 50), Chunk("b", 0, 10))
+    assert scheduler.plan(rows, 70) == (chunk_of("a", 0, 50), chunk_of("b", 0, 50))
+    assert scheduler.plan(rows, 60) == (chunk_of("a", 0, 50), chunk_of("b", 0, 10))
 
 
 def test_prompts_of_one_length_go_together() -> None:
-    plan = (
-        Chunk("a", 0, 50),
-        Chunk("b", 0, 50),
-        Chunk("c", 0, 50),
-        Chunk("d", 0, 40),
-        Chunk("e", 10, 40),
-        Chunk("f", 0, 40),
-    )
-    lengths = {"a": 50, "b": 50, "c": 50, "d": 40, "e": 40, "f": 60}
-    groups = [[chunk.request_id for chunk in group] for group in together(plan, lengths, 2)]
-    assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert together([50, 50, 50, 40, 60], 2, None, 0, 0) == [[0, 1], [2], [3], [4]]
 
 
 def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:
-    plan = [Chunk(name, 0, 40) for name in "abcde"]
-    lengths = dict.fromkeys("abcde", 40)
-    assert [len(group) for group in together(plan, lengths, 8, 100)] == [2, 2, 1]
-    assert [len(group) for group in together(plan, lengths, 8, 10)] == [1] * 5
+    assert [len(group) for group in together([40] * 5, 8, 100, 0, 0)] == [2, 2, 1]
+    assert [len(group) for group in together([40] * 5, 8, 10, 0, 0)] == [1] * 5
 
 
 @pytest.mark.parametrize(("seconds", "budget"), [(0.1, 1024), (1.0, 600), (10.0, 256)])

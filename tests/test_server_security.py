@@ -645,7 +645,7 @@ def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
         ("word " * 5000, {}, None, "the model's context holds"),
         ([text("x"), {"type": "image_url", "image_url": large}], {}, None, "image"),
     ]  # fmt: skip
-    ours = ("template=", "FetchPolicy", "SamplingParams", "json_schema:", "regex:", "args holds", "Limits.")
+    ours = ("template=", "FetchPolicy", "SamplingParams", "json_schema:", "regex:", "Template(", "Limits.")
     for content, fields, param, said in asked:
         reply = server.chat(content, max_tokens=3, **fields)
         assert reply.status == 400, (content[:20], reply.body)

@@ -11,7 +11,7 @@ from mlx_vlm.models.cache import KVCache
 
 from tests.harness import Ask, check, run_family, settings_for, shared_adapter
 from vlm_batch.adapters.attention import attention
-from vlm_batch.caches import Placement, RowsCache, always_mask
+from vlm_batch.caches import Placement, RowsCache
 from vlm_batch.caches.rows import MOST_STACKED
 from vlm_batch.engine.generator import BatchGenerator
 
@@ -104,7 +104,7 @@ def test_long_rows_and_those_that_came_at_other_times_stay_apart() -> None:
 def test_reproducible_rows_attend_by_themselves() -> None:
     """It is not among what is proven of a device."""
     layer = layer_of(True, (5, 5))
-    always_mask(layer)
+    layer.always_masked = True
     step(layer, 0)
     assert held(layer) == ["own", "own"]
 

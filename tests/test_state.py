@@ -17,9 +17,10 @@ from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.prefill import Prefill
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.runner import Runner
+from vlm_batch.engine.shapes import FreeShapes
 from vlm_batch.models import adapter_for
 from vlm_batch.records import DecodeStep, Encoded
 from vlm_batch.store.budget import ByteBudget
@@ -86,15 +87,15 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
     generator.insert("a", inputs, SamplingParams(max_tokens=6))
     del inputs
     generator.step()
-    row = generator.batch.rows[0]
+    row = generator.rows.batch.rows[0]
     gc.collect()
     assert len(gone) > 2
     assert all(reference() is None for reference in gone)
     assert row.prompt is None
     while generator.has_work:
         generator.step()
-    assert generator.batch.nbytes == 0
-    assert not generator.batch.layers
+    assert generator.rows.batch.nbytes == 0
+    assert not generator.rows.batch.layers
 
 
 def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +115,13 @@ def test_nobody_holds_what_a_chunk_is_written_into(monkeypatch: pytest.MonkeyPat
 
         return noted
 
-    def settled(self: Prefill, row: Any, *args: Any) -> Any:
+    def settled(self: Runner, row: Any, *args: Any) -> Any:
         answer = settle(self, row, *args)
-        states.extend(weakref.ref(array) for array in self._launched[row])
+        states.extend(weakref.ref(array) for array in answer.arrays)
         return answer
 
-    settle = Prefill._settle
-    monkeypatch.setattr(Prefill, "_settle", settled)
+    settle = Runner._settle
+    monkeypatch.setattr(Runner, "_settle", settled)
     monkeypatch.setattr(adapter, "prefill", noting(adapter.prefill))
     monkeypatch.setattr(generator._decoder, "logits", noting(generator._decoder.logits))
     generator.insert("a", as_mlx(inputs_of("qwen2_vl", "text:5:26")), SamplingParams(max_tokens=2))
@@ -146,7 +147,7 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
     assert _kv_of(generator, "0") == before
     generator.step()
     generator.insert("3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40))
-    length = generator.batch.layers[0].lengths[0]  # type: ignore[attr-defined]
+    length = generator.rows.batch.layers[0].lengths[0]  # type: ignore[attr-defined]
     kept = _kv_of(generator, "0", length)
     generator.step()
     assert _kv_of(generator, "0", length) == kept
@@ -154,9 +155,9 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
 
 def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None) -> list[Any]:
     """The row's keys in every layer, as numbers."""
-    place = [row.request_id if row else None for row in generator.batch.places].index(request_id)
+    place = [row.request_id if row else None for row in generator.rows.batch.places].index(request_id)
     found = []
-    for layer in generator.batch.layers:
+    for layer in generator.rows.batch.layers:
         length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
         row = keys.rows[place] if hasattr(keys, "rows") else keys[place : place + 1]
@@ -219,7 +220,7 @@ def test_two_thousand_tokens_leave_no_more_arrays_than_a_hundred() -> None:
     adapter = shared_adapter("qwen3_5")  # keys and values in every other layer
     caches = adapter.make_cache()
     mx.eval(adapter.prefill([adapter.encode(as_mlx(inputs_of("qwen3_5", "text:4:9")))], caches, 0, 9))
-    batch = DecodeBatch(Placement.ROWS, 1)
+    batch = DecodeBatch(FreeShapes(Placement.ROWS), 1)
     row = new_row("a", Prompt(), SamplingParams())
     own = [RotatingKVCache(64) if type(cache) is KVCache else cache for cache in caches]  # of one length
     for cache in own:

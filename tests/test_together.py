@@ -15,6 +15,7 @@ from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.joint import Looked
 from vlm_batch.adapters.modules import RememberingTower
+from vlm_batch.adapters.towers import vision_towers
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.records import Call, Encoded
 from vlm_batch.store.budget import ByteBudget
@@ -38,10 +39,10 @@ def given(name: str, keys: Sequence[str] = KEYS) -> list[dict[str, Any]]:
 def counted(adapter: Adapter) -> Iterator[list[int]]:
     """A list that grows with every call of the tower itself."""
     calls: list[int] = []
-    if any(not isinstance(owner[name], RememberingTower) for owner, name in adapter.towers()):
+    if any(not isinstance(owner[name], RememberingTower) for owner, name in vision_towers(adapter.model)):
         adapter.remember_features(None)
     before = []
-    for owner, name in adapter.towers():
+    for owner, name in vision_towers(adapter.model):
         tower = owner[name].tower
         kind = type(tower)
 
@@ -81,7 +82,7 @@ def with_nothing_finite(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def towered() -> list[str]:
     """The families whose pictures go through a tower in the tests."""
-    return [name for name in every_family() if name not in NO_TOWER and shared_adapter(name).towers()]
+    return [name for name in every_family() if name not in NO_TOWER and vision_towers(shared_adapter(name).model)]
 
 
 def joined() -> list[str]:
@@ -93,7 +94,9 @@ def joined() -> list[str]:
 def test_a_family_joins_its_pictures_or_says_why_not(name: str) -> None:
     adapter = shared_adapter(name)
     is_plain = adapter.tower_class.kind is RememberingTower.kind
-    assert not adapter.towers() or adapter.encodes_apart or not is_plain, "tower_class or encodes_apart says how"
+    assert not vision_towers(adapter.model) or adapter.encodes_apart or not is_plain, (
+        "tower_class or encodes_apart says how"
+    )
 
 
 @pytest.mark.parametrize("name", every_family())

@@ -17,6 +17,7 @@ from tests.harness import TOLERANCE, inputs_of, shared_adapter
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters import kernels, windows
 from vlm_batch.adapters.products import products_of, shapes_of
+from vlm_batch.adapters.towers import vision_towers
 from vlm_batch.arrays import as_mlx
 from vlm_batch.models import adapter_for
 from vlm_batch.models._qwen2_5_vl import MOST_KEPT, Sides, layout_of
@@ -72,12 +73,12 @@ def test_an_inner_width_that_is_slow_is_filled_with_zeros(name: str, monkeypatch
 def test_only_dense_layers_whose_width_is_slow_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "wants_fast_widths", lambda dtype: True)
     fast = tiny_family("qwen2_5_vl").build()
-    assert shapes_of(adapter_for("qwen2_5_vl")(fast).model.vision_tower) == shapes_of(fast.vision_tower)
+    assert shapes_of(adapter_for("qwen2_5_vl")(fast).model.vision_tower.tower) == shapes_of(fast.vision_tower)
     few_bits = narrowed("qwen2_5_vl")
     nn.quantize(
         few_bits.vision_tower, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("gate_proj")
     )
-    assert shapes_of(adapter_for("qwen2_5_vl")(few_bits).model.vision_tower) == shapes_of(few_bits.vision_tower)
+    assert shapes_of(adapter_for("qwen2_5_vl")(few_bits).model.vision_tower.tower) == shapes_of(few_bits.vision_tower)
 
 
 def test_widths_are_filled_on_cuda_in_half_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_a_layout_is_made_once_for_a_size_and_holds_in_every_thread() -> None:
 def test_a_product_embeds_patches_as_the_convolution_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (embed,) = [
         module
-        for owner, attribute in shared_adapter(name).towers()
+        for owner, attribute in vision_towers(shared_adapter(name).model)
         for _, module in owner[attribute].named_modules()
         if type(module).__name__ == "PatchProduct"
     ]

@@ -12,7 +12,7 @@ from tests.harness import inputs_of, oracle, settings_for, shared_adapter
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine import recovery
+from vlm_batch.engine import retry
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.types import Result, SamplingParams
 
@@ -62,9 +62,9 @@ def answers(family: str, placement: Placement, want: Want) -> tuple[dict[str, Re
         with announced(want):
             events = generator.step()
         results |= {event.request_id: event.result for event in events if event.result is not None}
-        for group in generator.batch.groups:
+        for group in generator.rows.batch.groups:
             check_alike(group)
-    return results, generator.recovery.num_recomputed
+    return results, generator.retry.num_recomputed
 
 
 @pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
@@ -76,7 +76,7 @@ def test_whichever_allocation_fails_every_answer_is_as_alone(
     monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 8)
     monkeypatch.setattr("vlm_batch.caches.quantized.STEP", 8)
     monkeypatch.setattr("mlx_vlm.models.cache.KVCache.step", 8)
-    monkeypatch.setattr(recovery, "give_back", lambda: None)  # it takes most of the time, and has tests of its own
+    monkeypatch.setattr(retry, "give_back", lambda: None)  # it takes most of the time, and has tests of its own
     calm = Want()
     right, again = answers(family, placement, calm)
     assert calm.count > 9 and not again

@@ -21,7 +21,8 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.exactness import Joint, exact_for
+from vlm_batch.engine.shapes import FreeShapes
+from vlm_batch.loading.exactness import Joint, fixed_shapes
 from vlm_batch.policy import POLICIES
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
@@ -66,15 +67,15 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_bring_no_shape_that_was_not_computed(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of(FAMILY, "float32")
     policy = replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64)
-    exact = exact_for(adapter, policy=policy) if is_exact else None
-    reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)), exact=exact)
-    engine = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=reuse, exact=exact)
+    exact = fixed_shapes(adapter, policy=policy) if is_exact else None
+    reuse = Reuse(adapter, PrefixCache(ByteBudget(2**28)), shapes=exact or FreeShapes())
+    engine = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=reuse, shapes=exact)
     if exact is not None:
-        assert [exact.rows(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]  # proven before it is watched
+        assert [exact.prompts(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]  # proven before it is watched
     shapes = Shapes(adapter, monkeypatch)
-    assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 3, "each step has a prompt before it"
+    assert sum(1 for _ in engine.warm_up()) == len(shapes.seen) - 1, "one is of the row that steps are of"
     warmed = shapes.take()
-    assert not engine.has_work and not engine.batch.rows and not engine.prefill.rows and not engine.reuse.nbytes
+    assert not engine.has_work and not engine.rows.batch.rows and not engine.rows.prefilling and not engine.reuse.nbytes
     check(FAMILY, run_family(FAMILY, ASKS, generator=engine))
     assert shapes.take() <= warmed
 
@@ -110,15 +111,15 @@ def test_prompts_of_shapes_that_were_computed_attend_by_plans(monkeypatch: pytes
 def test_lengths_of_reproducible_prompts_are_proven_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request waits for the proof of its length, where there was time for a warm-up."""
     adapter = adapter_of(FAMILY, "float32")
-    exact = exact_for(adapter, policy=replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64))
+    exact = fixed_shapes(adapter, policy=replace(POLICIES[Device.CUDA], grid=256, pad_to=16, call_tokens=64))
     engine = BatchGenerator(
-        adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=Reuse(adapter, exact=exact), exact=exact
+        adapter, policy=settings_for(Placement.SLAB, **CONFIG), reuse=Reuse(adapter, shapes=exact), shapes=exact
     )
     for _ in engine.warm_up():
         pass
     measured: list[int] = []
     monkeypatch.setattr(Joint, "_of_prompts", lambda self, count, length: measured.append(length))
-    assert [exact.rows(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]
+    assert [exact.prompts(length) for length in (9, 25, 48, 64)] == [4, 2, 1, 1]
     assert not measured
 
 

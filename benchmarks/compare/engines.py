@@ -119,8 +119,8 @@ class ThisLibrary(Driven):
 
     def __init__(self, model: Any, workload: Workload, contexts: Contexts | None = None) -> None:
         from vlm_batch.engine.generator import BatchGenerator
-        from vlm_batch.exactness import exact_for
         from vlm_batch.loading import adapt
+        from vlm_batch.loading.exactness import fixed_shapes
         from vlm_batch.policy import policy_of
 
         rows = workload.rows if self.says_rows else None
@@ -131,8 +131,8 @@ class ThisLibrary(Driven):
         adapter: Any = adapt(model)
         if contexts is not None:
             adapter = RecallingAdapter(adapter, contexts)
-        exact = exact_for(adapter, max_rows=workload.rows) if self.reproducible else None
-        self.generator = BatchGenerator(adapter, policy=policy_of(said), exact=exact)
+        shapes = fixed_shapes(adapter, max_rows=workload.rows) if self.reproducible else None
+        self.generator = BatchGenerator(adapter, policy=policy_of(said), shapes=shapes)
 
 
 class Reproducible(ThisLibrary):

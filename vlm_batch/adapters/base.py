@@ -15,14 +15,22 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
-from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, running
 from vlm_batch.adapters.joint import Answers, Looked, TowerCall, advance, make_calls
-from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays
+from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays, tables_on_disk
 from vlm_batch.adapters.products import hold_products
-from vlm_batch.adapters.prompts import concatenated, cut, num_entries, pad_front, padded, spans_of
-from vlm_batch.adapters.towers import Inner, widen
+from vlm_batch.adapters.prompts import (
+    check_tokens,
+    cut,
+    dtype_of,
+    num_entries,
+    num_words,
+    pad_front,
+    padded,
+    spans_of,
+)
+from vlm_batch.adapters.towers import Inner, vision_towers, widen
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
@@ -31,8 +39,6 @@ from vlm_batch.registry import ModelSpec
 from vlm_batch.store.digest import as_words, digest, sourced
 from vlm_batch.store.features import FeatureStore
 
-#: Names under which models keep their vision towers.
-VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
 #: Values of each weight that go into a model's fingerprint.
 SAMPLES = 16
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -65,8 +71,6 @@ class Adapter:
     ignored_features: ClassVar[frozenset[str]] = frozenset()
     #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
     compiles: ClassVar[bool] = False
-    #: Whether a traced step of plain weights has no kernel that an untraced one has not: none is built beside rows that decode.
-    traces_alike: ClassVar[bool] = False
     #: Whether a position of a prompt sees nothing behind it but its own atomic span: padding may stand there, and prompts in
     #: one array be padded to one length, where the caches allow it.
     is_causal: bool = True
@@ -79,18 +83,15 @@ class Adapter:
     #: The layers of its towers' MLPs, where a published width is slow on some device and may be filled with zeros.
     inner_layers: ClassVar[tuple[Inner, ...]] = ()
     #: The reason why the pictures of each request are encoded in calls of their own; None where calls can be joined.
-    encodes_apart: ClassVar[str | None] = None
+    encodes_apart: str | None = None
     #: The reason why a row cannot continue from another row's caches; None if it can.
     no_prefix_reuse: ClassVar[str | None] = None
 
-    #: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
-    caches_without_attention: ClassVar[frozenset[str]] = frozenset()
-
     def __init__(self, model: nn.Module) -> None:
-        evaluate_arrays(model, self.on_disk())
+        evaluate_arrays(model)
         self.config: Any = model.config
         self.model: Any = clone_modules(model, self.patches())
-        for owner, name in self.towers() if self.inner_layers else ():
+        for owner, name in vision_towers(self.model) if self.inner_layers else ():
             widen(owner[name], self.inner_layers)
         self.language: Any = self.model.language_model
         self.hook_functions()
@@ -101,7 +102,7 @@ class Adapter:
         """Put our functions in the place of mlx-vlm's in the language model's files; refuse a model that calls others."""
         put_hooks(files_of(self.language), HOOKS, family=self.spec.family)
         hooked = HOOKS["scaled_dot_product_attention"]
-        check_attention(self.language, hooked, family=self.spec.family, exempt=self.caches_without_attention)
+        check_attention(self.language, hooked, family=self.spec.family)
 
     def with_products(self, numbers: Mapping[str, Sequence[int]]) -> Adapter:
         """A copy, with modules of its own, whose products of some kinds are held to numbers of rows; itself for none."""
@@ -118,31 +119,9 @@ class Adapter:
         return {}
 
     @classmethod
-    def on_disk(cls) -> tuple[type, ...]:
-        """Module classes that read the rows they are asked for from the checkpoint's files; their tables are never loaded."""
-        return ()
-
-    @classmethod
     def processor(cls, processor: Any) -> Any:
         """The caller's processor, or a copy of it that does what the published one does, where mlx-vlm's does not."""
-        given = {name: getattr(processor, name, None) for name in ("image_processor", "video_processor")}
-        right = {"image_processor": cls.image_processor, "video_processor": cls.video_processor}
-        changed = {name: made for name, part in given.items() if (made := right[name](part)) is not part}
-        if changed:
-            processor = copy.copy(processor)
-            for name, part in changed.items():
-                setattr(processor, name, part)
         return processor
-
-    @classmethod
-    def image_processor(cls, part: Any) -> Any:
-        """The processor's part for pictures, or what does its work."""
-        return part
-
-    @classmethod
-    def video_processor(cls, part: Any) -> Any:
-        """The part of a processor that takes frames, or what replaces it where mlx-vlm's is not the published one."""
-        return part
 
     def last_position_logits(self) -> None:
         """Let the trunk answer for its last position only."""
@@ -153,14 +132,10 @@ class Adapter:
 
     def remember_features(self, store: FeatureStore | None) -> None:
         """Let the vision tower encode a picture once, and keep its features in ``store``, if there is one."""
-        for owner, name in self.towers():
+        for owner, name in vision_towers(self.model):
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
             setattr(owner, name, self.tower_class(tower, store, self.read_features))
-
-    def towers(self) -> list[tuple[nn.Module, str]]:
-        """The modules that encode pictures: each the attribute of another."""
-        return [(self.model, name) for name in VISION_TOWERS if isinstance(self.model.get(name), nn.Module)]
 
     def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
         """Cut a tower's result to the part that the model reads: the hidden states of the selected layers."""
@@ -182,7 +157,8 @@ class Adapter:
         sums = [mx.sum(array.view(UNSIGNED[array.itemsize])) for _, array in weights]
         mx.eval(samples, sums)
         shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
-        return digest([plain(self.config), shapes, samples, sums]).hex()
+        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables_on_disk(self.language)]
+        return digest([plain(self.config), shapes, samples, sums, *rows]).hex()
 
     # Encode
     # -------------------------------------------------------------------------------------------------------------
@@ -210,7 +186,7 @@ class Adapter:
             is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
             features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, sourced(extra))
         embeds = features.pop("inputs_embeds")
-        dtype = self.token_dtype if call.is_fixed and embeds.dtype == mx.float32 else None
+        dtype = dtype_of(self.token_table) if call.is_fixed and embeds.dtype == mx.float32 else None
         if dtype is not None:
             embeds = embeds.astype(dtype)  # rows of two types in one batch are computed in the wider one
         prefill, decode = self.split(features)
@@ -224,7 +200,6 @@ class Adapter:
             image_tokens=self.count_image_tokens(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
             cached=cached,
-            vocabulary=self.vocabulary(extra),
         )
 
     def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
@@ -233,7 +208,7 @@ class Adapter:
         is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
         if call.is_fixed:
             is_apart = is_apart or call.pictures is None or self.tower_class.apart is RememberingTower.apart
-        if is_apart or self.max_rows == 1 or not self.towers():
+        if is_apart or self.max_rows == 1 or not vision_towers(self.model):
             return list(requests)
         answers = {at: Answers() for at, inputs in enumerate(requests) if has_pictures(inputs)}
 
@@ -267,23 +242,6 @@ class Adapter:
         side = getattr(getattr(self.config, "vision_config", None), "patch_size", None)
         return 3 * side**2 if isinstance(side, int) else 3 * 14**2
 
-    def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
-        """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash."""
-        tokens = np.array(ids)[0]
-        marks = list(self.image_token_ids()) if has_pictures else []  # without any, nothing takes a mark's place
-        unmarked = ~np.isin(tokens, marks)
-        below = tokens[(tokens < 0) & unmarked]
-        if below.size:
-            raise InvalidPrompt(f"token id {below[0]} is below 0")
-        size = self.num_words
-        if size is None:
-            return
-        beyond = tokens[(tokens >= size) & unmarked]
-        if beyond.size:
-            raise InvalidPrompt(
-                f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
-            )
-
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Refuse a processor's output (numpy) that can be known not to fit, without MLX: on the submitter's thread."""
         extra = self._known_inputs(inputs)
@@ -315,25 +273,9 @@ class Adapter:
         return None
 
     @property
-    def num_words(self) -> int | None:
-        """The number of tokens that the decoder has embeddings for; None where no table of them is known."""
-        table = self.token_table
-        parts = [
-            getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")
-        ]  # the last: Molmo's two
-        return sum(part.shape[0] for part in parts if part is not None) or None
-
-    @property
     def token_table(self) -> Any:
         """The embedding of the decoder's tokens, or None where it is made of several or named otherwise."""
         return getattr(getattr(self.language, "model", None), "embed_tokens", None)
-
-    @property
-    def token_dtype(self) -> mx.Dtype | None:
-        """The type of the decoder's token embeddings, or None where their table is not known."""
-        table = self.token_table
-        known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
-        return None if known is None else known.dtype
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
@@ -387,23 +329,16 @@ class Adapter:
         return {name: value for name, value in found.to_dict().items() if value is not None}
 
     def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Features -> (what prefill needs, whole; what every decode step of the row needs)."""
-        self.check_features(features)
-        return {name: features[name] for name in self.prefill_axes if name in features}, {}
-
-    def check_features(self, features: Mapping[str, Any]) -> None:
-        """Refuse what the family does not know: a keyword is absorbed on purpose, or refused."""
+        """Features -> (what prefill needs, whole; what every decode step of the row needs). Others than the family knows are
+        refused."""
         unknown = set(features) - set(self.prefill_axes) - self.ignored_features - {"position_ids", "rope_deltas"}
         if unknown:
             raise TypeError(f"{self.spec.family} does not know the features {sorted(unknown)}")
+        return {name: features[name] for name in self.prefill_axes if name in features}, {}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         """The row's positions; by default they count tokens."""
         return PositionState()
-
-    def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
-        """The number of tokens that the row chooses from, where requests differ in that; its logits are as many."""
-        return None
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """Spans [start, end) of the prompt that one chunk must hold whole (bidirectional pictures)."""
@@ -467,11 +402,12 @@ class Adapter:
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The forward of ``prefill``, of one row or of several plain ones, which are long enough."""
-        ids = concatenated([row.input_ids[:, start:end] for row in rows], axis=0)
-        embeds = concatenated([row.inputs_embeds[:, start:end] for row in rows], axis=0)
+        ids = mx.concatenate([row.input_ids[:, start:end] for row in rows], axis=0)
+        embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows], axis=0)
         extra = self.chunk_features(rows[0], start, end)
-        if rows[0].position.prompt is not None:
-            positions = concatenated([row.position.prompt[..., start:end] for row in rows], axis=-2)
+        prompts: list[Any] = [row.position.prompt for row in rows]
+        if prompts[0] is not None:
+            positions = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)
             extra = {**extra, "position_ids": self.place_positions(positions)}
         return self.forward(ids, embeds, cache, extra)
 
@@ -515,10 +451,9 @@ class Adapter:
 
     @property
     def graphs_pay(self) -> bool:
-        """Whether decode steps are compiled unless somebody says otherwise: where launches decide, and nothing has to be built.
-        (A packed product adds its bias in an operation of its own, which a graph fuses with the broadcast before it.)"""
-        is_packed = any(isinstance(module, nn.QuantizedLinear) for _, module in self.language.named_modules())
-        return kernels.counts_launches() and self.compiles and self.traces_alike and not is_packed
+        """Whether decode steps are compiled unless somebody says otherwise: where launches decide, and a traced step has no
+        kernel that an untraced one has not, so that none is built beside rows that decode."""
+        return False
 
     @property
     def max_context(self) -> int | None:
@@ -531,7 +466,8 @@ class Adapter:
         """(a prompt's ids with a placeholder for each position of a picture, what else the family reads)."""
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
-        self.check_ids(ids, has_pictures=bool(extra))
+        # without a picture, nothing takes a mark's place
+        check_tokens(ids, num_words(self.token_table), self.image_token_ids() if extra else frozenset())
         self.check_placeholders(ids, extra)
         return ids, extra
 
@@ -558,6 +494,20 @@ class Adapter:
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
             )
         return {name: value for name, value in given.items() if name in self.input_keys}
+
+
+def trunk_logits(
+    language: Any, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+) -> mx.array:
+    """A language model's trunk and head, for families whose own call does more than rows apart allow: logits (B, V)."""
+    hidden = language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
+    return head_of(language)(hidden)[:, -1]
+
+
+def head_of(language: Any) -> Any:
+    """A language model's head: its own, or its table of tokens."""
+    is_tied = getattr(language, "args", language.config).tie_word_embeddings
+    return language.model.embed_tokens.as_linear if is_tied else language.lm_head
 
 
 def has_pictures(extra: Mapping[str, Any]) -> bool:

@@ -6,9 +6,18 @@ import copy
 import sys
 from typing import Any
 
+from vlm_batch.adapters.pictures import with_part
 
-def keep_every_frame(part: Any, limit: str) -> Any:
-    """A copy of a video processor that drops no frames, which are chosen already; ``limit`` names its bound."""
-    patient = copy.copy(part)
-    setattr(patient, limit, sys.maxsize)
-    return patient
+
+def keep_every_frame(processor: Any, kind: type, limit: str) -> Any:
+    """A processor whose part for videos, of mlx-vlm's ``kind``, drops no frames: they are chosen already. ``limit`` names its
+    bound."""
+
+    def patient(part: Any) -> Any:
+        if not isinstance(part, kind):
+            return part
+        part = copy.copy(part)
+        setattr(part, limit, sys.maxsize)
+        return part
+
+    return with_part(processor, "video_processor", patient)

@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingGridTower, RememberingTower, split_patches
-from vlm_batch.adapters.pictures import with_quick_patches
+from vlm_batch.adapters.pictures import with_part, with_quick_patches
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Picture, PositionState
@@ -23,8 +23,8 @@ class GridAdapter(Adapter):
     tower_class: ClassVar[type[RememberingTower]] = RememberingGridTower
 
     @classmethod
-    def image_processor(cls, part: Any) -> Any:
-        return with_quick_patches(part)
+    def processor(cls, processor: Any) -> Any:
+        return with_part(processor, "image_processor", with_quick_patches)
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Upstream drops the pictures that the prompt has no room for."""

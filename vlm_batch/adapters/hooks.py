@@ -122,11 +122,17 @@ def put_hooks(
         raise UnsupportedModel(f"{_misfit(family)}: {', '.join(files)} has no {', '.join(missing)} to be replaced")
 
 
-def check_attention(module: nn.Module, hooked: Hook, *, family: str, exempt: frozenset[str] = frozenset()) -> None:
+#: Classes of mlx-vlm's that write to a cache and do not attend, such as indexers.
+WITHOUT_ATTENTION = frozenset({"Compressor", "Glm5NextIndexer"})
+
+
+def check_attention(
+    module: nn.Module, hooked: Hook, *, family: str, exempt: frozenset[str] = WITHOUT_ATTENTION
+) -> None:
     """Refuse a model with a class of mlx-vlm's that writes to a cache and attends past the hook.
 
-    A class passes if a function of its own, or one that it calls by name, calls the hook; ``exempt`` are names of classes
-    that write and do not attend. What an adapter has replaced whole is not looked at. Raises UnsupportedModel.
+    A class passes if a function of its own, or one that it calls by name, calls the hook, or if it is
+    ``exempt`` by its name. What an adapter has replaced whole is not looked at. Raises UnsupportedModel.
     """
     for cls in {type(child) for _, child in module.named_modules()} - {nn.Module}:
         functions = list(_upstream_functions(cls))

@@ -67,7 +67,13 @@ class TowerCall:
 
 
 class Awaited(BaseException):
-    """Leaves an encoding at a call of a tower. Nothing but ``advance`` is to catch it."""
+    """Leaves an encoding at a call of a tower. Nothing but ``advance`` is to catch it.
+
+    The code that calls the tower is mlx-vlm's: a plain function, which cannot be suspended where it waits, and what it hands
+    its tower is known only once it has run to there. A thread for each request would wait, but MLX's arrays belong to the
+    thread that made them. So the code is left by an exception, which no ``except Exception`` of its own takes for an error,
+    and runs again with the answer; what it did before the tower is not evaluated.
+    """
 
     def __init__(self, call: TowerCall) -> None:
         super().__init__()

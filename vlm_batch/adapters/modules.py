@@ -92,10 +92,6 @@ class RememberingTower(nn.Module):
         return self.look(args, kwargs) if answers is None else answers.next(self, args, kwargs)
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, remembered or new."""
-        return self.remembered(args, kwargs)
-
-    def remembered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
         key = self.key(args, kwargs)
         if (found := self.known(key)) is None:
@@ -297,7 +293,7 @@ class RememberingGridTower(RememberingTower):
             elif all(array.ndim == 2 for array in arrays_of(alone)):
                 answers.append(join_rows(alone))
             else:  # an answer that is not one row for so many patches
-                answers.append(self.remembered(call.args, call.kwargs))
+                answers.append(RememberingTower.look(self, call.args, call.kwargs))
         return answers
 
     def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:
@@ -387,12 +383,12 @@ def split_patches(pixels: mx.array, counts: Sequence[int]) -> list[mx.array] | N
     return split_known(pixels, ends, axis)
 
 
-def evaluate_arrays(module: nn.Module, on_disk: tuple[type, ...] = ()) -> None:
-    """Evaluate every array that a module tree holds, parameter or not; modules of classes ``on_disk`` are left out.
+def evaluate_arrays(module: nn.Module) -> None:
+    """Evaluate every array that a module tree holds, parameter or not; tables on disk are left out.
 
     An array still unevaluated belongs to the thread that made it; the engine thread could not use it.
     """
-    mx.eval(list(_arrays(module, on_disk)))
+    mx.eval(list(_arrays(module)))
 
 
 def package_of(value: Any) -> str:
@@ -400,32 +396,40 @@ def package_of(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def leave_on_disk(module: nn.Module, on_disk: tuple[type, ...]) -> None:
-    """Take the tables of modules of classes ``on_disk`` out of a module tree: they are read from files row by row.
+def tables_on_disk(module: nn.Module) -> list[Any]:
+    """The modules of a tree that read the rows they are asked for from the checkpoint's files."""
+    return [child for _, child in module.named_modules() if _is_on_disk(child)]
+
+
+def _is_on_disk(node: Any) -> bool:
+    return hasattr(type(node), "_read_rows")  # as mlx-vlm's only class of the kind calls it: OffloadedEngramEmbedding
+
+
+def leave_on_disk(module: nn.Module) -> None:
+    """Take the tables that stay on disk out of a module tree.
 
     mlx-vlm hangs them into the tree for conversions to other formats, not read yet: hundreds of gigabytes.
     """
-    tables: list[Any] = [child for _, child in module.named_modules() if isinstance(child, on_disk)]
-    for table in tables:
+    for table in tables_on_disk(module):
         for name in ("weight", "scales", "biases"):
             table.pop(name, None)
         table.__dict__.pop("_source_embedding", None)
 
 
-def _arrays(module: nn.Module, on_disk: tuple[type, ...]) -> Iterator[mx.array]:
+def _arrays(module: nn.Module) -> Iterator[mx.array]:
     """Arrays of modules, and of other objects whose classes come from the modules' packages.
 
     ``seen`` holds the objects themselves: one that is gone would leave its id to another.
     """
     packages = {package_of(child) for _, child in module.named_modules()} | {"mlx_vlm"}
-    leaves = (str, bytes, int, float, type, *on_disk)
+    leaves = (str, bytes, int, float, type)
     seen: dict[int, Any] = {}
 
     def walk(node: Any) -> Iterator[mx.array]:
         if isinstance(node, mx.array):
             yield node
             return
-        if id(node) in seen or isinstance(node, leaves):
+        if id(node) in seen or isinstance(node, leaves) or _is_on_disk(node):
             return
         seen[id(node)] = node
         children: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,16 @@ from PIL import Image
 
 #: What a call may say of a picture's size.
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+
+
+def with_part(processor: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """A processor, or a copy of it whose part of that name is another."""
+    part = getattr(processor, name, None)
+    if (changed := change(part)) is part:
+        return processor
+    processor = copy.copy(processor)
+    setattr(processor, name, changed)
+    return processor
 
 
 def with_quick_patches(part: Any) -> Any:

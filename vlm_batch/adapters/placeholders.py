@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.prompts import put_features, repeat_placeholders
+from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Picture
 
 
 class PlacingAdapter(Adapter):
@@ -51,3 +54,21 @@ class OnePlaceholder(PlacingAdapter):
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         """Count the features that the family's tower makes of each picture."""
         raise NotImplementedError
+
+
+class MaskedPlaces(Adapter):
+    """Families whose processors say by ``images_seq_mask`` (1, L) where features go."""
+
+    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
+        """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
+        return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
+
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        mask = extra.get("images_seq_mask")
+        return None if mask is None else int(np.array(mask).sum())
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        super().check_placeholders(ids, extra)
+        mask, marks = extra.get("images_seq_mask"), list(self.image_token_ids())
+        if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), marks)):
+            raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")

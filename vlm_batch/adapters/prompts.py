@@ -67,16 +67,38 @@ def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded
     )
 
 
-def concatenated(parts: Sequence[mx.array], axis: int) -> mx.array:
-    """Arrays as one; a single one as it is."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
-
-
 def num_entries(value: Any) -> int | None:
     """The length of an array's or list's first axis; None for anything else."""
     if isinstance(value, (mx.array, np.ndarray)):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, (list, tuple)) else None
+
+
+def check_tokens(ids: mx.array, size: int | None, marks: frozenset[int]) -> None:
+    """Refuse tokens that the model has no embedding for: MLX would look them up in other memory, or crash. ``size`` is how many
+    it has, if that is known; pictures stand where ``marks`` do."""
+    tokens = np.array(ids)[0]
+    unmarked = ~np.isin(tokens, list(marks))
+    below = tokens[(tokens < 0) & unmarked]
+    if below.size:
+        raise InvalidPrompt(f"token id {below[0]} is below 0")
+    beyond = tokens[(tokens >= size) & unmarked] if size is not None else below
+    if beyond.size:
+        raise InvalidPrompt(
+            f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model?"
+        )
+
+
+def num_words(table: Any) -> int | None:
+    """The number of tokens that a table has embeddings for; None where it is not known."""
+    parts = [getattr(table, name, None) for name in ("weight", "embedding", "new_embedding")]  # the last: Molmo's two
+    return sum(part.shape[0] for part in parts if part is not None) or None
+
+
+def dtype_of(table: Any) -> mx.Dtype | None:
+    """The type of a table's embeddings, or None where it is not known."""
+    known = getattr(table, "scales", None) if hasattr(table, "bits") else getattr(table, "weight", None)
+    return None if known is None else known.dtype
 
 
 def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], ...]:
@@ -111,19 +133,6 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
     filled = mx.array(embeds)
     filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
     return filled
-
-
-def count_masked(extra: Mapping[str, Any]) -> int | None:
-    """Count the positions that ``images_seq_mask`` (1, L) marks; None without one."""
-    mask = extra.get("images_seq_mask")
-    return None if mask is None else int(np.array(mask).sum())
-
-
-def check_mask(ids: Any, extra: Mapping[str, Any], markers: frozenset[int]) -> None:
-    """Raise InvalidPrompt if ``images_seq_mask``, by which features are placed, marks others than the placeholders."""
-    mask = extra.get("images_seq_mask")
-    if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), list(markers))):
-        raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")
 
 
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:

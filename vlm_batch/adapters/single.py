@@ -51,9 +51,9 @@ class SingleRow(Adapter):
     def forget(self) -> None:
         """Keep the positions, which this row's decode steps read on the model. The next row's ``encode`` clears them."""
 
-    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
+    def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
         Adapter.forget(self)
-        return super().encode(inputs, call, cached)
+        return super()._encoded(inputs, call, cached)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The whole prompt is one chunk."""

@@ -20,6 +20,16 @@ PICTURES_MASKED_APART = (
 )
 
 
+#: Names under which models keep their vision towers.
+VISION_TOWERS = ("vision_tower", "vision_model", "vision_encoder", "vision", "visual")
+
+
+def vision_towers(model: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that encode a model's pictures: each the attribute of another."""
+    owner = model.get("thinker") or model  # the part of an omni model that reads
+    return [(owner, name) for name in VISION_TOWERS if isinstance(owner.get(name), nn.Module)]
+
+
 @dataclass(frozen=True)
 class Inner:
     """Linear layers of one module, by name, and the one that takes their outputs: through an activation that is 0 at 0, or

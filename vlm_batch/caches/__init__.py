@@ -7,7 +7,7 @@ from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
 from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
-from vlm_batch.caches.listed import ListedCache, always_mask, level, read_few_bits
+from vlm_batch.caches.listed import ListedCache, level, set_layer
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
 from vlm_batch.caches.rows import RowMasks, RowsCache, RowStates
@@ -30,12 +30,11 @@ __all__ = [
     "RowsCache",
     "SlabCache",
     "WholeCache",
-    "always_mask",
     "can_share",
     "can_trim",
     "level",
     "make_layer_cache",
-    "read_few_bits",
+    "set_layer",
     "take_row",
     "trim",
 ]

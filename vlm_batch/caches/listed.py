@@ -65,11 +65,15 @@ def parts_of(layer: Any) -> Iterator[Any]:
         yield layer
 
 
-def always_mask(layer: LayerCache) -> None:
-    """Make a batch's layer mask its columns at every step, even if every row sees all, and attend over each row's own by
-    itself, so that no row depends on another. Kinds without columns do not look at it."""
+def set_layer(layer: LayerCache, columns: Callable[[int], int], few_bits: str, *, always_masked: bool = False) -> None:
+    """Set how a batch's layer is read; kinds do not look at what is not for them.
+
+    ``columns``: those of a slab whose longest row has so many tokens. ``few_bits``, of the policy: how attention is handed what
+    is held in few bits. ``always_masked``: columns are masked at every step, even if every row sees all, and each row attends
+    over its own by itself, so that no row depends on another.
+    """
     for part in parts_of(layer):
-        part.always_masked = True
+        part.columns, part.few_bits, part.always_masked = columns, few_bits, always_masked
 
 
 def level(layers: Sequence[LayerCache]) -> None:
@@ -84,13 +88,6 @@ def level(layers: Sequence[LayerCache]) -> None:
         least = min(part.capacity for part in parts)
         for part in parts:
             part.cut(least)
-
-
-def read_few_bits(layer: LayerCache, how: str) -> None:
-    """Make a batch's layer hand out what it holds in few bits for such attention: ``few_bits`` of the policy. Kinds that hold
-    nothing in few bits do not look at it."""
-    for part in parts_of(layer):
-        part.few_bits = how
 
 
 @filed

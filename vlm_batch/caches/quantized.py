@@ -327,10 +327,10 @@ class QuantizedSlabCache(SlabCache):
         ]
         self.keys, self.values = written if len(written) == 2 else (written[0], ())
         self.advance()
-        return self._fetched()
+        return self.state
 
     @property
-    def has_graphs_kernels(self) -> bool:
+    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
         """Not where packed numbers are multiplied: scores are then scaled and masked by operations of their own."""
         return self.few_bits == KERNEL
 
@@ -362,7 +362,9 @@ class QuantizedSlabCache(SlabCache):
             return [(self.keys, slice(None)), (self.values, slice(None))]
         return [(self.keys, slice(self._heads[0])), (self.keys, slice(self._heads[0], None))]
 
-    def _fetched(self) -> Any:
+    @property
+    def state(self) -> Any:
+        """The result of the last ``update_and_fetch``, as ``few_bits`` says."""
         slabs = (self.keys, self.keys if self._is_stacked else self.values)
         firsts = (0, self._heads[0] if self._is_stacked else 0)
         keys, values = (

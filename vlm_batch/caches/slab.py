@@ -7,6 +7,7 @@ scatter is slower on CUDA, and a ``where`` copies everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,11 @@ from vlm_batch.arrays import grown, own_array, round_up
 CAPACITY_STEP = 256
 
 
+def capacity_for(tokens: int) -> int:
+    """Columns of a slab whose longest row has so many tokens, where nobody says otherwise."""
+    return round_up(tokens, CAPACITY_STEP)
+
+
 @lru_cache(maxsize=8)
 def lengths_array(lengths: tuple[int, ...]) -> mx.array:
     """Lengths as an array (B,); made once a step, since every layer asks for the same."""
@@ -28,9 +34,11 @@ def lengths_array(lengths: tuple[int, ...]) -> mx.array:
 
 
 class SlabArrays:
-    """Keys and values of all places of a layer in two arrays, grown as rows need it. ``num_places`` are there at first."""
+    """Keys and values of all places of a layer in two arrays, grown as rows need it. ``num_places`` are there at first;
+    ``columns`` gives the capacity for a longest row."""
 
     def __init__(self, num_places: int) -> None:
+        self.columns: Callable[[int], int] = capacity_for
         self.keys: mx.array | None = None  # (S, H, C, D)
         self.values: mx.array | None = None  # (S, H, C, D_v)
         self._left = [0] * num_places  # columns in which the ended rows of an empty place may have left something
@@ -64,7 +72,7 @@ class SlabArrays:
         return min((int(array.shape[2]) for array in self.arrays()), default=0)
 
     def _capacity(self, tokens: int) -> int:
-        return round_up(tokens, CAPACITY_STEP)
+        return self.columns(tokens)
 
     def _row(self, slab: mx.array | None, place: int, start: int, end: int) -> mx.array:
         """Columns of one row (1, H, end - start, D), copied."""
@@ -99,6 +107,11 @@ class SlabArrays:
 
 class SlabCache(SlabArrays):
     """A layer of full attention. ``lengths[s]`` tokens of place s are valid; an empty place has length 0."""
+
+    #: The window of a sliding layer, None for full attention.
+    span: int | None = None
+    #: Whether a step over it has all kernels that its graph has: none of its operations can be fused.
+    has_graphs_kernels = True
 
     def __init__(self, num_places: int) -> None:
         super().__init__(num_places)
@@ -149,16 +162,6 @@ class SlabCache(SlabArrays):
         self._lengths = (self._lengths + [0] * num_places)[:num_places]
 
     @property
-    def span(self) -> int | None:
-        """The window of a sliding layer, None for full attention."""
-        return None
-
-    @property
-    def has_graphs_kernels(self) -> bool:
-        """Whether a step over it has all kernels that its graph has: none of its operations can be fused."""
-        return True
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
@@ -182,7 +185,7 @@ class SlabCache(SlabArrays):
         self.keys = put_columns(self.keys, at, keys)
         self.values = put_columns(self.values, at, values)
         self.advance()
-        return self._fetched()
+        return self.state
 
     def advance(self) -> None:
         """Count the token that every live place was given."""
@@ -233,7 +236,8 @@ class SlabCache(SlabArrays):
     @property
     def state(self) -> tuple[mx.array, mx.array]:
         """The result of the last ``update_and_fetch`` (layers that share another layer's KV read it)."""
-        return self._fetched()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         """The keys that each place may attend to once one token is appended: (S, 1, 1, C) bool, or None if all."""
@@ -271,10 +275,6 @@ class SlabCache(SlabArrays):
     def _positions(self) -> mx.array:
         return self.offset
 
-    def _fetched(self) -> tuple[mx.array, mx.array]:
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
 
 class RingSlabCache(SlabCache):
     """A layer of sliding-window attention: the token at position p lies in column p mod window.
@@ -282,17 +282,11 @@ class RingSlabCache(SlabCache):
     Keys are rotated before they are stored, so their order in the ring does not matter.
     """
 
+    has_graphs_kernels = False
+
     def __init__(self, num_places: int, window: int) -> None:
         super().__init__(num_places)
-        self.window = window
-
-    @property
-    def span(self) -> int | None:
-        return self.window
-
-    @property
-    def has_graphs_kernels(self) -> bool:
-        return False
+        self.window = self.span = window
 
     def take(self, place: int) -> RotatingKVCache:
         """The row's last tokens in their order."""

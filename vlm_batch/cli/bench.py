@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -192,18 +192,12 @@ class Report:
 # Who is asked ------------------------------------------------------------------------------------------------------
 
 
-class Target(Protocol):
-    """One who answers; ``prepare`` makes of a request what ``ask`` sends, before time counts."""
-
-    @property
-    def name(self) -> str: ...
-    def prepare(self, request: Request) -> Any: ...
-    def ask(self, prepared: Any) -> Answer: ...
-
-
 @dataclass(frozen=True)
 class Local:
-    """A batcher in this process: pictures are processed and text is decoded, as for an application."""
+    """A batcher in this process: pictures are processed and text is decoded, as for an application.
+
+    ``prepare`` makes of a request what ``ask`` sends, before time counts.
+    """
 
     batcher: VLMBatcher
     name: str = "in process"
@@ -212,7 +206,7 @@ class Local:
         """The request."""
         return request
 
-    def ask(self, prepared: Request) -> Answer:
+    def ask(self, prepared: Any) -> Answer:
         """One answer."""
         begin = time.perf_counter()
         handle = self.batcher.submit_request(prepared)
@@ -264,7 +258,7 @@ class Server:
             fields["ignore_eos"] = True
         return json.dumps(fields).encode()
 
-    def ask(self, prepared: bytes) -> Answer:
+    def ask(self, prepared: Any) -> Answer:
         """One streamed answer. What goes wrong is part of it."""
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.key:
@@ -319,7 +313,7 @@ def _read(response: Any, begin: float) -> Answer:
 # The load ----------------------------------------------------------------------------------------------------------
 
 
-def measure(target: Target, load: Load) -> Report:
+def measure(target: Local | Server, load: Load) -> Report:
     """Put the load on, wait for its end, then ask some of its requests alone. A request that is not counted warms up.
 
     Alone comes after: what is kept of requests that were seen would make the load lighter.

@@ -56,14 +56,12 @@ class FamilyFacts:
     @property
     def verified(self) -> dict[str, float]:
         """The scenarios that are verified, each with its largest difference."""
-        cells = {scenario: self.cell(scenario) for scenario in self.scenarios}
-        return {scenario: cell for scenario, cell in cells.items() if isinstance(cell, float)}
+        return {name: cell for name in self.scenarios if isinstance(cell := self.cell(name), float)}
 
     @property
     def unverified(self) -> dict[str, str]:
         """The scenarios without a number, with the reason: a known gap, not applicable, or not recorded yet."""
-        cells = {scenario: self.cell(scenario) for scenario in self.scenarios}
-        return {scenario: cell for scenario, cell in cells.items() if isinstance(cell, str)}
+        return {name: cell for name in self.scenarios if isinstance(cell := self.cell(name), str)}
 
     @property
     def explained(self) -> dict[str, str]:
@@ -100,8 +98,8 @@ class FamilyFacts:
             "video": spec.video,
             "no_video": None if spec.video else spec.no_video,
             "chunked_prefill": spec.chunked_prefill,
-            "prefix_reuse": _ability(self.cell(PREFIX_REUSE)),
-            "quantised_kv": _ability(self.cell(QUANTISED_KV)),
+            "prefix_reuse": PREFIX_REUSE in self.verified or self.cell(PREFIX_REUSE),
+            "quantised_kv": QUANTISED_KV in self.verified or self.cell(QUANTISED_KV),
             "verified": self.verified,
             "unverified": self.unverified,
             "notes": spec.notes,
@@ -112,10 +110,6 @@ class FamilyFacts:
                 **{name: upstream()["models"][name] for name in self.models if name in upstream()["models"]},
             },
         }
-
-
-def _ability(cell: float | str) -> bool | str:
-    return True if isinstance(cell, float) else cell
 
 
 def all_facts() -> tuple[FamilyFacts, ...]:
@@ -150,19 +144,18 @@ def _data(name: str) -> dict[str, Any]:
     return found
 
 
-def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Reason -> model types, both by name: of what is refused, or runs one row at a time."""
-    found: dict[str, list[str]] = {}
-    for model_type, why in sorted(reasons.items()):
-        found.setdefault(why, []).append(model_type)
-    return dict(sorted(found.items()))
-
-
 def refused() -> dict[str, list[str]]:
     """Reasons for a refusal -> the model types of mlx-vlm that are refused for it."""
-    return by_reason(REFUSED)
+    return _by_reason(REFUSED)
 
 
 def one_at_a_time() -> dict[str, list[str]]:
     """Reasons -> the model types of mlx-vlm that run one row at a time for it."""
-    return by_reason(ONE_AT_A_TIME)
+    return _by_reason(ONE_AT_A_TIME)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for model_type, why in sorted(reasons.items()):
+        found.setdefault(why, []).append(model_type)
+    return dict(sorted(found.items()))

@@ -14,16 +14,16 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import Placement, can_share, make_layer_cache
+from vlm_batch.caches import Placement, can_share
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.caches.states import CopiedState
 from vlm_batch.engine.limit import LADDER, RowLimit
+from vlm_batch.engine.shapes import FreeShapes
+from vlm_batch.engine.trial import Trial, TrialRow
 from vlm_batch.policy import Policy, policy_of
-from vlm_batch.records import DecodeStep, Encoded
+from vlm_batch.records import Encoded
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
 
@@ -38,8 +38,6 @@ STEPS, RUNS = 8, 3
 MOST_ROWS = 64
 #: By how much another value must be better than the smaller or the table's own: below that it is noise.
 MARGIN = 0.05
-#: Ids of plain text in every vocabulary.
-FIRST_ID, LAST_ID = 3, 99
 
 Inputs = Mapping[str, Any]
 Progress = Callable[[str], None]
@@ -71,23 +69,25 @@ def measure(
     clock = _Clock(time.perf_counter() + seconds)
     adapter.remember_features(FeatureStore(ByteBudget(0)))
     context = _most(adapter, CONTEXT + MOST_ROWS) - MOST_ROWS
+    trial = Trial(adapter, kv, FreeShapes())
     decode: dict[str, dict[int, float]] = {}
     if adapter.max_rows != 1 and context > 8:
         say("decode steps")
-        rows = [_Row.prefilled(adapter, kv, max(2, context * part // LENGTHS)) for part in range(1, LENGTHS + 1)]
+        rows = [trial.row(max(2, context * part // LENGTHS)) for part in range(1, LENGTHS + 1)]
         for layout in Placement:
-            decode[layout.value] = _climb(clock, _rows(adapter), partial(_step, adapter, layout, rows))
+            step = partial(_step, Trial(adapter, kv, FreeShapes(layout)), rows)
+            decode[layout.value] = _climb(clock, _rows(adapter), step)
     say("prompts in chunks")
-    prompt = _encoded(adapter, _most(adapter, PROMPT + 8) - 8)
+    prompt = trial.prompt(max(2, _most(adapter, PROMPT + 8) - 8))
     sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
     if not adapter.spec.chunked_prefill or prompt.atomic:
         sizes = []
-    chunks = {size: clock.timed(partial(_in_chunks, adapter, kv, prompt, size)) for size in sizes}
+    chunks = {size: clock.timed(partial(_in_chunks, trial, prompt, size)) for size in sizes}
     prompts: dict[int, float] = {}
     if adapter.is_causal and can_share(adapter.make_cache(kv)):
         say("prompts in one array")
-        short = _encoded(adapter, min(SHORT, prompt.length))
-        prompts = _climb(clock, TOGETHER, lambda n: lambda: _together(adapter, kv, short, n))
+        short = trial.prompt(min(SHORT, prompt.length))
+        prompts = _climb(clock, TOGETHER, lambda n: lambda: _wait(*trial.prefilled([short] * n)[:2]))
     found: dict[int, float] = {}
     if pictures:
         say("pictures in one call")
@@ -150,63 +150,20 @@ def _most(adapter: Adapter, tokens: int) -> int:
     return tokens if adapter.max_context is None else min(tokens, adapter.max_context - 1)
 
 
-def _encoded(adapter: Adapter, length: int) -> Encoded:
-    ids = np.random.RandomState(length).randint(FIRST_ID, LAST_ID + 1, size=max(2, length))
-    return adapter.encode(adapter.probe(mx.array(ids[None], dtype=mx.int32)))
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A prefilled row, of which there can be as many copies as are wanted."""
-
-    encoded: Encoded
-    caches: tuple[CopiedState, ...]
-
-    @classmethod
-    def prefilled(cls, adapter: Adapter, kv: KVQuantisation | None, length: int) -> _Row:
-        encoded, caches = _encoded(adapter, length), adapter.make_cache(kv)
-        logits = adapter.prefill([encoded], caches, 0, encoded.length)
-        adapter.finish_prefill(encoded, caches)
-        mx.eval(logits, [cache.state for cache in caches])
-        copied = tuple(CopiedState.of(cache, encoded.length) for cache in caches)
-        mx.eval([array for state in copied for array in state.arrays()])
-        return cls(encoded, copied)
-
-
-def _step(adapter: Adapter, layout: Placement, rows: Sequence[_Row], count: int) -> Callable[[], None]:
+def _step(trial: Trial, rows: Sequence[TrialRow], count: int) -> Callable[[], None]:
     """A decode step of so many rows, copies of these in turns, one token further each time that it is called."""
-    live = [rows[place % len(rows)] for place in range(count)]
-    layers = [make_layer_cache(state.restore(0), layout, count) for state in live[0].caches]
-    for layer in layers:
-        layer.resize(count)
-    for place, row in enumerate(live):
-        for layer, state in zip(layers, row.caches, strict=True):
-            layer.put(place, state.restore(0))
-    mx.eval([array for layer in layers for array in layer.arrays()])
-    tokens = mx.full((count, 1), FIRST_ID, dtype=mx.int32)
-    at = mx.array([row.encoded.length + row.encoded.position.delta for row in live], dtype=mx.int32)
-    extras, done = [row.encoded.decode for row in live], 0
-
-    def step() -> None:
-        nonlocal done
-        logits = adapter.decode(DecodeStep(tokens, at + done, layers, extras))
-        mx.eval(mx.argmax(logits, axis=-1))
-        done += 1
-
-    return step
+    steps = trial.steps([rows[place % len(rows)] for place in range(count)], count)
+    return lambda: mx.eval(mx.argmax(next(steps), axis=-1))
 
 
-def _in_chunks(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, size: int) -> None:
-    caches = adapter.make_cache(kv)
+def _in_chunks(trial: Trial, prompt: Encoded, size: int) -> None:
+    caches = trial.adapter.make_cache(trial.kv)
     for start in range(0, prompt.length, size):
-        logits = adapter.prefill([prompt], caches, start, min(start + size, prompt.length))
-        mx.eval(logits, arrays_of([cache.state for cache in caches]))
+        _wait(trial.adapter.prefill([prompt], caches, start, min(start + size, prompt.length)), caches)
 
 
-def _together(adapter: Adapter, kv: KVQuantisation | None, prompt: Encoded, count: int) -> None:
-    cache = adapter.make_cache(kv)
-    logits = adapter.prefill([prompt] * count, cache, 0, prompt.length)
-    mx.eval(logits, arrays_of([layer.state for layer in cache]))
+def _wait(logits: mx.array, caches: Sequence[Any]) -> None:
+    mx.eval(logits, arrays_of([cache.state for cache in caches]))
 
 
 def _looked(adapter: Adapter, pictures: Sequence[Inputs]) -> None:

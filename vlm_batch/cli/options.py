@@ -107,7 +107,18 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--regex", metavar="PATTERN", help="answers match a regular expression")
     form.add_argument("--choice", action="append", metavar="TEXT", help="answers are one of these texts")
     add_batcher(parser.add_argument_group("the batch and its memory"))
-    writing = parser.add_argument_group("what is written")
+    _add_writing(parser.add_argument_group("what is written"))
+    parser.add_argument(
+        "--max-errors",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="exit with 0 if no more than N fail (default: 0)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the progress, the table and the totals")
+
+
+def _add_writing(writing: argparse._ArgumentGroup) -> None:
     writing.add_argument(
         "-o",
         "--out",
@@ -133,11 +144,3 @@ def _add_answering(parser: argparse.ArgumentParser) -> None:
     writing.add_argument(
         "--report", metavar="FILE", help="a page (HTML, offline) with plots, failures and a sample of answers"
     )
-    parser.add_argument(
-        "--max-errors",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="exit with 0 if no more than N fail (default: 0)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="only the progress, the table and the totals")

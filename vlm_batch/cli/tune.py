@@ -114,7 +114,7 @@ def _say(said: str) -> None:
 def _pictures(adapter: Any, model: Any, processor: Any) -> Sequence[Mapping[str, Any]]:
     """Processors' outputs of pictures that are all different; none for a family that takes none, or not so."""
     from vlm_batch.arrays import as_mlx
-    from vlm_batch.verify import prepared
+    from vlm_batch.cli.verifying import prepared
 
     if not adapter.spec.images:
         return ()

@@ -15,7 +15,7 @@ from vlm_batch.errors import InvalidRequest
 from vlm_batch.types import Request
 
 if TYPE_CHECKING:
-    from vlm_batch.verify import Verification
+    from vlm_batch.cli.verifying import Verification
 
 #: Precisions in which the embedded checkpoint is tried where no model is named: a type to load, and bits to quantise to.
 PRECISIONS: tuple[tuple[str, int | None], ...] = (
@@ -89,8 +89,8 @@ def pictures(folder: str | None) -> list[Path]:
 
 def _verified(args: argparse.Namespace, requests: Sequence[Request]) -> Iterator[Verification]:
     from vlm_batch.adapters.precision import quantised  # --help should not wait for MLX
+    from vlm_batch.cli.verifying import verify
     from vlm_batch.loading import load_model
-    from vlm_batch.verify import verify
 
     name = args.model or str(default_checkpoint())
     if args.model and args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():

@@ -7,10 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.caches import DenseCache, LayerCache, Placement, always_mask, level, make_layer_cache, read_few_bits
-from vlm_batch.engine.exact import Exact
+from vlm_batch.caches import DenseCache, LayerCache, Placement, level
 from vlm_batch.engine.row import Row, Status
-from vlm_batch.policy import PACKED
+from vlm_batch.engine.shapes import Shapes
 
 #: Places of slabs are given up once all rows are among the first of so many times fewer: where there are slabs, launches decide
 #: what a step takes, and each change of their shape copies what is in them.
@@ -20,18 +19,14 @@ FEW = 4
 class DecodeBatch:
     """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
 
-    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it, and there
-    are as many places as a power of two. With ``exact`` there are as many as it has a count for. Places without a row run and
-    are thrown away. ``few_bits`` says how slabs in few bits are read.
+    With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it. How many
+    there are, ``shapes`` say; places without a row run and are thrown away. Slabs have at least ``least`` columns.
     """
 
-    def __init__(
-        self, placement: Placement, max_rows: int, exact: Exact | None = None, *, few_bits: str = PACKED
-    ) -> None:
-        self.placement = placement
+    def __init__(self, shapes: Shapes, max_rows: int, least: int = 0) -> None:
+        self.least = least
         self.max_rows = max_rows
-        self._exact = exact
-        self._few_bits = few_bits
+        self._shapes = shapes
         self.places: list[Row | None] = []
         self.layers: list[LayerCache] = []
 
@@ -46,17 +41,12 @@ class DecodeBatch:
         """Give a prefilled row a place; ``others`` will want one at once, too. Only its own KV is touched, unless there are too
         few places; its single-row caches belong to the batch from now on."""
         if not self.layers:
-            layout = self.placement if self._exact is None else self._exact.layout
-            self.layers = [make_layer_cache(single, layout, len(self.places)) for single in caches]
-            for layer in self.layers if self._exact is not None else ():
-                always_mask(layer)
-            for layer in self.layers if self._few_bits != PACKED else ():
-                read_few_bits(layer, self._few_bits)
+            self.layers = self._shapes.layers(caches, len(self.places), self.least)
         before = len(self.places)
         try:
             if None not in self.places:
                 # on a CPU each is copied once, whoever else comes
-                more = 0 if self.placement is Placement.ROWS else others
+                more = 0 if self._shapes.layout is Placement.ROWS else others
                 self._resize(min(before + 1 + more, self.max_rows))
             place = self.places.index(None)
             for layer, single in zip(self.layers, caches, strict=True):
@@ -84,13 +74,12 @@ class DecodeBatch:
         self.places, self.layers = [], []
 
     def _free(self, place: int) -> None:
-        if self.placement is Placement.ROWS:
+        if self._shapes.layout is Placement.ROWS:
             del self.places[place]
             for layer in self.layers:
                 assert isinstance(layer, DenseCache)
                 layer.remove(place)
-            if self._exact is not None:
-                self._resize(len(self))
+            self._resize(len(self))
         else:
             self.places[place] = None
             for layer in self.layers:
@@ -101,17 +90,9 @@ class DecodeBatch:
         if not self.places:
             self.layers = []  # the memory of an idle batch goes back
 
-    def places_for(self, num_rows: int) -> int:
-        """Places that there are with so many rows."""
-        if self._exact is not None:
-            return self._exact.places(num_rows)
-        if self.placement is Placement.SLAB and num_rows:
-            return min(1 << (num_rows - 1).bit_length(), self.max_rows)
-        return num_rows
-
     def _resize(self, wanted: int) -> None:
         """Have at least ``wanted`` places."""
-        wanted = self.places_for(wanted)
+        wanted = self._shapes.places(wanted, self.max_rows)
         for layer in self.layers:
             layer.resize(wanted)
         self.places = (self.places + [None] * wanted)[:wanted]

@@ -25,17 +25,19 @@ class Decoder:
         self._compiled = CompiledDecode(partial(adapter.decode, call=call)) if compiles else None
         self._is_plain = compile_decode is None
 
+    def __call__(self, step: DecodeStep) -> mx.array:
+        """Logits (B, V) of a step."""
+        if self._compiled is None or not CompiledDecode.can_compile(step.caches, step.extras, is_plain=self._is_plain):
+            return self._adapter.decode(step, self._call)
+        return self._compiled(step)
+
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """A forward over every place of a group; logits (R, V) of ``rows``, in their order."""
         places = batch.places
         tokens = last_tokens(places)[:, None]  # (B, 1)
         positions = mx.array([0 if row is None else row.position for row in places], dtype=mx.int32)
         extras = [{} if row is None else row.facts.extras for row in places]
-        step = DecodeStep(tokens, positions, batch.layers, extras)
-        if self._compiled is not None and CompiledDecode.can_compile(batch.layers, extras, is_plain=self._is_plain):
-            logits = self._compiled(step)  # (B, V)
-        else:
-            logits = self._adapter.decode(step, self._call)
+        logits = self(DecodeStep(tokens, positions, batch.layers, extras))
         return logits if len(rows) == len(places) else logits[mx.array([places.index(row) for row in rows])]
 
 

@@ -8,40 +8,36 @@ nobody sees.
 
 from __future__ import annotations
 
-import contextlib
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.arrays import as_mlx, num_bytes, stack_logits
+from vlm_batch.arrays import as_mlx, num_bytes
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
-from vlm_batch.engine.choosing import Chooser, Flight, Launched
+from vlm_batch.engine.choosing import Flight, choose
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.encoding import Encoder
-from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.faults import let_go, raised_in
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.port import AnswerText, Loading, ModelAdapter, Sampler
-from vlm_batch.engine.prefill import Prefill
-from vlm_batch.engine.recovery import Recovery
-from vlm_batch.engine.reuse import Reuse, if_it_can_be
-from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork, new_row
+from vlm_batch.engine.retry import Retry
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Ending, Prompt, Row, Status, new_row
+from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.runner import Runner, picture_bytes
 from vlm_batch.engine.sampling import sample
 from vlm_batch.engine.scheduler import Scheduler
+from vlm_batch.engine.shapes import FreeShapes, Shapes
+from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
+from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt, raised_in
 from vlm_batch.policy import Policy, policy_of
-from vlm_batch.records import Call
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import Event, FinishReason, SamplingParams, TokenLogprobs
+from vlm_batch.types import Event, SamplingParams, TokenLogprobs
 
 
 class BatchGenerator:
@@ -54,8 +50,8 @@ class BatchGenerator:
     runs decode steps as compiled graphs where the family allows it; None leaves it to the adapter.
     ``reuse`` decides what rows take over from earlier ones; by default only what a request brings. ``kv`` says how keys
     and values are quantised; by default they are not. ``sampler`` chooses the tokens, by default ``sampling.sample``.
-    ``policy`` are its settings, by default the device's. ``exact`` keeps every row's numbers, to the last bit,
-    a function of its request; ``reuse`` must have the same.
+    ``policy`` are its settings, by default the device's. ``shapes`` decide the shape of every call, by default
+    those that cost least; ``reuse`` must have the same.
     """
 
     def __init__(
@@ -68,64 +64,34 @@ class BatchGenerator:
         reuse: Reuse | None = None,
         kv: KVQuantisation | None = None,
         sampler: Sampler = sample,
-        exact: Exact | None = None,
+        shapes: Shapes | None = None,
     ) -> None:
-        self.kv = kv
-        self.reuse = reuse or Reuse(adapter, exact=exact)
-        if exact != self.reuse.exact:
-            raise ValueError("what is reused is not what is computed here: reuse and generator need the same exact")
-        if exact is not None and compile_decode:
-            raise ValueError(
-                "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
-            )
+        policy = policy or policy_of({} if shapes is None else {"placement": shapes.layout.value})
+        shapes = shapes or FreeShapes.of(adapter, kv, policy)
+        self.reuse = reuse or Reuse(adapter, shapes=shapes)
+        if shapes.settings != self.reuse.shapes.settings:
+            raise ValueError("what is reused is not what is computed here: reuse and generator need the same shapes")
+        policy, self.adapter = shapes.policy(policy), shapes.adapter(adapter)
+        self.shapes = shapes
         self.text = text or AnswerText()
-        policy = policy or policy_of({})
-        placement = Placement(policy.placement)
-        if exact is not None:
-            policy = exact.config(policy)
-            adapter = adapter.with_products(dict(exact.products))
-        self.adapter = adapter
-        call = Call(is_fixed=exact is not None)
-        self._decoder = Decoder(
-            adapter, call, compile_decode=compile_decode if exact is None or exact.graphs else False
-        )
         self.scheduler = Scheduler(policy)
-        self._placement = placement
-        self._empty_batch = partial(DecodeGroups, placement, self.scheduler.most_rows, exact, few_bits=policy.few_bits)
-        self.batch = self._empty_batch()
+        self.sampler = sampler
+        self._decoder = Decoder(self.adapter, shapes.decode_call(), compile_decode=shapes.graphs(compile_decode))
+        batch = DecodeGroups(shapes, self.scheduler.most_rows)
         self._pace = Pace(policy)
-        pictures = None if exact is None else exact.pictures
-        encode_call = replace(call, most_patches=policy.most_patches, pictures=pictures)
-        self.encoder = Encoder(adapter, self.reuse, policy, kv, encode_call)
-        self.memory = RowMemory(policy.max_bytes, self.batch.places_for if placement is Placement.SLAB else None)
-        itself: BatchGenerator = weakref.proxy(self)  # parts that held it would make a circle, and keep the model alive
-        self.recovery = Recovery(itself, self.batch, self.scheduler, self.reuse, self.memory)
-        guard = self.recovery.guard
-        self.chooser = Chooser(sampler, self.recovery, lambda row: itself._leave(row))
-        layout = placement if exact is None else exact.layout
-        keeps_rows = layout is Placement.ROWS
-        self.prefill = Prefill(adapter, self.reuse, policy, kv, guard, exact, keeps_rows=keeps_rows)
-        self.admission = Admission(
-            self.scheduler,
-            self.encoder,
-            self.prefill,
-            self.reuse,
-            idle_budget=self._pace.idle_budget,
-            guard=guard,
-            memory=self.memory,
-        )
-        self._rows: dict[str, Row] = {}
-        self._launched = Launched()
-        self._forks: list[tuple[Row, mx.array]] = []  # further answers to prefilled prompts, with those prompts' logits
-        self._events: list[Event] = []
+        self.trial = Trial(self.adapter, kv, shapes)
+        self.memory = RowMemory(policy.max_bytes, batch.slabs)
+        self.rows = Rows(Admission(self.scheduler, self.memory), batch, self.scheduler, self.reuse)
+        self.retry = Retry(self.rows, self.scheduler, self.memory, self.reuse.budget)
+        self.runner = Runner(self.adapter, self.rows, self.reuse, self._decoder, policy.max_prompt_tokens, kv, shapes)
+        self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
 
     def warm_up(self) -> Iterator[None]:
         """Run a forward of one of the shapes that requests will bring for each ``next``; nothing is left of it. Where rows keep
         caches of their own, no shape is new, and there are none."""
-        if self._placement is Placement.ROWS:
+        if self.shapes.layout is Placement.ROWS:
             return iter(())
-        places, sampler = self.scheduler.num_places, self.chooser.sampler
-        return forwards(self.adapter, self.prefill, self._decoder, self._empty_batch, sampler, places)
+        return forwards(self.trial, self._decoder, self.sampler, self.scheduler.num_places)
 
     # Rows in and out
 
@@ -160,268 +126,223 @@ class BatchGenerator:
 
     def add(self, row: Row) -> None:
         """Queue a row; one that has a question waits until ``take_in``. Raises ValueError for an id in use."""
-        if row.request_id in self._rows:
-            raise ValueError(f"request id {row.request_id!r} is already in use")
-        self._rows[row.request_id] = row
-        self.admission.add(row)
+        self.rows.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """Take a row whose loading is done: it waits for a place, or ends with the error that loading raised."""
         if row.status is not Status.FINISHED:
-            self.recovery.guard(row, self.admission.take_in, row, loading)
-
-    def fail(self, row: Row, error: BaseException) -> None:
-        """End a row with an error. Its end comes with the next step."""
-        self._end(row, "error", error)
+            self._try(row, self.rows.waiting.take_in, row, loading)
 
     def cancel(self, request_id: str) -> bool:
         """End a row at whatever stage it is; False if there is none of that id. Its end comes with the next step."""
-        row = self._rows.get(request_id)
+        row = self.rows.by_id.get(request_id)
         if row is None:
             return False
-        self._end(row, "cancelled")
+        self.rows.end(row, "cancelled")
         return True
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
-        self._launched = Launched()
-        self.chooser.held, self._forks = (), []
+        self._launched, self.rows.forks = [], []
         error = raised_in(error)
-        for row in list(self._rows.values()):
-            self._end(row, "error", error)
-        events, self._events = self._events, []
-        return events
+        for row in list(self.rows.by_id.values()):
+            self.rows.end(row, "error", error)
+        return self.rows.tell()
 
     def reset(self) -> None:
         """Forget every row, without events."""
-        self._launched = Launched()
-        self.chooser.held, self._forks = (), []
-        for row in list(self._rows.values()):
-            self._forget(row)
-        self._events = []
+        self._launched, self.rows.forks = [], []
+        for row in list(self.rows.by_id.values()):
+            self.rows.forget(row)
+        self.rows.tell()
 
     @property
     def input_bytes(self) -> int:
         """Bytes of processors' outputs that rows keep, to begin again from."""
-        return sum(num_bytes(row.given) for row in tuple(self._rows.values()))
+        return sum(num_bytes(row.given) for row in tuple(self.rows.by_id.values()))
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything left to do or to tell."""
-        return bool(self._events) or self._is_active
-
-    @property
-    def _is_active(self) -> bool:
-        """Whether any row has been prepared."""
-        return len(self._rows) > self.admission.num_unprepared
+        return bool(self.rows.events) or self.rows.is_active
 
     # A step
 
     def step(self) -> list[Event]:
-        """Advance: launch the next decode step and a budget's worth of prefill, and read what the last step launched."""
-        begin = time.perf_counter()
-        before, self._launched = self._launched, Launched()
-        self.recovery.set_apart()
-        self.recovery.keep_within_memory()
-        rows = [row for row in self.batch.rows if not row.is_last]
-        if rows:
-            self._launched.decode = self._launch(rows)
-        self._await(before)
-        self._launched.guided = self.chooser.choose_held()
-        joined = self._join_forks()
-        first = [row for row, _ in self._forks]  # they have what they need, and nobody takes their room
-        encoding = self.admission.admit([*self.batch.rows, *first], is_decoding=bool(rows))
-        prefilling = self.prefill.views(begin)
+        """Advance: launch the next decode step, read what the last step launched, and launch a budget's worth of pictures and
+        prompts."""
+        begin, rows = time.perf_counter(), self.rows
+        before, self._launched = self._launched, []
+        self.retry.set_apart()
+        self.retry.keep_within_memory()
+        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups if len(group)]
+        decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
+        self._choose([part for part in decoded if not part.is_held])
+        self._read(before)
+        self._choose([part for part in decoded if part.is_held])
+        joined = self._join(self._next_forks())
+        encoding = self._encode(bool(groups))
+        prefilling = self.runner.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
-        budget = self._pace.budget(bool(rows), self.prefill.num_pending, longest, encoding)
+        budget = self._pace.budget(bool(groups), rows.num_pending, longest, encoding)
         plan = self.scheduler.plan(prefilling, budget)
-        done, self._launched.chunks = self.prefill.run(plan)
-        joined += self._join_all(done)
-        self._launched.joined = self.chooser.choose_first(joined)
-        if rows:
-            seconds, tokens = time.perf_counter() - begin - encoding, sum(chunk.end - chunk.start for chunk in plan)
+        self._choose(joined + self._join(self._prefill(plan)))
+        if groups:
+            seconds, tokens = time.perf_counter() - begin - encoding, sum(work.end - work.begin for work in plan)
             self._pace.record(seconds, tokens)
-            self.scheduler.record(len(rows), seconds, tokens, are_waiting=bool(self.admission.num_prepared))
-        if not self._is_active:
+            are_waiting = bool(rows.waiting.prepared)
+            self.scheduler.record(sum(map(len, groups)), seconds, tokens, are_waiting=are_waiting)
+        if not rows.is_active:
             self.reuse.settle_ended()
-        events, self._events = self._events, []
-        return events
+        return rows.tell()
 
-    def _await(self, launched: Launched) -> None:
+    def _run(self, work: Work) -> list[Part]:
+        """Launch a work; its parts, but for those that failed, which are settled."""
+        parts: list[Part] = []
+        for part in self.runner.run(work):
+            if isinstance(part, Failed):
+                self.retry.settle(part)
+            else:
+                parts.append(part)
+        return parts
+
+    def _try(self, row: Row, work: Callable[..., None], *arguments: Any) -> bool:
+        """Do a row's own work; whether it was done."""
+        failed = attempt([row], work, *arguments)
+        if failed is not None:
+            self.retry.settle(failed)
+        return failed is None
+
+    def _choose(self, parts: Sequence[Part]) -> None:
+        """Launch the choice of rows' tokens, at once but for suspects, of whom one may make it fail."""
+        shared = [part for part in parts if not part.rows[0].is_suspect]
+        for those in ([shared] if shared else []) + [[part] for part in parts if part.rows[0].is_suspect]:
+            rows = [row for part in those for row in part.rows]
+            found = attempt(rows, choose, those, self.sampler, is_shared=True)
+            for flight in [found] if isinstance(found, Failed) else found:
+                if isinstance(flight, Failed):
+                    self.retry.settle(flight)
+                    continue
+                tokens = flight.sampled.tokens.astype(mx.int32)
+                for index, row in enumerate(flight.rows):
+                    if flight.is_for(index):
+                        row.answer.advance(tokens, index)
+                        if row.is_last:  # its last token needs no further step
+                            self._try(row, self.rows.leave, row)
+                self._launched.append(flight)
+
+    def _read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work, in its order on the device, and hand out its tokens."""
         self.reuse.settle_ended()
-        for flight in (*launched.decode, *launched.guided):
-            self._read(flight)
-        for row, arrays in launched.chunks.items():
-            if row.status is not Status.FINISHED:
-                self.recovery.guard(row, mx.eval, arrays)
-            arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
-        for flight in launched.joined:
-            self._read(flight)
+        for flight in launched:
+            if isinstance(flight, Part):
+                if flight.rows[0].status is not Status.FINISHED:
+                    self._try(flight.rows[0], mx.eval, flight.arrays)
+                flight.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
+            elif rows := flight.waiting:
+                found = attempt(rows, flight.read, is_shared=True)
+                if isinstance(found, Failed):
+                    self.retry.settle(found)
+                else:
+                    self._take(flight, *found)
 
-    def _join_forks(self) -> list[tuple[Row, mx.array]]:
-        """Give places to further answers of prompts that are prefilled, with their logits (1, V): they go before all others."""
-        self._forks = [(row, logits) for row, logits in self._forks if row.status is not Status.FINISHED]
-        if not self._forks:
-            return []
-        live = [*self.batch.rows, *self.prefill.rows.values()]
-        count = 0
-        for row, _ in self._forks[: self.scheduler.num_free(len(live))]:
-            if live and not self.memory.fits(row, live):
-                break
-            live.append(row)
-            count += 1
-        taken, self._forks = self._forks[:count], self._forks[count:]
-        return self._join_all(taken)
-
-    def _join_all(self, done: Sequence[tuple[Row, mx.array]]) -> list[tuple[Row, mx.array]]:
-        """Move rows whose prompts are done, with those prompts' logits, to the decoding batch; those that could be."""
-        return [
-            (row, logits)
-            for left, (row, logits) in zip(reversed(range(len(done))), done, strict=True)
-            if self.recovery.guard(row, self._join, row, logits, left)
-        ]
-
-    def _join(self, row: Row, logits: mx.array, others: int) -> bool:
-        """Move a row to the decoding batch, which ``others`` will join at once; its embeddings and features are freed here."""
-        for sibling in fork(row) if row.siblings else ():
-            self._rows[sibling.request_id] = sibling
-            self._forks.append((sibling, logits))
-        prompt, row.prompt = row.prompt, None
-        assert prompt is not None and prompt.cache is not None
-        self.prefill.remove(row)
-        self.memory.learn(prompt.cache, row.facts.length)
-        self.batch.join(row, prompt.cache, others=others, apart=row.is_suspect)
-        return True
-
-    def _launch(self, rows: Sequence[Row]) -> Sequence[Flight]:
-        """Decode one token for every live row and sample it, without waiting for the result."""
-        self.chooser.held = ()
-        wanted = set(rows)
-        shared: list[tuple[list[Row], mx.array]] = []
-        flights: list[Flight] = []
-        for group in self.batch.groups:
-            live = [row for row in group.rows if row in wanted]
-            logits = self.recovery.together(live, self._decoder.logits, group, live) if live else None
-            if logits is None:
-                continue
-            for row in live:
-                row.answer.num_fed = row.answer.num_sampled
-            if self.batch.is_apart(live[0]):
-                flights += self.chooser.choose(logits, live)
-            else:
-                shared.append((live, logits))
-        if shared:
-            logits = shared[0][1] if len(shared) == 1 else stack_logits([logits for _, logits in shared])
-            flights += self.chooser.choose(logits, [row for live, _ in shared for row in live])
-        return flights
-
-    def _read(self, flight: Flight) -> None:
-        """Wait for a launched step and hand out its tokens."""
-        if not (rows := flight.waiting):
-            return
-        found = self.recovery.together(rows, flight.values)
-        if found is None:
-            return
-        tokens, are_finite, logprobs = found
+    def _take(
+        self, flight: Flight, tokens: Sequence[int], are_finite: Sequence[bool], logprobs: Mapping[int, TokenLogprobs]
+    ) -> None:
+        """Append tokens to their rows; rows that are complete end, and those whose numbers are none."""
         for index, row in enumerate(flight.rows):
             if not flight.is_for(index):  # it ended meanwhile and has no use for it
                 continue
             if not are_finite[index]:
-                self._end(row, "error", _not_finite(row))
+                self.rows.end(row, "error", _not_finite(row))
                 continue
             self.reuse.settle(row)
             if not flight.is_known:
-                self._take(row, tokens[index], logprobs.get(index))
-            elif row.answer.ending is not None and row.answer.known_token is None:
-                self._finish(row, row.answer.ending)
+                told = attempt([row], row.take, tokens[index], logprobs.get(index), self.text.decode)
+                if isinstance(told, Failed):
+                    self.retry.settle(told)
+                elif isinstance(told, Ending):
+                    self._try(row, self.rows.finish, row, told)
+                else:
+                    self.rows.events.append(told)
+            elif row.answer.ending is not None and row.answer.known_token is None:  # it has said all of it again
+                self._try(row, self.rows.finish, row, row.answer.ending)
 
-    def _take(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a token to its row, with the text that it completes, and end the row if that is its end."""
-        answer = row.answer
-        row.clock.first_token = row.clock.first_token or time.perf_counter()
-        answer.token_ids.append(token)
-        if logprobs is not None:
-            answer.logprobs.append(logprobs)
-        is_stop = token in answer.end_ids
-        if answer.guide is not None and self.recovery.guard(row, answer.feed_guide, token, self.text.decode) is None:
-            return
-        is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens
-        added = self.recovery.guard(row, answer.add_text, token, is_stop, is_stop or is_full)
-        if added is None:  # its text could not be decoded
-            return
-        text, matched = added
-        if not (is_stop or is_full or matched is not None):
-            self._events.append(Event(row.request_id, token, text, logprobs))
-            return
-        is_stop = is_stop or matched is not None or answer.is_whole
-        stop_reason = matched if matched is not None else token if is_stop and not answer.is_whole else None
-        self._finish(row, Ending(token, text, logprobs, "stop" if is_stop else "length", stop_reason))
+    # Rows on their way to a place
 
-    def _finish(self, row: Row, ending: Ending) -> None:
-        """End a row whose answer is complete. Where its user wants its caches and there was no memory for them, it begins
-        again, and ends once it has said again what it had said."""
-        row.answer.ending = ending
-        saved = self.recovery.guard(row, self._save, row)
-        if saved is None:
-            return
-        result = row.result(ending.reason, ending.stop_reason, cache=saved[0])
-        self.scheduler.end()
-        self._events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs, result))
-        self._forget(row)
+    def _encode(self, is_decoding: bool) -> float:
+        """Encode the first in line and a few ahead, and give free places to those that are; the seconds that this took."""
+        begin, rows, waiting, runner = time.perf_counter(), self.rows, self.rows.waiting, self.runner
+        runner.encoding.step()
+        if not waiting.prepared:
+            return 0.0
+        live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
+        others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
+        free = self.scheduler.num_free(len(live))
+        line = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
+        line = sorted(line, key=waiting.urgency)[: free + self.scheduler.config.encode_ahead]
+        has_begun = False
+        for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
+            if row.losses != losses or row.status is Status.FINISHED:
+                continue  # it failed, in a call with another
+            if not row.is_encoded:
+                if self.reuse.waits_for(row, others):
+                    continue  # a row that was encoded just now has its beginning
+                if live and not runner.encoding.fits(picture_bytes(row)):
+                    break  # nobody overtakes it: it is encoded once those beside it have ended
+                seconds = time.perf_counter() - begin
+                most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
+                if not most or (has_begun and place >= free):
+                    break
+                unencoded = [other for other in line[place:] if not other.is_encoded]
+                those = self.reuse.new_ones(unencoded, others, most)
+                made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
+                others += [part.rows[0] for part in made]
+                has_begun = True
+            if place < free and row.is_encoded:
+                if self.memory.fits(row, live):
+                    live.append(row)
+                    rows.place(row)
+                elif live:
+                    free = 0  # nobody overtakes it: it is the first in line
+                else:
+                    self._try(row, self.memory.check, row)
+        return time.perf_counter() - begin
 
-    # Rows that begin again
+    def _next_forks(self) -> list[Part]:
+        """Further answers to prefilled prompts, with those prompts' logits, as far as there are places: they go before all
+        others."""
+        rows = self.rows
+        rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
+        live = [*rows.batch.rows, *rows.prefilling.values()] if rows.forks else []
+        taken: list[Part] = []
+        for row, logits in rows.forks[: self.scheduler.num_free(len(live))]:
+            if live and not self.memory.fits(row, live):
+                break
+            live.append(row)
+            taken.append(Part([row], logits))
+        rows.forks = rows.forks[len(taken) :]
+        return taken
 
-    def live(self) -> list[Row]:
-        """The rows that have places, the first in line first."""
-        return sorted(dict.fromkeys([*self.batch.rows, *self.prefill.rows.values()]), key=self.admission.urgency)
+    def _prefill(self, plan: Sequence[Work]) -> list[Part]:
+        """Launch chunks; those that ended their rows' prompts."""
+        last: dict[Row, Part] = {}  # whoever holds what an earlier chunk left has it copied
+        done: list[Part] = []
+        for work in self.runner.group(plan):
+            for part in self._run(work):
+                last[part.rows[0]] = part
+                if part.logits is not None:
+                    done.append(part)
+        self._launched += last.values()
+        return done
 
-    def put_back(self, row: Row) -> None:
-        """Take a row's place from it, and put it back in line to begin again."""
-        self.admission.remove(row)
-        self.prefill.remove(row)
-        self.batch.leave(row)
-        row.begin_again()
-        self.admission.add(row)
-
-    # Ends
-
-    def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        cache = None
-        if reason == "cancelled" and row.status is Status.DECODE:
-            with contextlib.suppress(Exception):  # it was cancelled, whatever comes of its caches
-                (cache,) = self._save(row)
-        if error is not None:
-            let_go(error)
-        if (ending := row.answer.ending) is not None:
-            self._events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs))
-        self._events.append(Event(row.request_id, result=row.result(reason, error=error, cache=cache)))
-        for sibling in row.siblings:  # their prompt is this one's
-            self._events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
-            sibling.clear()
-        if row.status is Status.DECODE:
-            self.scheduler.end()
-        self._forget(row)
-
-    def _leave(self, row: Row) -> None:
-        """Free a row's place; what is wanted of its caches goes with it."""
-        if row.reuse is not None and row in self.batch and self.reuse.wants(row):
-            with if_it_can_be(row.reuse):
-                row.reuse.left = self.batch.take(row)
-        self.batch.leave(row)
-
-    def _save(self, row: Row) -> tuple[PromptCache | None]:
-        """Its answer is complete: save its caches for later requests and for its user."""
-        self._leave(row)
-        return (self.reuse.end(row),)
-
-    def _forget(self, row: Row) -> None:
-        del self._rows[row.request_id]
-        self.admission.remove(row)
-        self.prefill.remove(row)
-        self.batch.leave(row)
-        self.reuse.forget(row)
-        row.clear()
+    def _join(self, parts: Sequence[Part]) -> list[Part]:
+        """Move rows whose prompts are done to the decoding batch; those that could be."""
+        return [
+            part
+            for left, part in zip(reversed(range(len(parts))), parts, strict=True)
+            if self._try(part.rows[0], self.rows.join, part.rows[0], part.logits, left)
+        ]
 
 
 def _not_finite(row: Row) -> FloatingPointError:

@@ -1,7 +1,7 @@
 """Live rows in groups, each a batch of its own that decodes in a forward of its own.
 
-One group holds all rows, but where no number of rows is known to agree with larger ones (``exact``), and for rows that are
-decoded *apart*: after a forward that failed, until it is known whose fault it was.
+One group holds all rows, but for rows that are decoded *apart*, after a forward that failed, until it is known whose fault it
+was, and where the engine's shapes say otherwise: how many rows a forward has, and which rows may be in it.
 """
 
 from __future__ import annotations
@@ -11,30 +11,17 @@ from typing import Any
 
 from vlm_batch.caches import LayerCache, Placement
 from vlm_batch.engine.batch import DecodeBatch
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.row import Row
-from vlm_batch.policy import PACKED
+from vlm_batch.engine.shapes import Shapes
 
 
 class DecodeGroups:
-    """As many ``DecodeBatch``es as the rows need; a step decodes one by one.
+    """As many ``DecodeBatch``es as the rows need; a step decodes one by one."""
 
-    Without ``exact`` one of ``max_rows`` rows; with it, of at most ``exact.counts[-1]`` rows each.
-    """
-
-    def __init__(
-        self,
-        placement: Placement,
-        max_rows: int,
-        exact: Exact | None = None,
-        *,
-        few_bits: str = PACKED,
-    ) -> None:
-        self._placement = exact.layout if exact is not None and exact.layout is Placement.SLAB else placement
-        self._exact = exact
-        self._few_bits = few_bits
-        self._most = max_rows if exact is None else exact.places(min(max_rows, exact.counts[-1]))
-        self._shared: tuple[DecodeBatch, ...] = (self._empty(),)
+    def __init__(self, shapes: Shapes, max_rows: int) -> None:
+        self._shapes = shapes
+        self._most = shapes.most(max_rows)
+        self._shared: tuple[DecodeBatch, ...] = ()
         self._apart: tuple[DecodeBatch, ...] = ()
 
     @property
@@ -66,30 +53,54 @@ class DecodeGroups:
         """Whether a row decodes in a forward of its own."""
         return any(row in group.places for group in self._apart)
 
-    def join(self, row: Row, caches: Sequence[Any], *, others: int = 0, apart: bool = False) -> None:
-        """Give a prefilled row a place: in the first group that has one, or in a group of its own. ``others`` join next."""
-        if apart:
-            group = self._empty(None if self._exact is not None else 1)
+    def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
+        """Give a prefilled row a place: in the first group of its kind that has one, or in a group of its own. ``others`` join
+        next."""
+        least = self._shapes.group(_next_length(row))
+        if row.is_suspect:
+            group = DecodeBatch(self._shapes, self._shapes.most(1), least)
             group.join(row, caches)
             self._apart = (*self._apart, group)
             return
-        with_room = [group for group in self._shared if len(group) < self._most]
+        with_room = [group for group in self._shared if group.least == least and len(group) < self._most]
+        group = with_room[0] if with_room else DecodeBatch(self._shapes, self._most, least)
+        group.join(row, caches, min(others, self._most - len(group) - 1))
         if not with_room:
-            with_room = [self._empty()]
-            self._shared += (with_room[0],)
-        with_room[0].join(row, caches, min(others, self._most - len(with_room[0]) - 1))
+            self._shared = (*self._shared, group)
 
-    def places_for(self, num_rows: int) -> int:
-        """Places that there would be with so many rows: at least those that there are, unless it is a lone row's."""
-        full, rest = divmod(num_rows, self._most)
-        wanted = full * self._most + self._shared[0].places_for(rest)
-        return wanted if num_rows <= 1 else max(wanted, sum(len(group.places) for group in self._shared))
+    def misplaced(self) -> list[Row]:
+        """The rows that the next step may not decode where they are: they were set apart, or let back, or have outgrown the
+        columns of their group."""
+        return [
+            row
+            for groups, is_apart in ((self._shared, False), (self._apart, True))
+            for group in groups
+            for row in group.rows
+            if row.is_suspect is not is_apart or group.least != self._shapes.group(_next_length(row))
+        ]
 
-    def move(self, row: Row, *, apart: bool) -> None:
-        """Take a row with its caches out of its group, into one of its own or back."""
+    def move(self, row: Row) -> None:
+        """Take a row with its caches out of its group, into the one that it belongs to."""
         caches = self.take(row)
         self.leave(row)
-        self.join(row, caches, apart=apart)
+        self.join(row, caches)
+
+    def slabs(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """(places, columns) that rows of so many tokens would have: at least the places that there are, unless it is a lone
+        row's. Where each row keeps caches of its own, one place of its length."""
+        if self._shapes.layout is Placement.ROWS:
+            return [(1, length) for length in lengths]
+        kinds: dict[int, list[int]] = {}
+        for length in lengths:
+            kinds.setdefault(self._shapes.group(length), []).append(length)
+        found = []
+        for least, of_kind in kinds.items():
+            full, rest = divmod(len(of_kind), self._most)
+            wanted = full * self._most + self._shapes.places(rest, self._most)
+            there = sum(len(group.places) for group in self._shared if group.least == least)
+            places = wanted if len(lengths) == 1 else max(wanted, there)
+            found.append((places, self._shapes.columns(max(of_kind), least)))
+        return found
 
     def take(self, row: Row) -> list[Any]:
         """Take a live row's caches back as single-row caches, with all that it has seen; call it when the row leaves."""
@@ -117,8 +128,10 @@ class DecodeGroups:
         return sum(group.nbytes for group in self.groups)
 
     def _close_up(self) -> None:
-        self._shared = tuple(group for group in self._shared if len(group)) or self._shared[:1]
+        self._shared = tuple(group for group in self._shared if len(group))
         self._apart = tuple(group for group in self._apart if len(group))
 
-    def _empty(self, places: int | None = None) -> DecodeBatch:
-        return DecodeBatch(self._placement, places or self._most, self._exact, few_bits=self._few_bits)
+
+def _next_length(row: Row) -> int:
+    """Tokens that a row's caches hold after the next step."""
+    return row.facts.length + max(1, row.answer.num_sampled)

@@ -16,11 +16,11 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
-from vlm_batch.engine.faults import raised_in
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.port import Loaders, Loading, Question
+from vlm_batch.engine.port import Loaders, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.several import Several
+from vlm_batch.engine.work import raised_in
 from vlm_batch.errors import BatcherClosed, describe
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
@@ -73,37 +73,8 @@ class _Totals:
         self.cache_hits += result.usage.cached_tokens > 0
 
 
-@dataclass(frozen=True)
-class _Add:
-    row: Row
-    several: Several | None = None
-
-
-@dataclass(frozen=True)
-class _Cancel:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _Read:
-    row: Row
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    row: Row
-    loading: Loading
-
-
-class _Stop:
-    """Ends the loop."""
-
-
 #: Messages that are followed before the engine takes a turn, however many more there are: who floods the inbox stops nobody.
 MESSAGES_A_TURN = 256
-
-
-_Message = _Add | _Cancel | _Read | _Loaded | _Stop
 
 
 class EngineLoop:
@@ -118,7 +89,7 @@ class EngineLoop:
         self.generator = generator
         self._warming = generator.warm_up() if warm_up else None  # what is left to be computed while nothing else is
         self._loaders = loaders
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[EngineLoop], None] | None] = queue.SimpleQueue()  # None ends the loop
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._several: dict[str, Several] = {}  # by the names of their rows
         self._cancelling: set[str] = set()  # those of whom the inbox has a cancel
@@ -146,7 +117,7 @@ class EngineLoop:
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
         self._alive[row.request_id] = handle
-        self._inbox.put(_Add(row, Several(row.request_id, request.params.n) if request.params.n > 1 else None))
+        self._inbox.put(lambda loop: loop._add(row))
         if self._gone is not None:  # it went while the request came in
             self.abandon()
 
@@ -169,12 +140,12 @@ class EngineLoop:
             return False
         if request_id not in self._cancelling:
             self._cancelling.add(request_id)
-            self._inbox.put(_Cancel(request_id))
+            self._inbox.put(lambda loop: loop._cancel(request_id))
         return True
 
     def stop(self) -> None:
         """Have every request end as cancelled, and then the loop. Nothing may be submitted afterwards."""
-        self._inbox.put(_Stop())
+        self._inbox.put(None)
 
     @property
     def is_gone(self) -> bool:
@@ -203,14 +174,14 @@ class EngineLoop:
 
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
-        generator, totals = self.generator, self._totals
-        waiting, prefilling, decoding = generator.admission.num_prepared, len(generator.prefill), len(generator.batch)
+        generator, rows, totals = self.generator, self.generator.rows, self._totals
+        waiting, prefilling, decoding = len(rows.waiting.prepared), len(rows.prefilling), len(rows.batch)
         return Stats(
             queued=max(0, len(self._alive) - waiting - prefilling - decoding),
             waiting=waiting,
             prefilling=prefilling,
             decoding=decoding,
-            kv_bytes=generator.batch.nbytes,
+            kv_bytes=rows.batch.nbytes,
             finished=totals.finished,
             failed=totals.failed,
             cancelled=totals.cancelled,
@@ -220,12 +191,12 @@ class EngineLoop:
             cached_tokens=totals.cached_tokens,
             cache_bytes=generator.reuse.nbytes,
             steps=totals.steps,
-            recomputed=generator.recovery.num_recomputed,
+            recomputed=generator.retry.num_recomputed,
             input_bytes=generator.input_bytes,
             max_kv_bytes=generator.memory.max_bytes,
             mlx_bytes=mx.get_active_memory(),
             stalled=self._watchdog.stalled,
-            ahead_bytes=generator.admission.nbytes,
+            ahead_bytes=rows.waiting.nbytes,
             most_rows=generator.scheduler.num_places,
             busy_seconds=totals.busy_seconds,
         )
@@ -234,7 +205,7 @@ class EngineLoop:
 
     def learn_row_bytes(self) -> None:
         """Learn what a row takes, before the first one comes. What a model keeps of a forward belongs to its thread."""
-        self.generator.memory.probe(self.generator.adapter, self.generator.kv, self.generator.encoder.call)
+        self.generator.memory.probe(self.generator.trial)
 
     def run(self) -> None:
         """Serve until ``stop``."""
@@ -259,16 +230,16 @@ class EngineLoop:
 
     def _serve(self) -> bool:
         """Do what the inbox asks for, and then a turn. False for the end; nothing of a request is held while it waits."""
-        message: _Message | None = None
+        message: Callable[[EngineLoop], None] | None = None
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(block=not self._is_busy and self._warming is None)
-        if isinstance(message, _Stop):
-            return False
+            if message is None:
+                return False
         try:
             with self._watchdog.step():  # what listeners do of it, too
                 if message is not None:
                     self._followed += 1
-                    self._follow(message)
+                    message(self)
                 elif self._warming is not None and not self._is_busy:
                     self._warm(self._warming)
                     return True
@@ -276,7 +247,7 @@ class EngineLoop:
                     self._followed = 0
                     self._is_busy = self._turn()
         except BaseException as error:  # a defect of the engine itself: nobody may wait for ever for it
-            self._recover(error, message)
+            self._recover(error)
         return True
 
     def _warm(self, forwards: Iterator[None]) -> None:
@@ -294,30 +265,29 @@ class EngineLoop:
         """Whether shapes are left to be computed ahead of requests."""
         return self._warming is not None
 
-    def _follow(self, message: _Add | _Cancel | _Read | _Loaded) -> None:
-        if isinstance(message, _Add):
-            if message.several is not None:
-                self._several.update(dict.fromkeys(message.several.row_ids, message.several))
-            self.generator.add(message.row)
-        elif isinstance(message, _Cancel):
-            self._cancelling.discard(message.request_id)
-            self._cancel(message.request_id)
-        elif isinstance(message, _Read):
-            self.generator.admission.note_read(message.row)
-        else:
-            self.generator.take_in(message.row, message.loading)
+    def _add(self, row: Row) -> None:
+        try:
+            if row.siblings:
+                several = Several(row.request_id, row.params.n)
+                self._several.update(dict.fromkeys(several.row_ids, several))
+            self.generator.add(row)
+        except BaseException as error:  # it did not get in, so that nobody else would end it
+            self._end(row.request_id, error)
+            raise
 
     def _cancel(self, request_id: str) -> None:
         """End a request, with all of its answers."""
+        self._cancelling.discard(request_id)
         several = self._several.get(request_id)
         for row_id in (request_id,) if several is None else several.row_ids:
             self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
         """One round: have more prepared, step, hand out events. False if there was nothing to do."""
-        while (row := self.generator.admission.next_to_prepare()) is not None:
+        waiting = self.generator.rows.waiting
+        while (row := waiting.next_to_prepare()) is not None:
             self._prepare(row)
-        while (row := self.generator.admission.next_to_process()) is not None:
+        while (row := waiting.next_to_process()) is not None:
             assert row.prompt is not None
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
@@ -330,31 +300,34 @@ class EngineLoop:
         self._totals.busy_seconds += time.perf_counter() - begin
         return True
 
-    def _recover(self, error: BaseException, message: _Message | None = None) -> None:
+    def _recover(self, error: BaseException) -> None:
         """End all requests of the engine with an error, whatever its state, so that the next request finds it empty."""
         try:
             for event in self.generator.fail_all(error):
                 self._hand_out(event)
-            lost = [message.row.request_id] if isinstance(message, _Add) else []  # it may not have got in
         except BaseException:  # not even that can be done with what there is
             self.generator.reset()
-            self._several.clear()
-            lost = list(self._alive)
-        for request_id in lost:
-            self._forget_several(request_id)
-            self._hand_out(Event(request_id, result=failed_result(request_id, error)))
+            for request_id in list(self._alive):
+                self._end(request_id, error)
+
+    def _end(self, request_id: str, error: BaseException) -> None:
+        """End a request of which the generator has nothing."""
+        self._forget_several(request_id)
+        self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
         assert row.prompt is not None
         question, row.prompt.question = row.prompt.question, None
+        put = self._inbox.put  # a loader's thread holds this, and no engine
         try:
-            row.prompt.loading = loading = self._loaders.start(question, partial(self._inbox.put, _Read(row)))
+            when_read = partial(put, lambda loop: loop.generator.rows.waiting.note_read(row))
+            row.prompt.loading = loading = self._loaders.start(question, when_read)
         except BaseException as error:
-            self.generator.fail(row, raised_in(error))
+            self.generator.rows.end(row, "error", raised_in(error))
             return
         if loading.is_read:
-            self.generator.admission.note_read(row)
-        loading.when_done(partial(self._inbox.put, _Loaded(row, loading)))  # a loader's thread holds no engine
+            self.generator.rows.waiting.note_read(row)
+        loading.when_done(partial(put, lambda loop: loop.generator.take_in(row, loading)))
 
     def _hand_out(self, event: Event) -> None:
         several = self._several.get(event.request_id)

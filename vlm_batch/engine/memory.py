@@ -8,11 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.caches.layers import row_bytes
-from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
+from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import DoesNotFit
-from vlm_batch.records import Call
 from vlm_batch.runtime.memory import begin_peak
 
 #: Lengths at which a row's bytes are noted, to be read off between them.
@@ -21,26 +19,25 @@ LENGTHS = tuple(1 << power for power in range(4, 21))
 GROWTH = 16
 #: Steps after which an encoding is done, whatever it was launched behind.
 STEPS_OF_ENCODING = 2
-#: A prompt of ids that every vocabulary has: long enough that what is allocated in steps counts as it does later.
-PROBE = (5,) * 256
+#: Tokens of a made-up prompt: so many that what is allocated in steps counts as it does later.
+PROBE = 256
 
 
 class RowMemory:
     """Bytes of live rows under a bound. A row's bytes are known before it enters: from ``probe``, and from rows that were
-    prefilled. ``places(rows)`` is the number of places of a slab with so many rows, each as wide as the longest;
-    None where every row takes its own.
+    prefilled. ``slabs`` gives (places, tokens) of what rows of so many tokens take together.
 
     ``check_length`` may be called from any thread, the rest belongs to the engine's.
     """
 
-    def __init__(self, max_bytes: int | None, places: Callable[[int], int] | None) -> None:
+    def __init__(self, max_bytes: int | None, slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]]) -> None:
         self.max_bytes = max_bytes
-        self._places = places
+        self._slabs = slabs
         #: Bytes at each of LENGTHS; of rows with pictures of their own layers, the most seen.
         self._at: tuple[int, ...] = ()
         self._is_probed = False  # by a prompt without pictures, and not by a row
 
-    def probe(self, adapter: ModelAdapter, kv: KVQuantisation | None, call: Call = Call()) -> None:
+    def probe(self, trial: Trial) -> None:
         """Learn what a row takes from the shapes of a short prompt's caches, of which nothing is computed.
 
         A family that takes no prompt without a picture is learned from its first row.
@@ -48,10 +45,8 @@ class RowMemory:
         if self.max_bytes is None:
             return
         try:
-            encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)), call)
-            caches = adapter.make_cache(kv)
-            adapter.prefill([encoded], caches, 0, encoded.length, call)
-            self.learn(caches, encoded.length)
+            _, caches, seen = trial.prefilled([trial.prompt(PROBE)], is_whole=False)
+            self.learn(caches, seen)
         except Exception:
             return
         self._is_probed = True
@@ -78,8 +73,8 @@ class RowMemory:
 
     def together(self, lengths: Sequence[int]) -> int:
         """Bytes of rows of so many tokens that live at once, each with its next ``GROWTH`` tokens."""
-        each = [self.of(tokens + GROWTH) for tokens in lengths]
-        return self._places(len(each)) * max(each, default=0) if self._places else sum(each)
+        slabs = self._slabs([tokens + GROWTH for tokens in lengths])
+        return sum(places * self.of(tokens) for places, tokens in slabs)
 
     def fits(self, row: Row, others: Sequence[Row]) -> bool:
         """Whether a row may live beside others now."""

@@ -1,38 +1,37 @@
-"""The proof of row classes: a model's own decode step, at several numbers of rows, compared bit for bit.
+"""The proof of shapes that agree: a model's own decode step, at several numbers of rows and columns, compared bit for bit.
 
-A library chooses kernels by shapes, so a row's last bits depend on the number of rows in a step. Two numbers of rows are of
-one class if they give every row the same bits, whatever its neighbours and its place. A batch may then change from one to
-the other, and no row's numbers change.
+A library chooses kernels by shapes, so a row's last bits depend on the number of rows in a step, and on how many columns a
+slab has. Two numbers of rows are of one class if they give every row the same bits, whatever its neighbours and its place. A
+batch may then change from one to the other, and no row's numbers change. So may a slab from one number of columns to another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from vlm_batch.arrays import arrays_of
-from vlm_batch.caches import Placement, always_mask, make_layer_cache, read_few_bits
-from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.caches.states import CopiedState
-from vlm_batch.engine.compiled import CompiledDecode, Decode
-from vlm_batch.engine.port import ModelAdapter
-from vlm_batch.policy import PACKED
-from vlm_batch.records import Call, DecodeStep, Encoded
+from vlm_batch.caches import Placement, SlabCache
+from vlm_batch.caches.layers import row_bytes
+from vlm_batch.caches.listed import parts_of
+from vlm_batch.engine.compiled import Decode
+from vlm_batch.engine.trial import Trial, TrialRow
+from vlm_batch.records import Call
 from vlm_batch.store.digest import array_bytes
 
 #: Numbers of rows that are tried. Where each row costs (CPUs) more of them, so that few idle places run.
 COUNTS = {Placement.ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), Placement.SLAB: (2, 4, 8, 16, 32)}
 #: And those that are tried where a batch may have more rows, since a forward for each 32 of them costs as much as one for all.
 LARGER = {Placement.ROWS: (), Placement.SLAB: (64,)}
-#: Tokens of the prompts. Beside the last one, others attend over a wider slab than they need.
-LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 14, 300)}
-#: Ids of plain text in every vocabulary.
-FIRST_ID, LAST_ID = 3, 99
+#: Numbers of columns that are tried, where rows lie in slabs.
+WIDTHS = (256, 512, 1024, 2048)
+#: Bytes of the slabs in which a number of rows is tried: beyond them the smaller numbers speak for the larger ones.
+MOST_BYTES = 2**30
+#: Tokens of the prompts; in slabs such that all columns of each width have been read.
+LENGTHS = {Placement.ROWS: (5, 9, 14), Placement.SLAB: (5, 250, 500, 1000)}
 STEPS = 2
 #: Tokens of a made-up prompt that differ; a longer one repeats them.
 TOKENS = 64
@@ -42,20 +41,8 @@ JUDGED_BY = (1, 8, 32)
 #: The kinds of products that may have numbers of rows of their own; where more of them disagree, whole steps are kept apart.
 MOST_APART = 2
 
-#: What is proven is proven of calls whose kernels go by shapes.
-FIXED = Call(is_fixed=True)
-
 #: Numbers of rows that agree, each class ascending.
 Classes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    encoded: Encoded
-    caches: tuple[CopiedState, ...]
-    tokens: tuple[int, ...]  # what is decoded after it
-
-
 #: The bits by the number of rows: numbers with equal bits are of one class.
 Found = Mapping[int, tuple[bytes, ...]]
 
@@ -75,36 +62,68 @@ def counts_for(layout: Placement, max_rows: int = 1) -> tuple[int, ...]:
     return (*COUNTS[layout], *(LARGER[layout] if max_rows > COUNTS[layout][-1] else ()))
 
 
-def decode_bits(
-    adapter: ModelAdapter,
-    layout: Placement,
-    kv: KVQuantisation | None,
-    counts: Sequence[int],
-    *,
-    few_bits: str = PACKED,
-    is_compiled: bool = False,
-) -> Found:
-    """The bits that decode steps of a model give, by the number of rows; as graphs if they are to be compiled.
+def step_bits(trial: Trial, counts: Sequence[int], decode: Decode | None = None) -> dict[int, Found]:
+    """The bits that decode steps of a model give, by the number of columns, 0 where nothing has columns, and that of rows.
+    ``decode`` runs a step, by default the adapter. Raises what the model raises."""
+    context, layout = trial.adapter.max_context, trial.shapes.layout
+    rows = [
+        trial.row(length, seed)
+        for seed, length in enumerate(LENGTHS[layout])
+        if context is None or length + STEPS < context
+    ]
+    layers = trial.shapes.layers(rows[0].restored(), 1)
+    if not any(isinstance(part, SlabCache) for layer in layers for part in parts_of(layer)):
+        return {0: decode_bits(trial, rows, counts, decode=decode)}
+    found: dict[int, Found] = {}
+    for width in WIDTHS:
+        if context is not None and width >= 2 * context:
+            break
+        nbytes = row_bytes(rows[0].restored(), width, rows[0].encoded.length)
+        some = [count for count in counts if count == counts[0] or count * nbytes <= MOST_BYTES]
+        fitting = [row for row in rows if row.encoded.length + STEPS <= width]
+        bits = decode_bits(trial, fitting, some, columns=width, decode=decode)
+        found[width] = {count: bits[n] for count in counts if (n := min(count, some[-1])) in bits}
+    return found
 
-    Every prompt stands at several places, beside others and beside idle places; a number of rows at which that changes
-    anything is left out. Raises what the model raises.
+
+def decode_bits(
+    trial: Trial, rows: Sequence[TrialRow], counts: Sequence[int], *, columns: int = 0, decode: Decode | None = None
+) -> Found:
+    """The bits that decode steps give to some rows, by the number of rows.
+
+    Every row stands at several places, beside others and beside idle places; a number of rows at which that changes anything
+    is left out. Raises what the model raises.
     """
-    plain = partial(adapter.decode, call=FIXED)
-    decode = CompiledDecode(plain, uses_before_graph=0) if is_compiled else plain
-    lengths = [n for n in LENGTHS[layout] if adapter.max_context is None or n + STEPS < adapter.max_context]
-    prompts = [_prefilled(adapter, kv, number, length) for number, length in enumerate(lengths)]
     found: dict[int, tuple[bytes, ...]] = {}
     for count in counts:
-        seen: list[set[bytes]] = [set() for _ in prompts]
-        for shift in range(len(prompts) if count < len(prompts) else 2):
-            places = [(place + shift) % len(prompts) for place in range(count)]
-            live = places[: count - (shift > 0 and count > len(prompts))]  # the last place is idle
-            decoded = _decoded(decode, layout, [prompts[n] for n in live], count, few_bits=few_bits)
-            for number, bits in zip(live, decoded, strict=True):
-                seen[number].add(bits)
+        seen: list[set[bytes]] = [set() for _ in rows]
+        for shift in range(len(rows) if count < len(rows) else 2):
+            places = [(place + shift) % len(rows) for place in range(count)]
+            live = places[: count - (shift > 0 and count > len(rows))]  # the last place is idle
+            steps = []
+            for logits in islice(trial.steps([rows[n] for n in live], count, columns=columns, decode=decode), STEPS):
+                mx.eval(logits)
+                steps.append(logits)
+            for place, number in enumerate(live):
+                seen[number].add(b"".join(array_bytes(logits[place]).tobytes() for logits in steps))
         if all(len(bits) == 1 for bits in seen):
             found[count] = tuple(next(iter(bits)) for bits in seen)
     return found
+
+
+def agreeing_widths(found: Mapping[int, Found], count: int) -> tuple[int, ...]:
+    """The numbers of columns in which steps of so many rows give every row that fits the same bits: the most that agree, and of
+    as many the widest. None where nothing has columns."""
+    classes: list[list[int]] = []
+    for width in sorted(found, reverse=True):
+        for known in classes:
+            pairs = [zip(found[width][count], found[other][count], strict=False) for other in known]
+            if all(bits == others for pair in pairs for bits, others in pair):
+                known.append(width)
+                break
+        else:
+            classes.append([width])
+    return tuple(sorted(width for width in max(classes, key=len) if width))
 
 
 def classes_of(*found: Mapping[int, Any]) -> Classes:
@@ -153,19 +172,15 @@ def moving_product(products: Sequence[Rows], places: int, length: int, *, is_pac
     return ""
 
 
-def prefill_is_still(
-    adapter: ModelAdapter, kv: KVQuantisation | None, places: int, length: int, *, attends_apart: bool = False
-) -> bool:
+def prefill_is_still(trial: Trial, places: int, length: int, *, attends_apart: bool = False) -> bool:
     """Whether a model's own prefill of so many prompts of one length leaves the same of a prompt at every place, whoever is
     beside it: logits, and what is in its caches."""
-    random, two = np.random.RandomState(length), []
-    for _ in range(2):
-        ids = mx.array(random.randint(FIRST_ID, LAST_ID + 1, size=(1, length)), dtype=mx.int32)
-        two.append(adapter.encode(adapter.probe(ids), FIXED))
+    two = [trial.prompt(length, seed) for seed in (0, 1)]
+    call = Call(ends=(length,) * places, is_fixed=True, attends_apart=attends_apart)
     found = []
     for turn in (0, 1):
-        caches, call = adapter.make_cache(kv), replace(FIXED, ends=(length,) * places, attends_apart=attends_apart)
-        logits = adapter.prefill(by_turns(two, places, turn), caches, 0, length, call)
+        caches = trial.adapter.make_cache(trial.kv)
+        logits = trial.adapter.prefill(by_turns(two, places, turn), caches, 0, length, call)
         found.append([logits, *arrays_of([cache.state for cache in caches])])
     return is_still(*found)
 
@@ -246,42 +261,3 @@ def _cost(counts: Sequence[int], forward: int) -> float:
         groups = [counts[-1]] * full + [next(count for count in counts if count >= rest)] * (rest > 0)
         total += sum(forward + places for places in groups) / rows
     return total
-
-
-def _prefilled(adapter: ModelAdapter, kv: KVQuantisation | None, number: int, length: int) -> _Prompt:
-    random = np.random.RandomState(number)
-    ids = random.randint(FIRST_ID, LAST_ID + 1, size=length + STEPS)
-    encoded = adapter.encode(adapter.probe(mx.array(ids[None, :length], dtype=mx.int32)), FIXED)
-    caches = adapter.make_cache(kv)
-    logits = adapter.prefill([encoded], caches, 0, encoded.length, FIXED)
-    adapter.finish_prefill(encoded, caches)
-    mx.eval(logits, [cache.state for cache in caches])
-    copied = tuple(CopiedState.of(cache, encoded.length) for cache in caches)
-    mx.eval([array for state in copied for array in state.arrays()])
-    return _Prompt(encoded, copied, tuple(int(token) for token in ids[length:]))
-
-
-def _decoded(
-    decode: Decode, layout: Placement, prompts: Sequence[_Prompt], count: int, *, few_bits: str
-) -> list[bytes]:
-    """The bits of all logits that each prompt gets over ``STEPS`` decode steps of ``count`` places."""
-    first = [state.restore(0) for state in prompts[0].caches]
-    layers = [make_layer_cache(single, layout, count) for single in first]
-    for layer in layers:
-        always_mask(layer)
-        read_few_bits(layer, few_bits)
-        layer.resize(count)
-    for place, prompt in enumerate(prompts):
-        for layer, state in zip(layers, prompt.caches, strict=True):
-            layer.put(place, state.restore(0))
-    idle = count - len(prompts)
-    extras = [*(prompt.encoded.decode for prompt in prompts), *({} for _ in range(idle))]
-    kept: list[mx.array] = []
-    for step in range(STEPS):
-        tokens = [*(prompt.tokens[step] for prompt in prompts), *[0] * idle]
-        at = [prompt.encoded.length + prompt.encoded.position.delta + step for prompt in prompts]
-        positions = mx.array([*at, *[0] * idle], dtype=mx.int32)
-        logits = decode(DecodeStep(mx.array(tokens, dtype=mx.int32)[:, None], positions, layers, extras))
-        kept.append(logits)
-        mx.eval(logits)
-    return [b"".join(array_bytes(logits[place]).tobytes() for logits in kept) for place in range(len(prompts))]

@@ -18,9 +18,9 @@ import numpy as np
 
 from vlm_batch.caches.layers import is_whole_kind
 from vlm_batch.checks import whole_option
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
+from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
 from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import give_back
@@ -90,8 +90,8 @@ def if_it_can_be(book: RowReuse) -> Iterator[None]:
 class Reuse:
     """Gives rows the states that earlier rows have left, and keeps theirs for later ones.
 
-    ``identity`` tells the model and the settings with which rows are made here. ``budget`` bounds all that is kept. With
-    ``exact`` a row continues only from a place at which its own cold run would have had the same bits.
+    ``identity`` tells the model and the settings with which rows are made here. ``budget`` bounds all that is kept. ``shapes``
+    say from where a row may go on.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Reuse:
         prefix: PrefixCache | None = None,
         identity: Identity | None = None,
         budget: ByteBudget | None = None,
-        exact: Exact | None = None,
+        shapes: Shapes = FreeShapes(),
     ) -> None:
         self.adapter = adapter
         self.prefix = prefix
-        self.exact = exact
+        self.shapes = shapes
         self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, and not waited for yet
@@ -142,8 +142,17 @@ class Reuse:
             book.known = (self.prefix.version, 0 if found is None else found.length)
         return coming >= book.known[1] + worth(book.key.length)
 
-    def is_new(self, row: Row) -> bool:
-        """Whether a row takes nothing over, so that all of its pictures have to be encoded."""
+    def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> Sequence[Row]:
+        """The first of some rows, one at least and at most so many, that take nothing over, so that all of their pictures have
+        to be encoded; not from each other either, nor from ``others``, which are in prefill."""
+        chosen: list[Row] = []
+        for row in rows[:most] if most > 1 else ():
+            if not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
+                break
+            chosen.append(row)
+        return chosen or rows[:1]
+
+    def _is_new(self, row: Row) -> bool:
         if row.reuse is not None and row.reuse.continues is not None:
             return False
         if self.prefix is None or not _may_reuse(row):
@@ -184,7 +193,7 @@ class Reuse:
                 raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
             return 0
         found = self._continued(book) if book.continues is not None else self._found(book.key)
-        if self.exact is None and any(not is_whole_kind(cache) for cache in fresh):
+        if not all(map(is_whole_kind, fresh)):
             common = 0 if found is None else found.common
             book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
         if found is None or not found.length:
@@ -198,32 +207,19 @@ class Reuse:
         book.cached = length
         return length
 
-    def commit(self, row: Row) -> None:
-        """Spend the prompt cache that a row continues, now that the row is encoded."""
-        if row.reuse is not None and row.reuse.continues is not None:
-            row.reuse.continues.take()
-            row.reuse.continues = None
+    def keep(self, row: Row, logits: mx.array | None) -> list[mx.array]:
+        """Save where a chunk ended, before anything is dropped from a row's caches: the prompt's state, with its ``logits``
+        (1, V), or a snapshot for layers that cannot be cut back to it later. Returns what is to be evaluated.
 
-    def chunk_done(self, row: Row) -> list[mx.array]:
-        """Leave a snapshot at a chunk's end, for layers that cannot be cut back to it later. Returns what to evaluate."""
-        book, prompt = row.reuse, row.prompt
-        if book is None or book.key is None or prompt is None or prompt.cache is None:
-            return []
-        if all(map(is_whole_kind, prompt.cache)):
-            return []
-        last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
-        if prompt.prefilled not in book.stops and prompt.prefilled - last < SNAPSHOT_STRIDE:
-            return []
-        return _add_snapshot(book, prompt, None)
-
-    def prompt_done(self, row: Row, logits: mx.array) -> list[mx.array]:
-        """Save the state of a whole prompt, before anything is dropped from its caches.
-
-        Returns what is to be evaluated; then ``settle`` makes it known.
+        Of a whole prompt ``settle`` makes it known then.
         """
         book, prompt, length = row.reuse, row.prompt, row.facts.length
         if book is None or book.key is None or prompt is None or prompt.cache is None:
             return []
+        if logits is None:
+            last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
+            is_far = prompt.prefilled in book.stops or prompt.prefilled - last >= SNAPSHOT_STRIDE
+            return _add_snapshot(book, prompt, None) if is_far and not all(map(is_whole_kind, prompt.cache)) else []
         if book.key.length != length:  # ids that grew into several positions: these have no keys
             book.key = None
             if book.is_returned:
@@ -248,7 +244,7 @@ class Reuse:
     def wants(self, row: Row) -> bool:
         """Whether the caches of a row that leaves are wanted."""
         book = row.reuse
-        keeps = self.prefix is not None and self.exact is None  # what a decode step computed is no prompt's beginning
+        keeps = self.prefix is not None and self.shapes.goes_on_anywhere
         return book is not None and book.key is not None and (book.is_returned or keeps)
 
     def forget(self, row: Row) -> None:
@@ -298,8 +294,7 @@ class Reuse:
             row.reuse = RowReuse()
         inputs = None if row.prompt is None else row.prompt.inputs
         if row.reuse.key is None and self.adapter.no_prefix_reuse is None and inputs is not None:
-            key = self.adapter.prompt_key(inputs)
-            row.reuse.key = key if self.exact is None else self.exact.key(key)
+            row.reuse.key = self.shapes.key(self.adapter.prompt_key(inputs))
         return row.reuse
 
     def _found(self, key: PromptKey) -> Match | None:
@@ -316,7 +311,8 @@ class Reuse:
                 f"the cache is longer than the prompt: it holds {saved.length} tokens, the prompt has {book.key.length}"
             )
         found = match(saved, book.key)
-        if not found.length and not (self.exact and common_length(saved.keys[:, :1], book.key.positions[:, :1])):
+        is_other = self.shapes.goes_on_anywhere or not common_length(saved.keys[:, :1], book.key.positions[:, :1])
+        if not found.length and is_other:
             raise InvalidCache(
                 f"the prompt does not continue the cache: they differ from position {found.common} on, and the cache "
                 f"of {saved.length} tokens cannot be cut back to that"

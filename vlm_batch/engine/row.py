@@ -22,7 +22,7 @@ from vlm_batch.errors import describe
 from vlm_batch.records import Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
-from vlm_batch.types import FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage, fresh_seed
+from vlm_batch.types import Event, FinishReason, Result, SamplingParams, Timings, TokenLogprobs, Usage, fresh_seed
 
 
 class Status(Enum):
@@ -50,14 +50,6 @@ class Prompt:
     prefilled: int = 0  # positions that are in them
     ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
     rows: int = 1  # of every array in which it is prefilled whole, where that is fixed
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what was read or prepared for it, until it is encoded."""
-        inputs, loading = self.inputs, self.loading
-        if inputs is not None:
-            return num_bytes(inputs)
-        return 0 if loading is None else loading.nbytes
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,7 @@ class Answer:
     drawn_at: int = 0
     num_sampled: int = 0  # the last of them perhaps not read yet
     num_fed: int = 0  # of them in its caches: all that were sampled when its last forward was launched
-    history: mx.array | None = None  # (T,) prompt and answer, for rows whose logits depend on them
+    history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     end_ids: frozenset[int] = frozenset()  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...] = ()
     rules: RowRules = NO_RULES  # made of these two when its prompt is encoded
@@ -133,18 +125,6 @@ class Answer:
         self.num_sampled += 1
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + 1]])
-
-    def feed_guide(self, token: int, decode: Callable[[Sequence[int]], str]) -> bool:
-        """Tell the row's guide its token, and note whether the answer is whole."""
-        guide = self.guide
-        assert guide is not None
-        guide.feed(token)
-        self.is_whole = guide.is_whole
-        if guide.is_whole or token in self.end_ids:
-            self.parsed = guide.parsed(decode)
-        if guide.is_over:
-            self.guide = None
-        return True
 
     def add_text(self, token: int, is_stop: bool, is_end: bool) -> tuple[str, str | None]:
         """(text that a token adds, the stop string that matched). A stop token has no text of its own."""
@@ -238,6 +218,21 @@ class Row:
             and len(self.answer.token_ids) <= self.suspected[1]
         )
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its prompt is, and is not prefilled."""
+        return self.prompt is not None and self.prompt.encoded is not None
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of what was read or prepared for it, until it is encoded."""
+        if self.prompt is None:
+            return 0
+        inputs, loading = self.prompt.inputs, self.prompt.loading
+        if inputs is not None:
+            return num_bytes(inputs)
+        return 0 if loading is None else loading.nbytes
+
     def keep_given(self, inputs: Mapping[str, Any] | None, kept: Mapping[str, Any] | None = None) -> None:
         """Keep a copy of a processor's output, on the host, to begin again from, if it is not too large: ``kept``, if that is
         one."""
@@ -265,6 +260,34 @@ class Row:
         if book is not None and (book.continues is not None or book.is_returned):
             self.reuse = RowReuse(continues=book.continues, is_returned=book.is_returned)
         answer.drawn, answer.num_sampled, answer.num_fed, answer.history = None, 0, 0, None
+
+    def take(
+        self, token: int, logprobs: TokenLogprobs | None, decode: Callable[[Sequence[int]], str]
+    ) -> Event | Ending:
+        """Append a token, with the text that it completes: what is told of it, or the end of the answer. Raises what its form
+        or ``decode`` raises."""
+        answer, guide = self.answer, self.answer.guide
+        self.clock.first_token = self.clock.first_token or time.perf_counter()
+        answer.token_ids.append(token)
+        if logprobs is not None:
+            answer.logprobs.append(logprobs)
+        is_stop = token in answer.end_ids
+        if guide is not None:
+            guide.feed(token)
+            answer.is_whole = guide.is_whole
+            if guide.is_whole or is_stop:
+                answer.parsed = guide.parsed(decode)
+            if guide.is_over:
+                answer.guide = None
+        is_full = answer.is_whole or len(answer.token_ids) >= answer.max_tokens
+        text, matched = answer.add_text(token, is_stop, is_stop or is_full)
+        if not (is_stop or is_full or matched is not None):
+            return Event(self.request_id, token, text, logprobs)
+        if matched is not None:
+            return Ending(token, text, logprobs, "stop", matched)
+        if answer.is_whole:
+            return Ending(token, text, logprobs, "stop", None)
+        return Ending(token, text, logprobs, "stop" if is_stop else "length", token if is_stop else None)
 
     @property
     def position(self) -> int:

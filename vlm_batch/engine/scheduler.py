@@ -10,23 +10,13 @@ ones, and long ones do not wait for ever. Age lifts a row by one priority for ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vlm_batch.engine.limit import RowLimit
+from vlm_batch.engine.shapes import chunk_end, padded_length
+from vlm_batch.engine.work import Kind, Work
 from vlm_batch.policy import Policy
-
-#: Lengths from one power of two to the next: padding is at most a quarter of a chunk, and an eighth of long ones on average.
-STEPS = 4
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Prompt positions [start, end) of one row, to be prefilled in this step."""
-
-    request_id: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -92,36 +82,49 @@ class Scheduler:
         if self._ended >= self.most_live:
             self.most_live, self._ended = self.most_live + 1, 0
 
-    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Chunk, ...]:
+    def most_encoded(self, is_decoding: bool, seconds: float, pending: int, *, has_begun: bool) -> int:
+        """The requests whose pictures may be encoded in the next call; 0 once a step that has begun to has done enough.
+
+        Beside decoding rows it goes on for the config's ``encode_seconds``, so that there are rows to choose from; else until
+        ``pending`` prompt tokens, which have places, fill a step.
+        """
+        config, most = self.config, self.config.encode_together
+        if is_decoding:
+            is_enough, most = seconds >= config.encode_seconds, -(-most // config.beside_decode)
+        else:
+            is_enough = pending >= config.idle_budget
+        return 0 if has_begun and is_enough else most
+
+    def plan(self, prefill: Sequence[PrefillRow], budget: int) -> tuple[Work, ...]:
         """The chunks to prefill, most urgent row first, within the step's budget; of equals the first.
 
         A chunk may exceed the budget to hold an atomic span whole, and by ``slack`` to end its prompt. Where chunks are padded,
         what others leave of a budget is not made a part of a prompt unless it is worth a forward.
         """
-        chunks: list[Chunk] = []
-        least = self.config.smallest_chunk if self.config.pad_to else 0
+        chunks: list[Work] = []
+        pad_to = self.config.pad_to
+        least = self.config.smallest_chunk if pad_to else 0
         for row in sorted(prefill, key=self._prefill_urgency):
             if row.done == row.length:  # found whole: it needs no budget, and waits for none
-                chunks.append(Chunk(row.request_id, row.done, row.done))
+                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, row.done))
             while budget > 0 and row.done < row.length:
                 rest = row.length - row.done
                 if (
                     budget < least
                     and rest > budget + self.config.slack
-                    and any(chunk.end > chunk.start for chunk in chunks)
+                    and any(chunk.end > chunk.begin for chunk in chunks)
                 ):
                     break
-                room = rest if rest <= budget + self.config.slack else self._rounded(budget)
-                end = chunk_end(row, min(room, self.config.max_chunk))
-                chunks.append(Chunk(row.request_id, row.done, end))
+                room = rest
+                if rest > budget + self.config.slack:  # with what would be padding, if it is worth a chunk
+                    room = padded_length(budget, pad_to) if budget >= pad_to else budget
+                room = min(room, self.config.max_chunk)
+                fixed = next((end for end in row.ends if end > row.done), None)
+                end = fixed or chunk_end(row.done, row.length, room, row.atomic, row.stops)
+                chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, end))
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)
-
-    def _rounded(self, budget: int) -> int:
-        """A budget with the positions that would be padding behind it, if it is worth a chunk."""
-        pad_to = self.config.pad_to
-        return padded_length(budget, pad_to) if budget >= pad_to else budget
 
     def urgency(self, priority: int, submitted: float) -> float:
         """The key that sorts waiting rows, the smallest first; it stays the same while a row waits.
@@ -134,79 +137,3 @@ class Scheduler:
     def _prefill_urgency(self, row: PrefillRow) -> tuple[float, float]:
         level = row.priority + row.waited // self.config.ageing_seconds
         return (-level, -row.waited / max(row.length - row.done, 1))
-
-
-def chunk_end(row: PrefillRow, budget: int) -> int:
-    """The end of a chunk of at most ``budget`` positions that begins at ``row.done``.
-
-    If that would fall inside an atomic span, the chunk ends before the span, or, where it begins with it, after it.
-    """
-    if row.ends:
-        return next((end for end in row.ends if end > row.done), row.length)
-    end = min([row.length, row.done + budget, *(stop for stop in row.stops if stop > row.done)])
-    for start, stop in row.atomic:
-        if start < end < stop:
-            return start if start > row.done else min(stop, row.length)
-    return end
-
-
-def together(
-    plan: Sequence[Chunk],
-    lengths: Mapping[str, int],
-    most: int,
-    most_tokens: int | None = None,
-    pad_to: int = 0,
-    fill: int = 0,
-) -> list[list[Chunk]]:
-    """The plan in groups of at most ``most``: whole prompts of one length, padded to multiples of ``pad_to``, share a group.
-
-    ``lengths`` are the rows' prompts. A group has at most ``most_tokens``, or one prompt. Shorter prompts join longer ones
-    where that takes less than ``fill`` further positions for each group that is saved.
-    """
-    groups: list[list[Chunk]] = []
-    whole: list[tuple[int, list[Chunk]]] = []  # those of whole prompts, with their widths
-    open_groups: dict[int, list[Chunk]] = {}
-
-    def has_room(count: int, width: int) -> bool:
-        places = padded_count(count, pad_to)
-        return places <= most and (most_tokens is None or places * width <= most_tokens)
-
-    for chunk in plan:
-        length = lengths[chunk.request_id]
-        if (chunk.start, chunk.end) != (0, length):
-            groups.append([chunk])
-            continue
-        width = padded_length(length, pad_to)
-        group = open_groups.get(width)
-        if group is None or not has_room(len(group) + 1, width):
-            open_groups[width] = group = []
-            whole.append((width, group))
-            groups.append(group)
-        group.append(chunk)
-    widest, longer = 0, list[Chunk]()
-    for width, group in sorted(whole, key=lambda pair: -pair[0]) if fill else ():
-        count = len(longer) + len(group)
-        apart = padded_count(len(longer), pad_to) * widest + padded_count(len(group), pad_to) * width
-        if longer and has_room(count, widest) and padded_count(count, pad_to) * widest - apart < fill:
-            longer.extend(group)
-            group.clear()
-        else:
-            widest, longer = width, group
-    return [group for group in groups if group]
-
-
-def padded_length(length: int, pad_to: int) -> int:
-    """Positions that a chunk of ``length`` is computed in: a multiple of ``pad_to``, and of a quarter of the power of two
-    below. As many as it has where ``pad_to`` is 0."""
-    if not pad_to or not length:
-        return length
-    step = max(pad_to, (1 << (length - 1).bit_length()) // (2 * STEPS))
-    return -(-length // step) * step
-
-
-def padded_count(count: int, pad_to: int) -> int:
-    """Rows that ``count`` prompts are computed in as one array: a power of two, or one and a half times one."""
-    if not pad_to or count < 4:
-        return count
-    power = 1 << (count - 1).bit_length()
-    return power - power // 4 if count <= power - power // 4 else power

@@ -1,4 +1,4 @@
-"""What lies beside an output: a header with the settings of its first run, and a lock while a job runs."""
+"""The files beside a job's output: a header with the settings of its first run, and a lock while it runs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.models.qwen3_vl import Qwen3VL
 from vlm_batch.registry import ModelSpec, register
 
@@ -50,8 +50,6 @@ class CohereCompass(Qwen3VL):
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
         """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and remembers deltas."""
-        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
-        tied = self.language.config.tie_word_embeddings
-        logits = (self.language.model.embed_tokens.as_linear if tied else self.language.lm_head)(hidden)[:, -1]
+        logits = trunk_logits(self.language, ids, embeds, cache, extra)
         scale = self.language.config.logit_scale
         return logits if scale is None else logits * scale

@@ -49,7 +49,6 @@ class DeepseekV4(Adapter):
         "image_type_offsets",
         "image_permutations",
     }
-    caches_without_attention = frozenset({"Compressor"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

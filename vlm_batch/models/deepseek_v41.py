@@ -9,14 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import each_row
-from vlm_batch.adapters.base import SAMPLES, Adapter
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import LastPosition, evaluate_arrays, leave_on_disk
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.store.digest import digest
 
 
 class Rows:
@@ -62,7 +61,7 @@ class DeepseekV41(Adapter):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        leave_on_disk(self.model, self.on_disk())
+        leave_on_disk(self.model)
         try:
             self.language._ensure_engram_hash()
         except ValueError as error:
@@ -74,21 +73,7 @@ class DeepseekV41(Adapter):
                 "the n-grams' tables cannot be read without the map of their tokens: the checkpoint's folder has neither "
                 "engram_token_map.json nor tokenizer.json, or the model was not loaded from a folder"
             )
-        evaluate_arrays(self.language, self.on_disk())
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the model, and of some rows of every table that stays in its file."""
-        embeds = [layer.engram.embed for layer in self.language.layers if layer.engram is not None]
-        tables: list[Any] = [embed for embed in embeds if isinstance(embed, self.on_disk())]
-        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables]
-        return digest([super().fingerprint, rows]).hex() if rows else super().fingerprint
-
-    @classmethod
-    def on_disk(cls) -> tuple[type, ...]:
-        from mlx_vlm.models.deepseek_v41.engram import OffloadedEngramEmbedding
-
-        return (OffloadedEngramEmbedding,)
+        evaluate_arrays(self.language)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

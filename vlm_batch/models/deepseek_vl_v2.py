@@ -8,10 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
-from vlm_batch.adapters.prompts import check_mask, count_masked
-from vlm_batch.records import Picture
+from vlm_batch.adapters.placeholders import MaskedPlaces
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -31,11 +29,11 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class DeepseekVL2(Adapter):
+class DeepseekVL2(MaskedPlaces):
     """Tiles of all pictures lie in one (1, N, 3, H, W) array; a text has one of zeros."""
 
     tower_class = RememberingBatchTower
-    input_keys = Adapter.input_keys | {"images_seq_mask", "images_spatial_crop"}
+    input_keys = MaskedPlaces.input_keys | {"images_seq_mask", "images_spatial_crop"}
     ignored_inputs = frozenset({"labels", "sft_format", "seq_lens"})
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,17 +52,6 @@ class DeepseekVL2(Adapter):
         from vlm_batch.models._deepseek_vl_v2 import PATCHES
 
         return PATCHES
-
-    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
-        return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
-
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        return count_masked(extra)
-
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        super().check_placeholders(ids, extra)
-        check_mask(ids, extra, self.image_token_ids())
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, with a count for everything that it reads one of."""

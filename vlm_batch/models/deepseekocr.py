@@ -9,11 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
-from vlm_batch.adapters.prompts import check_mask, count_masked
+from vlm_batch.adapters.placeholders import MaskedPlaces
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
 
 _SAM_POSITIONS = (
@@ -28,7 +26,7 @@ _CLIP = (
 )
 
 
-class SamOCR(Adapter):
+class SamOCR(MaskedPlaces):
     """``pixel_values`` is a list: the crops (N, 3, H, W) of all pictures, and the pictures (M, 3, H, W) whole."""
 
     tower_class = RememberingBatchTower
@@ -43,17 +41,6 @@ class SamOCR(Adapter):
         from vlm_batch.models._deepseekocr import PATCHES
 
         return PATCHES
-
-    def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
-        return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
-
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        return count_masked(extra)
-
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        super().check_placeholders(ids, extra)
-        check_mask(ids, extra, self.image_token_ids())
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for as many pictures as it has room for."""

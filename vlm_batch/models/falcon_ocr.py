@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded, PositionState
@@ -88,7 +88,4 @@ class FalconOCR(Adapter):
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
         """Trunk and head; upstream's ``LanguageModel.__call__`` remembers deltas and cuts the positions itself."""
-        trunk = self.language.model
-        hidden = trunk(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
-        head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
-        return head(hidden)[:, -1]
+        return trunk_logits(self.language, ids, embeds, cache, extra)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.base import create_attention_mask
 
+from vlm_batch.adapters.base import head_of
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.falcon_ocr import FalconOCR
@@ -104,9 +105,7 @@ class FalconPerception(FalconOCR):
             if row is not None:
                 at = place - len(rows)  # of a prompt that is scored the last position's
                 row.logits = (points[at], sizes[at])
-        trunk = self.language.model
-        head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
-        return head(hidden)[:, -1]
+        return head_of(self.language)(hidden)[:, -1]
 
     def _take(self, row: Pointer, token: int) -> mx.array | None:
         """Account for a row's token; what is embedded in its place (1, D), or None."""

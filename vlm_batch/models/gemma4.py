@@ -69,10 +69,10 @@ class Gemma4(Adapter):
         return {Gemma4TextModel: PictureMasks}
 
     @classmethod
-    def video_processor(cls, part: Any) -> Any:
+    def processor(cls, processor: Any) -> Any:
         from mlx_vlm.models.gemma4.processing_gemma4 import Gemma4VideoProcessor
 
-        return keep_every_frame(part, "num_frames") if isinstance(part, Gemma4VideoProcessor) else part
+        return keep_every_frame(processor, Gemma4VideoProcessor, "num_frames")
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, with as many placeholders as features."""

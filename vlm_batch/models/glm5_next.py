@@ -28,8 +28,6 @@ from vlm_batch.registry import ModelSpec, register
 class Glm5Next(GridAdapter):
     """No positions: delta nets know the order. Videos are refused: they are not verified."""
 
-    caches_without_attention = frozenset({"Glm5NextIndexer"})
-
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.glm5_next.language import Glm5NextAttention

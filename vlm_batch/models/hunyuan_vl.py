@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -79,10 +79,7 @@ class HunyuanVL(Adapter):
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
         """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops later positions."""
-        trunk = self.language.model
-        hidden = trunk(input_ids=ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
-        head = trunk.embed_tokens.as_linear if self.language.args.tie_word_embeddings else self.language.lm_head
-        return head(hidden)[:, -1]
+        return trunk_logits(self.language, ids, embeds, cache, extra)
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         patch = int(self.config.vision_config.patch_size)

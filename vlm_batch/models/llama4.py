@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from mlx_vlm.models.cache import ChunkedKVCache
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.prompts import put_features
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.registry import ModelSpec, register
@@ -57,14 +57,12 @@ class Llama4(Adapter):
 
         from vlm_batch.models._llama4_pictures import TileProcessor
 
-        theirs = getattr(processor, "image_processor", None)
-        if not isinstance(theirs, Llama4ImageProcessor) or isinstance(theirs, TileProcessor):
-            return processor
-        processor = copy.copy(processor)
-        processor.image_processor = TileProcessor(
-            theirs.size, theirs.max_patches, tuple(theirs.image_mean), tuple(theirs.image_std)
-        )
-        return processor
+        def published(theirs: Any) -> Any:
+            if not isinstance(theirs, Llama4ImageProcessor) or isinstance(theirs, TileProcessor):
+                return theirs
+            return TileProcessor(theirs.size, theirs.max_patches, tuple(theirs.image_mean), tuple(theirs.image_std))
+
+        return with_part(processor, "image_processor", published)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

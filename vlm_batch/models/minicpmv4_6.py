@@ -62,10 +62,10 @@ class MiniCPMV46(SlicedAdapter, Qwen35):
     )
 
     @classmethod
-    def video_processor(cls, part: Any) -> Any:
+    def processor(cls, processor: Any) -> Any:
         from mlx_vlm.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMVVideoProcessor
 
-        return keep_every_frame(part, "max_num_frames") if isinstance(part, MiniCPMVVideoProcessor) else part
+        return keep_every_frame(super().processor(processor), MiniCPMVVideoProcessor, "max_num_frames")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from vlm_batch.caches.layers import CacheKind
 from vlm_batch.caches.rows import RowsCache
 from vlm_batch.caches.states import LayerState
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import DecodeStep, Encoded, Picture
+from vlm_batch.records import Call, DecodeStep, Encoded, Picture
 from vlm_batch.registry import ModelSpec, register
 
 #: The logit of a token that the model does not choose from at a step (modeling_molmo_point.py, ``small_val``).
@@ -233,20 +233,25 @@ class MolmoPoint(Adapter):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_id, self.config.image_non_indexable_patch_id})
 
-    def check_ids(self, ids: mx.array, *, has_pictures: bool) -> None:
+    def _read(self, inputs: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
         """Points of earlier answers have no embedding of their own: what they stood for is not in the prompt."""
-        size = self.num_words
-        beyond = [token for token in np.array(ids)[0].tolist() if not 0 <= token < size]
+        ids, extra = super()._read(inputs)
+        beyond = [token for token in np.array(ids)[0].tolist() if not 0 <= token < self.num_words]
         if beyond:
             raise InvalidPrompt(
-                f"token id {beyond[0]} is beyond the model's {size}: does the tokenizer belong to this model? A point of "
-                "an earlier answer cannot be given back"
+                f"token id {beyond[0]} is beyond the model's {self.num_words}: does the tokenizer belong to this model? A "
+                "point of an earlier answer cannot be given back"
             )
+        return ids, extra
 
     @property
     def num_words(self) -> int:
         """The number of tokens without points."""
         return int(self.config.text_config.vocab_size + self.config.text_config.additional_vocab_size)
+
+    def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
+        words = self.tokens(inputs).end if inputs.get("image_token_pooling") is not None else self.num_words
+        return replace(super()._encoded(inputs, call, cached), vocabulary=words)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's steps; the attributes that it leaves on the model go into ``Pictures``."""
@@ -293,9 +298,6 @@ class MolmoPoint(Adapter):
         num_patches, num_parts = extra["image_token_pooling"].shape
         places = 9 if self.config.patch_location else 0
         return Tokens(self.num_words, num_patches, num_parts, places, bool(self.config.no_more_points_class))
-
-    def vocabulary(self, extra: Mapping[str, Any]) -> int | None:
-        return self.tokens(extra).end if "image_token_pooling" in extra else self.num_words
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """All of them are one, as they see each other; the kinds of the prompt's tokens are none of them."""

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.kernels import counts_launches
+from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.records import PositionState
@@ -27,7 +30,12 @@ class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
     compiles = True
-    traces_alike = True
+
+    @property
+    def graphs_pay(self) -> bool:
+        """A packed product adds its bias in an operation of its own, which a graph fuses with the broadcast before it."""
+        is_packed = any(isinstance(module, nn.QuantizedLinear) for _, module in self.language.named_modules())
+        return counts_launches() and not is_packed
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings (1, L, D) with the pictures' features in the places of their placeholders, and nothing else.
@@ -64,7 +72,7 @@ class Qwen2VL(MRoPEAdapter):
         }
 
     @classmethod
-    def video_processor(cls, part: Any) -> Any:
+    def processor(cls, processor: Any) -> Any:
         from vlm_batch.models._qwen2_vl import each_frame_bounded
 
-        return each_frame_bounded(part)
+        return with_part(super().processor(processor), "video_processor", each_frame_bounded)

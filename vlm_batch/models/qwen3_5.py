@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.records import Call
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -37,10 +35,11 @@ class Qwen35(MRoPEAdapter):
 
     video_sampling = Sampling(frame_factor=1)
 
-    def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
-        """A pack's features become float16 among its embeddings: other last bits of the tower are seen in its answers."""
+    @property
+    def encodes_apart(self) -> str | None:  # type: ignore[override]
         is_pack = getattr(self.config, "model_type", None) == "prism_hadamard_qwen35"
-        return list(requests) if is_pack else super().encode_together(requests, call)
+        seen = "a pack's features become float16 among its embeddings: other last bits of the tower are seen in its answers"
+        return seen if is_pack else None
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

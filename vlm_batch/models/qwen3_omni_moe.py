@@ -41,9 +41,6 @@ class Qwen3OmniMoe(MRoPEAdapter):
         for block in self.model.thinker.vision_tower.blocks:
             block.mlp.act_fn = nn.GELU(approx="tanh")  # transformers: Qwen3OmniMoeVisionMLP takes hidden_act
 
-    def towers(self) -> list[tuple[nn.Module, str]]:
-        return [(self.model.thinker, "vision_tower")]
-
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.qwen3_omni_moe import vision

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.attention import HOOKS, row_by_row
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import put_hooks
 from vlm_batch.adapters.towers import embed_by_product
@@ -70,10 +70,4 @@ class Qwen4Exp(MRoPEAdapter):
     ) -> mx.array:
         """Trunk and head; for a new token upstream's ``LanguageModel.__call__`` takes a forward that is written beside the
         modules (language.py, ``Qwen4ExpBatchInvariantForward``) and knows only caches of its own."""
-        hidden = self.language.model(ids, inputs_embeds=embeds, cache=cache, **extra)  # (B, 1, D)
-        head = (
-            self.language.model.embed_tokens.as_linear
-            if self.language.args.tie_word_embeddings
-            else self.language.lm_head
-        )
-        return head(hidden)[:, -1]
+        return trunk_logits(self.language, ids, embeds, cache, extra)

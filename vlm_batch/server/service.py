@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from vlm_batch.errors import BatcherClosed, InvalidRequest
+from vlm_batch.runtime.memory import give_back
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import ApiError, refusal, without_paths
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vlm_batch.server")
 
-#: Seconds between two looks at whether the engine steps and whether anybody still uses the model.
+#: Seconds between two looks at whether anybody still uses the model.
 WATCH_SECONDS = 1.0
 #: Ended requests whose ends tell how fast places become free.
 RECENT = 64
@@ -83,9 +84,8 @@ class Service:
         self._loading: asyncio.Task[Loaded] | None = None
         self._stopping = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit")
-        self._form_worker = ThreadPoolExecutor(
-            1, thread_name_prefix="vlm-batch-submit-form"
-        )  # checking one may take a second
+        # Checking a form may take a second.
+        self._form_worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit-form")
         self._visits: set[Visit] = set()
         self._last_used = time.monotonic()
         self._ends: deque[float] = deque(maxlen=RECENT)
@@ -110,7 +110,7 @@ class Service:
         return None if self.model is None else self.model.batcher.stats()
 
     async def start(self) -> None:
-        """Begin to load the model and to watch it."""
+        """Begin to load the model, and to let it go when nobody uses it."""
         self._begin_loading()
         self._watching = asyncio.create_task(self._watch())
 
@@ -261,14 +261,11 @@ class Service:
             await self._on_worker(loaded.batcher.close)
             del loaded
             gc.unfreeze()
-            gc.collect()
-            mx.clear_cache()
+            give_back()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self.state == "stalled":
-                logger.error("the engine makes no progress: it is not ready until it does")
             idle = self.config.idle_unload
             if idle is None or self.model is None or self._visits or time.monotonic() - self._last_used < idle:
                 continue

@@ -20,17 +20,17 @@ from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
-from vlm_batch.checkpoints import read_config, read_model, read_processor
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.port import AnswerText
 from vlm_batch.engine.reuse import Caches, Reuse
+from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import UnsupportedModel, shown
-from vlm_batch.exactness import exact_for
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
+from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.models import families, package_of, spec_for
 from vlm_batch.models._refused import ONE_AT_A_TIME, REFUSED
 from vlm_batch.policy import Policy, policy_of
@@ -84,10 +84,10 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     if adapter.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
         policy = replace(policy, max_rows=min(policy.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
-    exact = None
+    shapes = None
     if options.reproducible:
-        exact = exact_for(adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows)
-    reuse = _reuse(adapter, options, exact)
+        shapes = fixed_shapes(adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows)
+    reuse = _reuse(adapter, options, shapes or FreeShapes())
     if policy.max_bytes is None:
         policy = replace(policy, max_bytes=_bytes_for_rows(options.caches.max_bytes))
     processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
@@ -97,7 +97,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         policy=policy,
         reuse=reuse,
         kv=options.kv,
-        exact=exact,
+        shapes=shapes,
     )
     preparer = Preparer(
         processing,
@@ -128,16 +128,14 @@ def _bytes_for_rows(for_caches: int) -> int | None:
     return max(free - for_caches, free // 2) if free else None
 
 
-def _reuse(adapter: Adapter, options: EngineOptions, exact: Exact | None) -> Reuse:
-    identity = Identity(adapter.fingerprint, settings_of(options.kv) | ({} if exact is None else exact.settings))
+def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:
+    identity = Identity(adapter.fingerprint, {**settings_of(options.kv), **shapes.settings})
     if not options.caches.max_bytes:
-        if exact is not None:  # a prompt's pictures are encoded as they are where features are kept
-            adapter.remember_features(FeatureStore(ByteBudget(0)))
-        return Reuse(adapter, None, identity, exact=exact)
+        return Reuse(adapter, None, identity, shapes=shapes)
     budget = ByteBudget(options.caches.max_bytes)
     adapter.remember_features(FeatureStore(budget))
     prefix = options.caches.prefix_cache(budget, identity) if adapter.no_prefix_reuse is None else None
-    return Reuse(adapter, prefix, identity, budget, exact)
+    return Reuse(adapter, prefix, identity, budget, shapes)
 
 
 #: Types that weights can be loaded in: ``auto`` is the checkpoint's own, but float32 on a CPU.
@@ -182,9 +180,7 @@ def load_model(
     except Exception as error:  # whatever a tokenizer's or a processor's class raises, or a package that it asks for
         said = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"{path}: its processor cannot be read: {type(error).__name__}: {said}") from error
-    spec = spec_for(model_type)
-    if spec is not None and spec.adapter is not None:
-        leave_on_disk(model, spec.adapter.on_disk())
+    leave_on_disk(model)
     if wanted is not None:
         model.set_dtype(wanted)
         mx.eval(model.parameters())

@@ -6,6 +6,7 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,27 +17,29 @@ from vlm_batch._version import __version__
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.joint import TowerCall
 from vlm_batch.adapters.modules import RememberingGridTower
-from vlm_batch.adapters.products import Product, products_of, shapes_of, size_of
+from vlm_batch.adapters.products import products_of, shapes_of, size_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
-from vlm_batch.engine.exact import Exact
-from vlm_batch.engine.prefill import pads, shares
+from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.proof import (
     Classes,
     Found,
+    agreeing_widths,
     best_class,
     by_turns,
     classes_of,
     counts_for,
-    decode_bits,
     forwards,
     is_still,
     moving_product,
     numbers_apart,
     prefill_is_still,
     product_bits,
+    step_bits,
 )
+from vlm_batch.engine.shapes import FixedShapes, pads, shares
+from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_of
 from vlm_batch.runtime import blas
@@ -45,7 +48,7 @@ from vlm_batch.store.digest import digest
 from vlm_batch.store.proofs import read_proof, write_proof
 
 #: Changes whenever what is tried does.
-PROOF = 9
+PROOF = 10
 #: Where a row costs (CPUs), the whole step of larger models is not tried but their products alone, and these with so many
 #: weights: OpenBLAS has other kernels for small products, of up to a million multiplications, and for large ones.
 MAX_STEP_BYTES = 32 * 2**20
@@ -56,56 +59,60 @@ MAX_WEIGHTS = 2**21
 class Proof:
     """The outcome for a model on a device: ``classes`` of numbers of rows that agree, and ``how`` that was found out.
 
-    ``graphs``: compiled steps of the best class have the same bits. ``products``: kinds of products that are computed in
-    numbers of rows of their own for that, and those.
+    Of the best class: ``graphs``: compiled steps have the same bits. ``products``: kinds of products that are computed in
+    numbers of rows of their own for that, and those. ``widths``: numbers of columns that agree.
     """
 
     classes: Classes
     how: str
     graphs: bool = False
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    widths: tuple[int, ...] = ()
+
+    @classmethod
+    def kept(cls, kept: Mapping[str, Any]) -> Proof:
+        """One that was written to a file."""
+        products = tuple((name, tuple(counts)) for name, counts in kept["products"])
+        classes = tuple(tuple(one) for one in kept["classes"])
+        return cls(classes, kept["how"], kept["graphs"], products, tuple(kept["widths"]))
 
     def best(self, layout: Placement) -> tuple[int, ...]:
         """The numbers of rows that a batch is held to."""
         return best_class(self.classes, layout)
 
 
-def exact_for(
+def fixed_shapes(
     adapter: Adapter, kv: KVQuantisation | None = None, policy: Policy | None = None, *, max_rows: int = 1
-) -> Exact:
-    """The settings that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
+) -> FixedShapes:
+    """The shapes that keep a model's answers functions of their requests here. Warns once if that is a row at a time.
 
     ``max_rows`` is how many may decode together: where they are many, larger numbers of rows are tried, too. ``policy`` says
     how the rest is set, by default the device's. Raises OutOfMemory where there is too little to try it.
     """
     policy = policy or POLICIES[device()]
     layout = Placement(policy.placement)
-    stops = (kv.start,) if kv is not None and kv.start else ()
-    counts: tuple[int, ...] = (1,)
-    graphs = False
-    products: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    if adapter.max_rows != 1:
-        proof = prove(adapter, kv, layout, max_rows=max_rows, few_bits=policy.few_bits)
-        counts, graphs, products = proof.best(layout), proof.graphs, proof.products
-        if counts == (1,):
-            warnings.warn(
-                f"reproducible: {adapter.spec.family} decodes a row at a time on this device: {proof.how}, and no two "
-                "numbers of rows agree in every bit; reproducible=False decodes rows together",
-                stacklevel=4,
-            )
-    is_joint = adapter.max_rows != 1 and (policy.call_tokens > 0 or policy.call_patches > 0)
-    return Exact(
-        counts,
-        layout,
-        policy.grid,
-        stops,
-        policy.pad_to,
-        policy.call_tokens,
-        policy.call_patches,
-        Joint(adapter.with_products(dict(products)), kv) if is_joint else None,
-        graphs,
-        products,
+    shapes = FixedShapes(
+        layout=layout,
+        grid=policy.grid,
+        stops=(kv.start,) if kv is not None and kv.start else (),
+        pad_to=policy.pad_to if pads(adapter, adapter.make_cache(kv)) else 0,
+        call_tokens=policy.call_tokens,
+        call_patches=policy.call_patches,
+        few_bits=policy.few_bits,
     )
+    if adapter.max_rows == 1:
+        return shapes
+    proof = prove(adapter, kv, layout, max_rows=max_rows, few_bits=policy.few_bits)
+    counts = proof.best(layout)
+    if counts == (1,):
+        warnings.warn(
+            f"reproducible: {adapter.spec.family} decodes a row at a time on this device: {proof.how}, and no two "
+            "numbers of rows agree in every bit; reproducible=False decodes rows together",
+            stacklevel=4,
+        )
+    shapes = replace(shapes, counts=counts, widths=proof.widths, can_graph=proof.graphs, products=proof.products)
+    is_joint = policy.call_tokens > 0 or policy.call_patches > 0
+    return replace(shapes, joint=Joint(adapter.with_products(dict(shapes.products)), kv)) if is_joint else shapes
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,8 @@ class Joint:
     """
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
-        self._adapter = adapter
-        self._kv = kv
+        self._language = adapter.language
+        self._trial = Trial(adapter, kv, FixedShapes())
         self._key = _model_key(adapter, kv)
         fresh = adapter.make_cache(kv)
         # Where prompts are padded, they come in few lengths.
@@ -174,11 +181,11 @@ class Joint:
         return self._found[what]
 
     def _of_prompts(self, count: int, length: int) -> Together:
-        if moves := moving_product(products_of(self._adapter.language), count, length):
+        if moves := moving_product(products_of(self._language), count, length):
             return Together(1, against=moves)
-        if prefill_is_still(self._adapter, self._kv, count, length):
+        if prefill_is_still(self._trial, count, length):
             return Together(count)
-        if prefill_is_still(self._adapter, self._kv, count, length, attends_apart=True):
+        if prefill_is_still(self._trial, count, length, attends_apart=True):
             return Together(count, is_apart=True, against="attention together goes by the place: apart")
         return Together(1, against="the model's own prefill goes by the place")
 
@@ -214,9 +221,13 @@ def prove(
     counts = counts_for(layout, max_rows)
     key = _model_key(adapter, kv) | {"layout": layout.value, "counts": counts, "few_bits": few_bits}
     if (kept := read_proof(key)) is not None:
-        products = tuple((name, tuple(counts)) for name, counts in kept["products"])
-        return Proof(tuple(tuple(one) for one in kept["classes"]), kept["how"], kept["graphs"], products)
-    proof = _measured(adapter, kv, layout, counts, few_bits)
+        return Proof.kept(kept)
+    try:
+        proof = _measured(adapter, kv, FixedShapes(layout=layout, few_bits=few_bits), counts)
+    except Exception as error:  # what it raises for a request, the request is told
+        if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
+            raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
+        proof = Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
     write_proof(key, asdict(proof))
     return proof
 
@@ -231,68 +242,45 @@ def _model_key(adapter: Adapter, kv: KVQuantisation | None) -> dict[str, Any]:
     }
 
 
-def _measured(
-    adapter: Adapter, kv: KVQuantisation | None, layout: Placement, counts: tuple[int, ...], few_bits: str
-) -> Proof:
+def _measured(adapter: Adapter, kv: KVQuantisation | None, shapes: FixedShapes, counts: tuple[int, ...]) -> Proof:
+    layout = shapes.layout
     products = products_of(adapter.language, MAX_WEIGHTS if layout is Placement.ROWS else None)
     said = f"{len(products)} kinds of products"
-    try:
-        single = _bits_by_name(products, counts)
-        if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
-            return Proof(classes_of(*single.values()), f"{said} were compared")
-        found = None
-        if own := numbers_apart(single, layout):
-            found = _with_products_apart(adapter, layout, kv, counts, few_bits, single, own)
-        if found is None:
-            own, steps = {}, decode_bits(adapter, layout, kv, counts, few_bits=few_bits)
-            classes = classes_of(*single.values(), steps)
-        else:
-            classes, steps = found
-            said += f", of which {' and '.join(own)} have numbers of rows of their own,"
-        held = adapter.with_products(own)
-        graphs = layout is Placement.SLAB and kv is None and _graphs_agree(held, steps, best_class(classes, layout))
-        return Proof(classes, f"{said} and its decode step were compared", graphs, tuple(own.items()))
-    except Exception as error:  # what it raises for a request, the request is told
-        if is_out_of_memory(error):  # not to be kept: with more of it, other numbers of rows might do
-            raise OutOfMemory(f"reproducible: too little memory to try numbers of rows ({describe(error)})") from error
-        return Proof((), f"its decode step could not be tried ({type(error).__name__}: {error})")
-
-
-def _bits_by_name(products: Sequence[Product], counts: tuple[int, ...]) -> dict[str, Found]:
     names = {str(product): [other for other in products if str(other) == str(product)] for product in products}
-    return {name: product_bits(alike, counts) for name, alike in names.items()}
+    single = {name: product_bits(alike, counts) for name, alike in names.items()}
+    if layout is Placement.ROWS and size_of(adapter.model) > MAX_STEP_BYTES:
+        return Proof(classes_of(*single.values()), f"{said} were compared")
+    trial, own, found = Trial(adapter, kv, shapes), numbers_apart(single, layout), dict[int, Found]()
+    if own:
+        trial = Trial(adapter.with_products(own), kv, shapes)
+        found = step_bits(trial, counts)
+        classes = classes_of(*(one for name, one in single.items() if name not in own), *found.values())
+        without = best_class(classes_of(*single.values()), layout)
+        if forwards(best_class(classes, layout), layout) >= forwards(without, layout):  # it saves nothing
+            trial, own, found = Trial(adapter, kv, shapes), {}, {}
+        else:
+            said += f", of which {' and '.join(own)} have numbers of rows of their own,"
+    if not found:
+        found = step_bits(trial, counts)
+        classes = classes_of(*single.values(), *found.values())
+    best = best_class(classes, layout)
+    widths = agreeing_widths(found, best[0]) if all(best[0] in one for one in found.values()) else ()
+    graphs = layout is Placement.SLAB and kv is None and _graphs_agree(trial, found, best)
+    return Proof(classes, f"{said} and its decode step were compared", graphs, tuple(own.items()), widths)
 
 
-def _with_products_apart(
-    adapter: Adapter,
-    layout: Placement,
-    kv: KVQuantisation | None,
-    counts: tuple[int, ...],
-    few_bits: str,
-    single: Mapping[str, Found],
-    own: Mapping[str, tuple[int, ...]],
-) -> tuple[Classes, Found] | None:
-    """The classes, and the bits of decode steps, of a model some of whose products have numbers of rows of their own. None
-    where a step would need no fewer forwards."""
-    steps = decode_bits(adapter.with_products(own), layout, kv, counts, few_bits=few_bits)
-    classes = classes_of(*(found for name, found in single.items() if name not in own), steps)
-    without = best_class(classes_of(*single.values()), layout)
-    if forwards(best_class(classes, layout), layout) < forwards(without, layout):
-        return classes, steps
-    return None
-
-
-def _graphs_agree(adapter: Adapter, steps: Found, counts: tuple[int, ...]) -> bool:
-    """Whether compiled steps of all numbers of rows have the bits of ``steps``; not where they are not made, or cannot be."""
-    if not adapter.graphs_pay or counts == (1,):
+def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, ...]) -> bool:
+    """Whether compiled steps of all numbers of rows have the bits of ``found``; not where they are not made, or cannot be."""
+    if not trial.adapter.graphs_pay or counts == (1,):
         return False
     try:
-        compiled = decode_bits(adapter, Placement.SLAB, None, counts, is_compiled=True)
+        decode = partial(trial.adapter.decode, call=trial.shapes.decode_call())
+        compiled = step_bits(trial, counts, CompiledDecode(decode, uses_before_graph=0))
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False
-    return all(compiled.get(count) == steps[count] for count in counts)
+    return all(compiled[width].get(count) == found[width][count] for width in found for count in counts)
 
 
 def versions() -> dict[str, str]:

@@ -19,14 +19,14 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.precision import precision_of
 from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.caches import Placement
-from vlm_batch.engine.exact import Exact
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.sampling import SamplingRow, sample
-from vlm_batch.exactness import Proof, device_facts, exact_for, prove, versions
+from vlm_batch.engine.shapes import FixedShapes, FreeShapes
+from vlm_batch.engine.trial import Asked, played
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import adapt
+from vlm_batch.loading.exactness import Proof, device_facts, fixed_shapes, prove, versions
 from vlm_batch.policy import policy_of
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.features import FeatureStore
@@ -182,20 +182,20 @@ def verify(
     plain, held = adapt(model), adapt(model)
     inputs = prepared(plain, model, processor, requests)
     layout = Placement.for_device()
-    exact = exact_for(held)
+    shapes = fixed_shapes(held)
     proof = Proof(((1,),), "one row at a time") if held.max_rows == 1 else prove(held, None, layout)
     found: list[Comparison] = []
 
-    def ask(adapter: Adapter, way: _Way, exact: Exact | None, said: str) -> list[Trace]:
+    def ask(adapter: Adapter, way: _Way, shapes: FixedShapes | None, said: str) -> list[Trace]:
         progress(said)
-        return _asked(adapter, inputs, way, exact, max_tokens)
+        return _asked(adapter, inputs, way, shapes, max_tokens)
 
     alone = ask(plain, ALONE, None, "alone")
     progress("alone, by mlx-vlm")
     upstream = [_upstream(model, one, max_tokens) for one in inputs]
     found.append(compare("mlx-vlm alone : alone", upstream, alone, promised=False))
     found.append(compare("alone : in company", alone, ask(plain, COMPANY, None, "in company"), promised=False))
-    fixed = ask(held, ALONE, exact, "reproducible, alone")
+    fixed = ask(held, ALONE, shapes, "reproducible, alone")
     found.append(compare("mlx-vlm alone : reproducible alone", upstream, fixed, promised=False))
     del upstream, alone
     ways = {
@@ -205,7 +205,7 @@ def verify(
         "from kept beginnings and features": KEPT,
     }
     for said, way in ways.items():
-        other = ask(held, way, exact, f"reproducible, {said}")
+        other = ask(held, way, shapes, f"reproducible, {said}")
         found.append(compare(f"reproducible: alone : {said}", fixed, other, promised=True))
     return Verification(
         name,
@@ -213,9 +213,9 @@ def verify(
         precision_of(model),
         device_facts(),
         versions(),
-        exact.counts,
+        shapes.counts,
         proof.how,
-        {} if exact.joint is None else dict(exact.joint.found),
+        {} if shapes.joint is None else dict(shapes.joint.found),
         max_tokens,
         tuple(found),
     )
@@ -270,17 +270,19 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one[:wide][known] - other[:wide][known]).max(initial=0.0))
 
 
-def _asked(adapter: Adapter, inputs: Sequence[Inputs], way: _Way, exact: Exact | None, max_tokens: int) -> list[Trace]:
+def _asked(
+    adapter: Adapter, inputs: Sequence[Inputs], way: _Way, shapes: FixedShapes | None, max_tokens: int
+) -> list[Trace]:
     """The requests' answers in one way of asking."""
     if way.max_rows == 1:
-        return [_play(_engine(adapter, way, exact), [one], way, max_tokens)[0] for one in inputs]
-    engine = _engine(adapter, way, exact)
+        return [_play(_engine(adapter, way, shapes), [one], way, max_tokens)[0] for one in inputs]
+    engine = _engine(adapter, way, shapes)
     if way.twice:
         _play(engine, inputs, way, max_tokens)
     return _play(engine, inputs, way, max_tokens)
 
 
-def _engine(adapter: Adapter, way: _Way, exact: Exact | None) -> BatchGenerator:
+def _engine(adapter: Adapter, way: _Way, shapes: FixedShapes | None) -> BatchGenerator:
     rows = way.max_rows if adapter.max_rows is None else min(way.max_rows, adapter.max_rows)
     budgets = {} if way.budget is None else {"prefill_budget": way.budget, "idle_budget": way.budget}
     policy = policy_of({"max_rows": rows, **budgets})
@@ -289,35 +291,18 @@ def _engine(adapter: Adapter, way: _Way, exact: Exact | None) -> BatchGenerator:
     budget = ByteBudget(KEPT_BYTES if way.keeps else 0)
     adapter.remember_features(FeatureStore(budget))
     prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
-    return BatchGenerator(adapter, policy=policy, reuse=Reuse(adapter, prefix, exact=exact), exact=exact)
+    reuse = Reuse(adapter, prefix, shapes=shapes or FreeShapes())
+    return BatchGenerator(adapter, policy=policy, reuse=reuse, shapes=shapes)
 
 
 def _play(engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_tokens: int) -> list[Trace]:
     """Run requests to their ends; answers in the requests' order."""
-    recorded: dict[int, list[np.ndarray]] = {index: [] for index in range(len(inputs))}
-    results: dict[int, Any] = {}
-
-    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
-        sampled = sample(logits, rows)
-        taken = np.array(logits.astype(mx.float32))
-        for place, row in enumerate(rows):
-            recorded[row.seed].append(taken[place])
-        return sampled
-
-    engine.chooser.sampler = recording
-    order = list(range(len(inputs)))[:: -1 if way.backwards else 1]
-    due = [(position * way.apart, index) for position, index in enumerate(order)]
-    step = 0
-    while due or engine.has_work:
-        while due and due[0][0] <= step:
-            _, index = due.pop(0)
-            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index)
-            engine.insert(f"verify-{index}", as_mlx(inputs[index]), params)
-        for event in engine.step():
-            if event.result is not None:
-                results[int(event.request_id.rpartition("-")[2])] = event.result
-        step += 1
-    return [Trace(results[i].token_ids, tuple(recorded[i]), results[i].error) for i in range(len(inputs))]
+    turn, params = -1 if way.backwards else 1, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    asked = [Asked(one, params, at * way.apart) for at, one in enumerate(inputs[::turn])]
+    return [
+        Trace(one.result.token_ids, tuple(np.array(row.astype(mx.float32)) for row in one.logits), one.result.error)
+        for one in played(engine, asked)[::turn]
+    ]
 
 
 def _upstream(model: nn.Module, inputs: Inputs, max_tokens: int) -> Trace:

@@ -1,0 +1,278 @@
+"""Runs the work of a step: pictures and prompts are encoded, prompts go into caches chunk by chunk, rows decode.
+
+Nothing is waited for. A row's own failure is a ``Failed`` beside what the others' work gave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from vlm_batch.arrays import arrays_of
+from vlm_batch.caches import Placement, take_row, trim
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.decoding import Decoder
+from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
+from vlm_batch.engine.memory import EncoderMemory
+from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.reuse import Reuse
+from vlm_batch.engine.row import Facts, Prompt, Row
+from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.sampling import RowRules, reads_history
+from vlm_batch.engine.scheduler import PrefillRow
+from vlm_batch.engine.shapes import Shapes
+from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
+from vlm_batch.errors import InvalidParameters, PromptTooLong
+from vlm_batch.records import Encoded
+from vlm_batch.runtime.memory import usual_limit
+
+
+class Runner:
+    """Runs a plan, in calls of such ``shapes``. ``encoding`` knows what the encoder takes."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        rows: Rows,
+        reuse: Reuse,
+        decoder: Decoder,
+        max_prompt_tokens: int | None,
+        kv: KVQuantisation | None,
+        shapes: Shapes,
+    ) -> None:
+        self.adapter = adapter
+        self.encoding = EncoderMemory(usual_limit())
+        self._rows = rows
+        self._reuse = reuse
+        self._decoder = decoder
+        self._max_prompt_tokens = max_prompt_tokens
+        self._kv = kv
+        self._shapes = shapes
+        self._stops = (kv.start,) if kv is not None and kv.start else ()
+
+    def run(self, work: Work) -> list[Part | Failed]:
+        """Launch a work, and tell of each of its rows what came of it; of those that were begun, the first ones."""
+        if work.kind is Kind.DECODE:
+            rows = [self._rows.by_id[name] for name in work.rows]
+            parts = attempt(rows, self._decode, rows, is_shared=True)
+            return [parts] if isinstance(parts, Failed) else [*parts]
+        if work.kind is Kind.ENCODE:
+            return self._encode([self._rows.by_id[name] for name in work.rows])
+        here = self._rows.prefilling  # without those that failed in an earlier chunk of this step
+        return self._prefill([here[name] for name in work.rows if name in here], work.begin, work.end)
+
+    def _decode(self, rows: Sequence[Row]) -> list[Part]:
+        """Launch a forward of the group that some rows are; rows whose last token decides what may be the next are held."""
+        group = next(group for group in self._rows.batch.groups if rows[0] in group.places)
+        logits = self._decoder.logits(group, rows)
+        for row in rows:
+            row.answer.num_fed = row.answer.num_sampled
+        held = [
+            index for index, row in enumerate(rows) if row.answer.guide is not None and row.answer.known_token is None
+        ]
+        if not held:
+            return [Part(rows, logits)]
+        mx.async_eval(logits)
+        parts = [Part([rows[index]], logits[index : index + 1], is_held=True) for index in held]
+        free = [index for index in range(len(rows)) if index not in held]
+        return [Part([rows[index] for index in free], logits[mx.array(free)]), *parts] if free else parts
+
+    # Pictures and prompts, encoded
+
+    def _encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
+        """Encode the first row, and with it those whose pictures were encoded in the same call."""
+        count = self._encode_pictures(rows)
+        if not count:
+            self.encoding.begin(picture_bytes(rows[0]))
+        return [attempt([row], self._encode_row, row) for row in rows[: max(1, count)]]
+
+    def _encode_pictures(self, rows: Sequence[Row]) -> int:
+        """Encode pictures of the first rows in one call, where that can be done and has room; how many rows, or 0."""
+        sizes = list(itertools.accumulate(map(picture_bytes, rows)))
+        count = next((at for at, nbytes in enumerate(sizes) if at and not self.encoding.fits(nbytes)), len(rows))
+        if count < 2:
+            return 0
+        before = mx.get_active_memory()
+        prompts = [_prompt(row) for row in rows[:count]]
+        given = [prompt.inputs or {} for prompt in prompts]
+        try:
+            found = self.adapter.encode_together(given, self._shapes.encode_call())
+        except Exception:
+            return 0  # each of them is encoded alone and told its own error
+        for prompt, inputs in zip(prompts, found, strict=True):
+            prompt.inputs = inputs
+        count = max((index + 1 for index in range(count) if found[index] is not given[index]), default=0)
+        if count < 2:
+            return 0
+        self.encoding.begin(sizes[count - 1], before)
+        return count
+
+    def _encode_row(self, row: Row) -> Part:
+        """Give a row its caches and its ``Encoded``. Raises PromptTooLong, DoesNotFit, and whatever the family raises for bad
+        inputs."""
+        prompt, answer, params = _prompt(row), row.answer, row.params
+        assert prompt.inputs is not None
+        begin = time.perf_counter()
+        cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
+        encoded = self.adapter.encode(prompt.inputs, self._shapes.encode_call(), cached)
+        prompt.ends = self._shapes.ends(encoded.length, encoded.atomic)
+        if params.prompt_logprobs is not None:
+            if prompt.ends and not self.adapter.scores_chunks:
+                raise InvalidParameters(
+                    "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
+                )
+            answer.prompt_scores = self._scores(params.prompt_logprobs, prompt.inputs, encoded)
+        context = self.adapter.max_context
+        check_length(encoded.length, context, self._max_prompt_tokens)
+        if answer.prompt_scores is None and encoded.is_plain:
+            prompt.rows = self._shapes.prompts(encoded.length, encoded.atomic)
+        mx.async_eval(encoded.inputs_embeds)
+        prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
+        row.facts = Facts.of(encoded)
+        answer.max_tokens = params.max_tokens if context is None else min(params.max_tokens, context - encoded.length)
+        answer.rules = RowRules(answer.end_ids, answer.bad_words)
+        if reads_history(params):
+            known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
+            answer.history = mx.array(known, dtype=mx.int32)
+        if row.reuse is not None and row.reuse.continues is not None:
+            row.reuse.continues.take()  # it is spent
+            row.reuse.continues = None
+        if not row.clock.first_token:
+            row.clock.encode_seconds = time.perf_counter() - begin
+        self._rows.waiting.memory.check(row)
+        return Part([row])
+
+    def _scores(self, count: int, inputs: Mapping[str, Any], encoded: Encoded) -> PromptScores:
+        """A record for the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
+        if encoded.input_ids.shape[1] != encoded.length:
+            raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
+        ids: Any = encoded.input_ids[0].tolist()
+        scores = PromptScores(ids, self.adapter.text_positions(inputs), encoded.atomic, count, encoded.vocabulary)
+        if len(ids) > 1 and not scores.says_any:
+            raise InvalidParameters(
+                "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
+            )
+        return scores
+
+    # Prompts, into caches
+
+    def views(self, now: float) -> list[PrefillRow]:
+        """The rows in prefill as the scheduler sees them."""
+        return [self._view(row, now) for row in self._rows.prefilling.values()]
+
+    def _view(self, row: Row, now: float) -> PrefillRow:
+        prompt = _prompt(row)
+        stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
+        if row.answer.prompt_scores is not None:
+            together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
+            stops = (*stops, *range(together, row.facts.length, together))
+        waited = max(0.0, now - row.clock.submitted)
+        atomic = _encoded(prompt).atomic
+        return PrefillRow(
+            row.request_id, row.facts.length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends
+        )
+
+    def group(self, chunks: Sequence[Work]) -> list[Work]:
+        """A plan's chunks in groups that run as one array."""
+        rows = self._rows.prefilling
+        whole = [chunk for chunk in chunks if self._is_shared(rows[chunk.rows[0]], chunk.begin, chunk.end)]
+        works = {chunk: chunk for chunk in chunks if chunk not in whole}
+        for places in self._shapes.groups([chunk.end for chunk in whole]):
+            group = [whole[place] for place in places]
+            names = tuple(chunk.rows[0] for chunk in group)
+            works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
+        return [works[chunk] for chunk in chunks if chunk in works]
+
+    def _is_shared(self, row: Row, begin: int, end: int) -> bool:
+        """Whether a chunk is a whole prompt that may be in an array with others, or always is."""
+        return _prompt(row).rows != 1 and (begin, end) == (0, row.facts.length)
+
+    def _prefill(self, rows: Sequence[Row], begin: int, end: int) -> list[Part | Failed]:
+        """Launch positions of one row, or several whole prompts as one array. If that fails, each runs alone, and is told its
+        own error."""
+        if len(rows) > 1:
+            with contextlib.suppress(Exception):
+                made = self._launch(rows)
+                return [attempt([row], self._take, row, index, *made) for index, row in enumerate(rows)]
+        return [attempt([row], self._prefill_alone, row, begin, min(end, row.facts.length)) for row in rows]
+
+    def _prefill_alone(self, row: Row, begin: int, end: int) -> Part:
+        """Launch one row's chunk, beside idle rows where its prompt always has some."""
+        prompt = _prompt(row)
+        if prompt.rows > 1 and self._is_shared(row, begin, end):
+            return self._take(row, 0, *self._launch([row]))
+        assert prompt.cache is not None
+        logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
+        scores, scored = row.answer.prompt_scores, []
+        if logits is None:
+            logits = self._forward(_encoded(prompt), prompt.cache, begin, end, is_scored=scores is not None)
+            if scores is not None:
+                scored, logits = scores.add(logits, end), logits[-1:]
+        prompt.prefilled = end
+        return self._settle(row, logits, scored)
+
+    def _forward(self, encoded: Encoded, cache: list[Any], begin: int, end: int, *, is_scored: bool) -> mx.array:
+        """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
+        is_scored = is_scored and self.adapter.scores_chunks
+        _, stop, call = self._shapes.prefill_call(begin, [end], is_scored=is_scored)
+        logits = self.adapter.prefill([encoded], cache, begin, stop, call)
+        trim(cache, stop - end)
+        return logits
+
+    def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
+        prompts, cache = [_encoded(_prompt(row)) for row in rows], self.adapter.make_cache(self._kv)
+        count, end, call = self._shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=True)
+        logits = self.adapter.prefill([*prompts, *[prompts[-1]] * (count - len(prompts))], cache, 0, end, call)
+        mx.async_eval(logits, [layer.state for layer in cache])
+        return logits, cache, end
+
+    def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Part:
+        """Give a row its own part of what an array of whole prompts left."""
+        prompt, length = _prompt(row), row.facts.length
+        prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._shapes.layout is Placement.ROWS), length
+        trim(prompt.cache, width - length)
+        return self._settle(row, logits[index : index + 1])
+
+    def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> Part:
+        """Launch what a chunk left in a row's caches and ``scored`` of its tokens; ``logits`` (1, V) are those of its end."""
+        prompt = _prompt(row)
+        assert prompt.cache is not None
+        is_done = prompt.prefilled == row.facts.length
+        kept = self._reuse.keep(row, logits if is_done else None)
+        if is_done:
+            self.adapter.finish_prefill(_encoded(prompt), prompt.cache)
+        state, last = arrays_of([cache.state for cache in prompt.cache]), [logits] if is_done else []
+        mx.async_eval(state, last, kept, scored)
+        # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
+        return Part([row], logits if is_done else None, [*(last or state), *kept, *scored])
+
+
+def picture_bytes(row: Row) -> int:
+    """Bytes of what the encoder gets of a row that has pictures or videos."""
+    return row.prompt_bytes if row.image_sizes or row.video_sizes else 0
+
+
+def check_length(prompt: int, context: int | None, limit: int | None) -> None:
+    """Raise PromptTooLong, with the numbers, for a prompt that can never be answered."""
+    if limit is not None and prompt > limit:
+        raise PromptTooLong(
+            f"the prompt has {prompt} tokens (pictures included); {limit} are taken", advice=" (Limits.prompt_tokens)"
+        )
+    if context is not None and prompt >= context:
+        raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")
+
+
+def _prompt(row: Row) -> Prompt:
+    assert row.prompt is not None
+    return row.prompt
+
+
+def _encoded(prompt: Prompt) -> Encoded:
+    assert prompt.encoded is not None
+    return prompt.encoded

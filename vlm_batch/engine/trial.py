@@ -1,0 +1,154 @@
+"""Made-up rows: a model's own prefill and decode steps of prompts of plain text, for whoever tries what it does.
+
+The proof of fixed shapes compares their bits, a warm-up computes each shape once, ``bench --tune`` takes times, memory is read
+off the caches. ``played`` runs whole requests through an engine, and keeps what each token was chosen from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.arrays import as_mlx
+from vlm_batch.caches import take_row, trim
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.states import CopiedState
+from vlm_batch.engine.port import ModelAdapter
+from vlm_batch.engine.sampling import SamplingRow, sample
+from vlm_batch.engine.shapes import Shapes
+from vlm_batch.records import DecodeStep, Encoded
+from vlm_batch.types import Result, SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_batch.engine.generator import BatchGenerator
+
+#: Ids of plain text in every vocabulary.
+FIRST_ID, LAST_ID = 3, 99
+#: Tokens of a row's answer, which come again once all are decoded.
+ANSWER = 8
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """A prefilled row, of which there can be as many copies as are wanted."""
+
+    encoded: Encoded
+    caches: tuple[CopiedState, ...]
+    answer: tuple[int, ...]  # what is decoded after it
+
+    def restored(self) -> list[Any]:
+        """A copy of its single-row caches."""
+        return [state.restore(0) for state in self.caches]
+
+
+class Trial:
+    """Runs made-up prompts of a model in an engine's shapes. Raises what the model raises."""
+
+    def __init__(self, adapter: ModelAdapter, kv: KVQuantisation | None, shapes: Shapes) -> None:
+        self.adapter = adapter
+        self.kv = kv
+        self.shapes = shapes
+
+    def prompt(self, length: int, seed: int = 0) -> Encoded:
+        """A prompt of so many tokens, the same for the same seed."""
+        ids = np.random.RandomState(seed).randint(FIRST_ID, LAST_ID + 1, size=(1, length))
+        return self.adapter.encode(self.adapter.probe(mx.array(ids, dtype=mx.int32)), self.shapes.encode_call())
+
+    def prefilled(
+        self, prompts: Sequence[Encoded], *, is_whole: bool = True, makes_plans: bool = False
+    ) -> tuple[mx.array, list[Any], int]:
+        """Prompts in one forward, not evaluated: logits (R, V), the cache of all, and how many positions are in it.
+
+        ``is_whole``: in the array that whole prompts of their lengths are in, beside idle rows where it has some.
+        """
+        is_whole = is_whole and prompts[0].is_plain
+        rows, end, call = self.shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=is_whole)
+        cache = self.adapter.make_cache(self.kv)
+        filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
+        logits = self.adapter.prefill(filled, cache, 0, end, replace(call, makes_plans=makes_plans))
+        return logits, cache, end
+
+    def row(self, length: int, seed: int = 0) -> TrialRow:
+        """A prefilled row of so many tokens."""
+        encoded = self.prompt(length, seed)
+        logits, cache, end = self.prefilled([encoded])
+        cache = cache if len(logits) == 1 else take_row(cache, 0)
+        trim(cache, end - encoded.length)
+        self.adapter.finish_prefill(encoded, cache)
+        mx.eval(logits, [layer.state for layer in cache])
+        copied = tuple(CopiedState.of(layer, encoded.length) for layer in cache)
+        mx.eval([array for state in copied for array in state.arrays()])
+        answer = np.random.RandomState(seed + 1).randint(FIRST_ID, LAST_ID + 1, size=ANSWER)
+        return TrialRow(encoded, copied, tuple(int(token) for token in answer))
+
+    def steps(
+        self,
+        rows: Sequence[TrialRow],
+        places: int,
+        *,
+        columns: int = 0,
+        decode: Callable[[DecodeStep], mx.array] | None = None,
+    ) -> Iterator[mx.array]:
+        """Decode steps of copies of rows at the first of so many places: logits (places, V), not evaluated. The other places
+        are idle. Slabs have at least ``columns``. ``decode`` runs the step, by default the adapter."""
+        decode = decode or (lambda step: self.adapter.decode(step, self.shapes.decode_call()))
+        layers = self.shapes.layers(rows[0].restored(), places, columns)
+        for layer in layers:
+            layer.resize(places)
+        for place, row in enumerate(rows):
+            for layer, single in zip(layers, row.restored(), strict=True):
+                layer.put(place, single)
+        mx.eval([array for layer in layers for array in layer.arrays()])
+        idle = places - len(rows)
+        extras = [*(row.encoded.decode for row in rows), *({} for _ in range(idle))]
+        first = [row.encoded.length + row.encoded.position.delta for row in rows]
+        for step in count():
+            tokens = mx.array([*(row.answer[step % ANSWER] for row in rows), *[0] * idle], dtype=mx.int32)
+            positions = mx.array([*(at + step for at in first), *[0] * idle], dtype=mx.int32)
+            yield decode(DecodeStep(tokens[:, None], positions, layers, extras))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that is put to an engine before its step ``at``."""
+
+    inputs: Any  # a processor's output
+    params: SamplingParams
+    at: int = 0
+
+
+@dataclass(frozen=True)
+class Played:
+    """The end of one such request, and the logits (V,) that each of its tokens was chosen from."""
+
+    result: Result
+    logits: tuple[mx.array, ...]
+
+
+def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[Played]:
+    """Run requests to their ends, in the order in which they are given where several come at once."""
+    recorded: list[list[mx.array]] = [[] for _ in asked]
+    results: dict[int, Result] = {}
+
+    def recording(logits: mx.array, rows: Sequence[SamplingRow]) -> Any:
+        for place, row in enumerate(rows):
+            recorded[row.seed].append(logits[place])
+        return sample(logits, rows)
+
+    engine.sampler = recording
+    due = sorted(range(len(asked)), key=lambda index: asked[index].at)
+    step = 0
+    while due or engine.has_work:
+        while due and asked[due[0]].at <= step:
+            index = due.pop(0)
+            engine.insert(str(index), as_mlx(asked[index].inputs), replace(asked[index].params, seed=index))
+        for event in engine.step():
+            if event.result is not None:
+                results[int(event.request_id)] = event.result
+        step += 1
+    return [Played(results[index], tuple(recorded[index])) for index in range(len(asked))]

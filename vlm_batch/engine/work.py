@@ -1,0 +1,83 @@
+"""Work of a step: what the scheduler plans, what a stage gives back where it failed, and exceptions as results keep them."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from vlm_batch.engine.row import Row
+
+T = TypeVar("T")
+
+
+class Kind(Enum):
+    """The stages whose work fills a step."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of a model: the rows in it, by id, and the prompt positions [begin, end) that it computes of each of them."""
+
+    kind: Kind
+    rows: tuple[str, ...]
+    begin: int = 0
+    end: int = 0
+
+
+@dataclass
+class Part:
+    """A launched part of a work: the logits (R, V) from which its rows' tokens are chosen, where it came to that, and what
+    else to wait for. ``is_held``: the choice goes by the rows' last tokens, which have to be read first."""
+
+    rows: Sequence[Row]
+    logits: mx.array | None = None
+    arrays: list[mx.array] = field(default_factory=list)
+    is_held: bool = False
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Rows whose work raised. ``is_shared``: it wrote arrays that are not one row's own, so it is nobody's fault yet."""
+
+    rows: Sequence[Row]
+    error: BaseException
+    is_shared: bool = False
+
+
+def attempt(
+    rows: Sequence[Row], work: Callable[..., T], *arguments: Any, is_shared: bool = False, **how: Any
+) -> T | Failed:
+    """What some rows' work gives, or ``Failed``. The user's Ctrl-C, on the thread that gets it, is no row's fault."""
+    try:
+        return work(*arguments, **how)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        return Failed(rows, raised_in(error), is_shared)
+
+
+def raised_in(error: BaseException) -> BaseException:
+    """An exception without the frame that caught it, which cannot be cleared while it runs."""
+    found = error.__traceback__
+    return error if found is None else error.with_traceback(found.tb_next)
+
+
+def let_go(error: BaseException) -> None:
+    """Have an exception hold nothing of the calls that it came through but where they were: it lives as long as its result."""
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        traceback.clear_frames(here.__traceback__)
+        here = here.__cause__ or here.__context__
