@@ -68,7 +68,9 @@ NO_OLDER = frozenset(
 
 def older(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as transformers 4 wrote it: rotary settings by their older names, and the width of a head."""
-    found = {name: older(value) if name.endswith("_config") and value else value for name, value in config.items()}
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found[name] = older(value) if name.endswith("_config") and value else value
     if "transformers_version" in found:
         found["transformers_version"] = "4.57.1"
     rope = found.pop("rope_parameters", None) or {}

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import vlm_batch
-from tests.test_imports import FLOOR
+from tests.test_imports import FLOOR, FLOORS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.models import families
 from vlm_batch.policy import SETTINGS
@@ -318,6 +318,19 @@ def files_of_families() -> dict[str, int]:
     return dict(list(found.items())[:LAST_FAMILIES])
 
 
+# The drawing
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: What stands around the drawing in docs/architecture.md.
+BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->\n"
+
+
+def drawing() -> str:
+    """The rooms by floor, the highest first, as docs/architecture.md shows them."""
+    floors = [" · ".join(f"{room}/" if (PACKAGE / room).is_dir() else room for room in rooms) for rooms in FLOORS]
+    return f"{BEGIN}```\n{chr(10).join(reversed(floors))}\n```\n{END}"
+
+
 # The table
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -496,7 +509,16 @@ def main() -> None:
     """Print the table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="the counts for a machine")
-    options, counts = parser.parse_args(), count_all()
+    parser.add_argument(
+        "--rooms", action="store_true", help="the drawing of the rooms in docs/architecture.md, made anew"
+    )
+    options = parser.parse_args()
+    if options.rooms:
+        page = PACKAGE.parent / "docs" / "architecture.md"
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text[: text.index(BEGIN)] + drawing() + text[text.index(END) + len(END) :], encoding="utf-8")
+        return
+    counts = count_all()
     if options.json:
         print(json.dumps([dataclasses.asdict(count) for count in counts], indent=1))
         return

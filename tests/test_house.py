@@ -123,6 +123,11 @@ def test_the_package_is_counted() -> None:
     assert counts["import circles between rooms"] == counts["upward arrows when it runs"] == "0"
 
 
+def test_the_drawing_of_rooms_is_the_present_one() -> None:
+    page = Path(house.__file__).parent.parent / "docs" / "architecture.md"
+    assert house.drawing() in page.read_text(encoding="utf-8"), "scripts/house --rooms"
+
+
 def test_the_history_is_read() -> None:
     counted = ["git", "rev-list", "--count", "HEAD"]
     if shutil.which("git") is None or int(subprocess.run(counted, capture_output=True, cwd=PACKAGE).stdout or 0) < 200:

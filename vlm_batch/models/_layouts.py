@@ -64,8 +64,9 @@ def flat_rope(part: Config) -> Config:
 def head_width(part: Config) -> Config:
     """The width of a head, which transformers leaves out where it follows from others."""
     heads, width = part.get("num_attention_heads"), part.get("hidden_size")
-    follows = heads and width and part.get("head_dim") is None and "qk_nope_head_dim" not in part
-    return part | {"head_dim": width // heads} if follows else part
+    if not heads or not width or part.get("head_dim") is not None or "qk_nope_head_dim" in part:
+        return part
+    return part | {"head_dim": width // heads}
 
 
 def own_vision_type(config: Config) -> Config:
