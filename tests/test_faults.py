@@ -675,7 +675,7 @@ def test_a_decode_forward_that_raises_ends_the_culprit_alone(
     assert ["bad"] in forwards  # tried apart
     assert any(len(names) > 1 for names in forwards[forwards.index(["bad"]) :])  # and the others are together again
     assert generator.retry.num_recomputed == 4
-    assert not generator.rows.batch.layers and generator.rows.batch.nbytes == 0
+    assert not generator.rows.batch.groups and generator.rows.batch.nbytes == 0
 
 
 def test_what_fails_once_costs_nobody_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ class FreeShapes:
     # Decode steps
 
     def graphs(self, asked: bool | None) -> bool | None:
-        """Whether steps are compiled: as asked for; None leaves it to the adapter."""
+        """The choice of compiled steps: as asked for; None leaves it to the adapter."""
         return asked
 
     def most(self, rows: int) -> int:
