@@ -65,7 +65,7 @@ def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool)
         inputs = as_mlx({"input_ids": caches.np.full((1, 32), 5 + index)})
         params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=index)
         row = new_row(str(index), Prompt(inputs=inputs), params)
-        generator.add(row)
+        generator.rows.add(row)
         if is_held and index >= PLAIN:
             form = forms.compiled(SamplingParams(json_schema=SCHEMA))
             row.answer.guide = Guide.of(params, form, None, row.answer.end_ids)

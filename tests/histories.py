@@ -653,7 +653,7 @@ class History:
     def _check_rows(self) -> None:
         generator, admission = self.generator, self.generator.rows.waiting
         placed, prefilling = generator.rows.batch.rows, list(generator.rows.prefilling.values())
-        prepared, unprepared = list(admission.prepared.values()), list(admission._unprepared)
+        prepared, unprepared = list(admission.prepared.values()), list(admission.unprepared)
         forks = [row for row, _ in generator.rows.forks if row.status is not Status.FINISHED]
         last = [  # their last token is on its way, and they have no place any more
             row

@@ -64,7 +64,7 @@ class Waiting:
         row = new_row(name, Prompt(question=name), SamplingParams(), priority=priority)
         row.lane = lane
         self.rows[name], self._loadings[name] = row, loading
-        self.generator.add(row)
+        self.generator.rows.add(row)
 
     def read(self, whole: Container[str] | None = None) -> list[str]:
         """Have everything read that may be, or begun to be, if it is not among ``whole``; its names."""

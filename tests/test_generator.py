@@ -410,7 +410,7 @@ def test_as_many_pictures_share_a_call_as_the_encoder_has_memory_for(monkeypatch
         begin(nbytes, before)
 
     for row in (rows := [row_with_picture(key) for key in SAME]):
-        generator.add(row)
+        generator.rows.add(row)
     monkeypatch.setattr(memory, "fits", lambda nbytes: nbytes <= 2 * size)
     monkeypatch.setattr(memory, "begin", noted)
     results = finish(generator)

@@ -87,7 +87,7 @@ def make(generator: BatchGenerator, name: str, family: str) -> Row:
     key, params = ASKED[name]
     params = replace(params, max_tokens=TOKENS, seed=len(name))
     row = new_row(name, Prompt(inputs=as_mlx(inputs_of(family, key))), params, text=generator.text)
-    generator.add(row)
+    generator.rows.add(row)
     if name == "bad_words":
         row.answer.bad_words = BAD
     form = Residues() if name in ("form", "thinking_then_form") else None

@@ -318,7 +318,7 @@ def test_nobody_waits_for_a_mask() -> None:
         params = SamplingParams(max_tokens=6, seed=index)
         row = new_row(str(index), Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{index}:6"))), params)
         row.answer.guide = Guide.of(params, AnyForm(noted) if index == 2 else None, None, ())
-        generator.add(row)
+        generator.rows.add(row)
     while generator.has_work:
         generator.step()
     steady = noted[noted.index("plain", 2) :]

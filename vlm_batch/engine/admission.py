@@ -59,7 +59,7 @@ class Admission:
         config = scheduler.config
         self._inbox: dict[tuple[Hashable, bool], list[tuple[float, int, Row]]] = {}  # heaps, by lane and having videos
         self._arrivals = itertools.count()
-        self._unprepared: set[Row] = set()  # not prepared yet, wherever they are
+        self.unprepared: set[Row] = set()  # not prepared yet, wherever they are
         self._reading: set[Row] = set()  # with the loaders
         self._read: set[Row] = set()  # wait for room
         self._processing: dict[Row, int] = {}  # with the loaders, and the bytes that they may come to
@@ -76,11 +76,6 @@ class Admission:
             for row in tuple(rows)
         )
 
-    @property
-    def num_unprepared(self) -> int:
-        """Rows that the engine's step can do nothing for yet."""
-        return len(self._unprepared)
-
     def urgency(self, row: Row) -> float:
         """A row's place in line: the smallest goes first."""
         return self._scheduler.urgency(row.priority, row.clock.submitted)
@@ -91,7 +86,7 @@ class Admission:
         if row.prompt.inputs is not None:
             self.prepared[row.request_id] = row
             return
-        self._unprepared.add(row)
+        self.unprepared.add(row)
         heap = self._inbox.setdefault((row.lane, row.has_videos), [])
         heapq.heappush(heap, (self.urgency(row), next(self._arrivals), row))
 
@@ -99,7 +94,7 @@ class Admission:
         """Remove a row at whatever stage it waits. In the inbox it stays until its turn comes, and is then skipped."""
         if row.prompt is not None and row.prompt.loading is not None:
             row.prompt.loading.cancel()
-        for rows in (self._reading, self._read, self._unprepared):
+        for rows in (self._reading, self._read, self.unprepared):
             rows.discard(row)
         self._processing.pop(row, None)
         self.prepared.pop(row.request_id, None)
@@ -182,5 +177,5 @@ class Admission:
         row.keep_given(row.prompt.inputs, prepared.kept)
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt_bytes)
-        self._unprepared.remove(row)
+        self.unprepared.remove(row)
         self.prepared[row.request_id] = row

@@ -52,8 +52,9 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     rows = [row for part in parts for row in part.rows]
     given = [part.logits for part in parts if part.logits is not None]
     logits = given[0] if len(given) == 1 else stack_logits(given)
-    known = [index for index, row in enumerate(rows) if _decodes(row) and row.answer.known_token is not None]
-    new = [index for index, row in enumerate(rows) if _decodes(row) and row.answer.known_token is None]
+    here = [index for index, row in enumerate(rows) if row.status is Status.DECODE]  # others began again meanwhile
+    known = [index for index in here if rows[index].answer.known_token is not None]
+    new = [index for index in here if index not in known] if known else here
     found: list[Flight | Failed] = []
     if known:
         again = [rows[index] for index in known]
@@ -110,11 +111,6 @@ def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, li
 def _launch(rows: Sequence[Row], sampled: Sampled, *, is_known: bool = False) -> Flight:
     mx.async_eval(sampled.arrays())
     return Flight(tuple(rows), tuple(row.losses for row in rows), sampled, is_known)
-
-
-def _decodes(row: Row) -> bool:
-    """Whether a row decodes still: others began again meanwhile, with what was sampled before these."""
-    return row.status is Status.DECODE
 
 
 def _sampling_row(row: Row) -> SamplingRow:

@@ -71,7 +71,7 @@ class BatchGenerator:
         self.reuse = reuse or Reuse(adapter, shapes=shapes)
         if shapes.settings != self.reuse.shapes.settings:
             raise ValueError("what is reused is not what is computed here: reuse and generator need the same shapes")
-        policy, self.adapter = shapes.policy(policy), shapes.adapter(adapter)
+        policy, self.adapter = shapes.limited(policy), shapes.adapter(adapter)
         self.shapes = shapes
         self.text = text or AnswerText()
         self.scheduler = Scheduler(policy)
@@ -122,10 +122,6 @@ class BatchGenerator:
             return_cache=return_cache,
             given=inputs,
         )
-        self.add(row)
-
-    def add(self, row: Row) -> None:
-        """Queue a row; one that has a question waits until ``take_in``. Raises ValueError for an id in use."""
         self.rows.add(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:

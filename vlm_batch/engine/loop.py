@@ -270,7 +270,7 @@ class EngineLoop:
             if row.siblings:
                 several = Several(row.request_id, row.params.n)
                 self._several.update(dict.fromkeys(several.row_ids, several))
-            self.generator.add(row)
+            self.generator.rows.add(row)
         except BaseException as error:  # it did not get in, so that nobody else would end it
             self._end(row.request_id, error)
             raise

@@ -124,7 +124,7 @@ class Reuse:
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
-        if self.prefix is None or row.prompt is None or row.prompt.encoded is not None or not _may_reuse(row):
+        if self.prefix is None or row.prompt is None or row.is_encoded or row.params.prompt_logprobs is not None:
             return False
         if row.reuse is not None and row.reuse.continues is not None:
             return False
@@ -155,7 +155,7 @@ class Reuse:
     def _is_new(self, row: Row) -> bool:
         if row.reuse is not None and row.reuse.continues is not None:
             return False
-        if self.prefix is None or not _may_reuse(row):
+        if self.prefix is None or row.params.prompt_logprobs is not None:
             return True
         try:
             key = self._book(row).key
@@ -183,9 +183,10 @@ class Reuse:
         if row.reuse is not None:
             row.reuse.shared.clear()
         wanted = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
-        if wanted and not _may_reuse(row):
+        needs_all = row.params.prompt_logprobs is not None  # something of each of its tokens
+        if wanted and needs_all:
             raise InvalidCache("prompt_logprobs: every token is prefilled for them; leave cache and return_cache out")
-        if not wanted and (self.prefix is None or not _may_reuse(row)):
+        if not wanted and (self.prefix is None or needs_all):
             return 0
         book = self._book(row)
         if book.key is None:
@@ -318,11 +319,6 @@ class Reuse:
                 f"of {saved.length} tokens cannot be cut back to that"
             )
         return found
-
-
-def _may_reuse(row: Row) -> bool:
-    """Whether a row may leave a part of its prompt to what is kept: not where something is wanted of each of its tokens."""
-    return row.params.prompt_logprobs is None
 
 
 def _add_snapshot(book: RowReuse, prompt: Prompt, logits: mx.array | None) -> list[mx.array]:

@@ -308,8 +308,9 @@ class Row:
         cache: PromptCache | None = None,
     ) -> Result:
         """The row's result: the reason for its end, and all that it has generated."""
-        answer, facts = self.answer, self.facts
+        answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
         cached = self.reuse.cached if self.reuse else 0
+        is_prefilled = reason != "error" and bool(answer.token_ids)
         return Result(
             request_id=self.request_id,
             text=answer.text,
@@ -322,17 +323,12 @@ class Row:
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.video_sizes,
             logprobs=tuple(answer.logprobs) if self.params.logprobs is not None else None,
-            prompt_logprobs=self._prompt_logprobs(reason),
+            prompt_logprobs=scores.read() if scores is not None and is_prefilled else None,
             parsed=answer.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
         )
-
-    def _prompt_logprobs(self, reason: FinishReason) -> tuple[TokenLogprobs | None, ...] | None:
-        """The log-probabilities that were asked for of the prompt's tokens, once all of them are prefilled."""
-        scores = self.answer.prompt_scores
-        return None if scores is None or reason == "error" or not self.answer.token_ids else scores.read()
 
     def clear(self) -> None:
         """Drop everything but the name: the row has ended, and a launched step may still hold it."""

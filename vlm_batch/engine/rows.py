@@ -35,7 +35,7 @@ class Rows:
         self._reuse = reuse
 
     def add(self, row: Row) -> None:
-        """Put a new row in line. Raises ValueError for an id in use."""
+        """Put a new row in line: to be prepared, where it has a question. Raises ValueError for an id in use."""
         if row.request_id in self.by_id:
             raise ValueError(f"request id {row.request_id!r} is already in use")
         self.by_id[row.request_id] = row
@@ -44,7 +44,7 @@ class Rows:
     @property
     def is_active(self) -> bool:
         """Whether any row has been prepared."""
-        return len(self.by_id) > self.waiting.num_unprepared
+        return len(self.by_id) > len(self.waiting.unprepared)
 
     @property
     def num_pending(self) -> int:

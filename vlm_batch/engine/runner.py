@@ -164,19 +164,17 @@ class Runner:
 
     def views(self, now: float) -> list[PrefillRow]:
         """The rows in prefill as the scheduler sees them."""
-        return [self._view(row, now) for row in self._rows.prefilling.values()]
-
-    def _view(self, row: Row, now: float) -> PrefillRow:
-        prompt = _prompt(row)
-        stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
-        if row.answer.prompt_scores is not None:
-            together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
-            stops = (*stops, *range(together, row.facts.length, together))
-        waited = max(0.0, now - row.clock.submitted)
-        atomic = _encoded(prompt).atomic
-        return PrefillRow(
-            row.request_id, row.facts.length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends
-        )
+        found = []
+        for name, row in self._rows.prefilling.items():
+            prompt, length = _prompt(row), row.facts.length
+            stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
+            if row.answer.prompt_scores is not None:
+                together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
+                stops = (*stops, *range(together, length, together))
+            waited = max(0.0, now - row.clock.submitted)
+            atomic = _encoded(prompt).atomic
+            found.append(PrefillRow(name, length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends))
+        return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """A plan's chunks in groups that run as one array."""
@@ -211,19 +209,14 @@ class Runner:
         logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
-            logits = self._forward(_encoded(prompt), prompt.cache, begin, end, is_scored=scores is not None)
+            is_scored = scores is not None and self.adapter.scores_chunks  # else each token has a forward of its own
+            _, stop, call = self._shapes.prefill_call(begin, [end], is_scored=is_scored)
+            logits = self.adapter.prefill([_encoded(prompt)], prompt.cache, begin, stop, call)
+            trim(prompt.cache, stop - end)
             if scores is not None:
                 scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
         return self._settle(row, logits, scored)
-
-    def _forward(self, encoded: Encoded, cache: list[Any], begin: int, end: int, *, is_scored: bool) -> mx.array:
-        """The logits (1, V) of a chunk's last position; of each (L, V) where they are scored and one forward has them."""
-        is_scored = is_scored and self.adapter.scores_chunks
-        _, stop, call = self._shapes.prefill_call(begin, [end], is_scored=is_scored)
-        logits = self.adapter.prefill([encoded], cache, begin, stop, call)
-        trim(cache, stop - end)
-        return logits
 
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
         prompts, cache = [_encoded(_prompt(row)) for row in rows], self.adapter.make_cache(self._kv)
