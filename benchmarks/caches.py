@@ -34,7 +34,7 @@ from vlm_batch.engine.reuse import Reuse  # noqa: E402
 from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
 from vlm_batch.engine.shapes import FreeShapes  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
-from vlm_batch.policy import KERNEL, PACKED, UNPACKED, policy_of  # noqa: E402
+from vlm_batch.policy import KERNEL, PACKED, UNPACKED, Policy, policy_of  # noqa: E402
 from vlm_batch.records import DecodeStep  # noqa: E402
 from vlm_batch.store.budget import ByteBudget  # noqa: E402
 from vlm_batch.store.features import FeatureStore  # noqa: E402
@@ -149,7 +149,7 @@ def decode_of(
 ) -> tuple[int, float]:
     """(bytes of all rows' keys and values, median seconds of a decode step) for rows of random keys and values."""
     few_bits = args.few_bits or policy_of({"placement": args.placement}).few_bits
-    batch = DecodeBatch(FreeShapes(Placement(args.placement), few_bits), rows)
+    batch = DecodeBatch(FreeShapes(Placement(args.placement), Policy(few_bits=few_bits)), rows)
     dtype = adapter.model.language_model.model.embed_tokens.weight.dtype
     for index in range(rows):
         row = new_row(str(index), Prompt(), SamplingParams())

@@ -479,8 +479,8 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
     assert replace(exact, pad_to=0).prompts(64) == replace(exact, joint=None).prompts(64) == 1
     assert replace(exact, stops=(32,)).prompts(64) == 1, "two chunks"
     config = Policy(prefill_together=32, encode_together=16)
-    assert (exact.policy(config).prefill_together, exact.policy(config).encode_together) == (32, 1)
-    assert FixedShapes().policy(config).prefill_together == 1
+    assert (exact.limited(config).prefill_together, exact.limited(config).encode_together) == (32, 1)
+    assert FixedShapes().limited(config).prefill_together == 1
     assert exact.settings != replace(exact, call_tokens=640).settings != replace(exact, joint=None).settings
 
 

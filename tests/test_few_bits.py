@@ -25,6 +25,7 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.shapes import FreeShapes
+from vlm_batch.policy import Policy
 from vlm_batch.records import DecodeStep
 from vlm_batch.runtime.device import Device
 from vlm_batch.types import SamplingParams
@@ -234,7 +235,7 @@ def test_a_graph_has_no_kernels_that_the_step_has_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(few_bits, "_is_right", lambda kind: True)
     adapter, fused = shared_adapter("qwen2_vl"), []
     for kv in (None, UNIFORM):
-        batch = DecodeBatch(FreeShapes(Placement.SLAB, "kernel"), 2)
+        batch = DecodeBatch(FreeShapes(Placement.SLAB, Policy(few_bits="kernel")), 2)
         for name in "ab":
             caches = adapter.make_cache(kv)
             adapter.prefill([adapter.encode(as_mlx(request("qwen2_vl", TEXT)))], caches, 0, 4)

@@ -71,7 +71,7 @@ class BatchGenerator:
         self.reuse = reuse or Reuse(adapter, shapes=shapes)
         if shapes.settings != self.reuse.shapes.settings:
             raise ValueError("what is reused is not what is computed here: reuse and generator need the same shapes")
-        policy, self.adapter = shapes.policy(policy), shapes.adapter(adapter)
+        policy, self.adapter = shapes.limited(policy), shapes.adapter(adapter)
         self.shapes = shapes
         self.text = text or AnswerText()
         self.scheduler = Scheduler(policy)

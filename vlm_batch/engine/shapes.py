@@ -60,21 +60,17 @@ class JointProof(Protocol):
 
 @dataclass(frozen=True)
 class FreeShapes:
-    """The shapes that cost least.
+    """The shapes that cost least, by a policy and what a model can do.
 
-    ``pad_to``: chunks are computed in multiples of so many positions (``padded_length``); 0: as they are. At most
-    ``most_prompts`` whole prompts of one length share an array of at most ``most_tokens``; shorter prompts join longer ones
-    where that takes less than ``fill`` further positions for each array that is saved. ``longest``: positions of a chunk.
+    ``can_pad``: chunks are computed in multiples of the policy's ``pad_to``. ``can_share``: whole prompts of one length share
+    an array; shorter prompts join longer ones where that takes fewer further positions than half of what a forward computes as
+    fast.
     """
 
     layout: Placement = Placement.ROWS
-    few_bits: str = PACKED
-    pad_to: int = 0
-    most_prompts: int = 1
-    most_tokens: int | None = None
-    fill: int = 0
-    longest: int = 2048
-    most_patches: int = POLICIES[Device.CUDA].most_patches
+    policy: Policy = field(default_factory=Policy)
+    can_pad: bool = False
+    can_share: bool = False
 
     #: Whether a row may go on from any position, also from one that a decode step computed.
     goes_on_anywhere = True
@@ -85,23 +81,23 @@ class FreeShapes:
     def of(cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy) -> FreeShapes:
         """Those of a model with a policy."""
         fresh = adapter.make_cache(kv)
-        pad_to = policy.pad_to if pads(adapter, fresh) else 0
-        return cls(
-            Placement(policy.placement),
-            policy.few_bits,
-            pad_to,
-            policy.prefill_together if shares(adapter, fresh) else 1,
-            policy.together_tokens,
-            policy.smallest_chunk // 2 if pad_to else 0,  # a forward costs as much as so many positions
-            policy.max_chunk,
-            policy.most_patches,
-        )
+        return cls(Placement(policy.placement), policy, pads(adapter, fresh), shares(adapter, fresh))
+
+    @property
+    def _padding(self) -> int:
+        """Multiples of positions that chunks are computed in; 0: as they are."""
+        return self.policy.pad_to if self.can_pad else 0
+
+    @property
+    def _most(self) -> int:
+        """Whole prompts of an array."""
+        return self.policy.prefill_together if self.can_share else 1
 
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
         """The adapter that computes in these shapes."""
         return adapter
 
-    def policy(self, policy: Policy) -> Policy:
+    def limited(self, policy: Policy) -> Policy:
         """The scheduler's settings without those that would let neighbours or the clock change a row's shapes."""
         return policy
 
@@ -112,7 +108,7 @@ class FreeShapes:
     # Pictures
 
     def encode_call(self) -> Call:
-        return Call(most_patches=self.most_patches)
+        return Call(most_patches=self.policy.most_patches)
 
     # Prompts
 
@@ -122,31 +118,32 @@ class FreeShapes:
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
         """The rows of every array in which a whole prompt is prefilled: 1 if it is alone, 0 if that goes by who is there."""
-        return 0 if self.most_prompts > 1 else 1
+        return 0 if self._most > 1 else 1
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Whole prompts by the array that they share: places in ``lengths``. None of them is of those that are always alone."""
-        return together(lengths, self.most_prompts, self.most_tokens, self.pad_to, self.fill)
+        fill = self.policy.smallest_chunk // 2 if self._padding else 0
+        return together(lengths, self._most, self.policy.together_tokens, self._padding, fill)
 
     def positions(self, count: int) -> int:
         """Positions that a chunk of so many is computed in: others behind them belong to no prompt."""
-        return padded_length(count, self.pad_to)
+        return padded_length(count, self._padding)
 
     def prefill_call(
         self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
     ) -> tuple[int, int, Call]:
         """(rows, end, what the forward must know) of a call with the positions [begin, ends[i]) of each row: idle rows and
         positions of no prompt fill it up. ``is_whole``: these are whole prompts. ``is_scored``: each position has logits."""
-        rows = padded_count(len(ends), self.pad_to)
-        return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, Call(is_scored=is_scored))
+        rows = padded_count(len(ends), self._padding)
+        return _prefill_call(begin, ends, rows, 0 if is_scored else self._padding, Call(is_scored=is_scored))
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         """(rows, positions) of the arrays that whole prompts of one chunk come in, those of one row first; the longest where
         they are of any length. ``context``: positions that the model has."""
-        widths, most = _widths(self.longest, context, self.pad_to), self.most_tokens or self.longest
-        if not self.pad_to:
+        widths, most = _widths(self.policy.max_chunk, context, self._padding), self.policy.together_tokens
+        if not self._padding:
             return [(1, width) for width in widths]
-        counts = sorted({padded_count(count, self.pad_to) for count in range(1, self.most_prompts + 1)})
+        counts = sorted({padded_count(count, self._padding) for count in range(1, self._most + 1)})
         return [(count, width) for count in counts for width in widths if count == 1 or count * width <= most]
 
     # Decode steps
@@ -175,7 +172,7 @@ class FreeShapes:
         """The layers of an empty batch, by a row's caches; slabs have at least so many columns."""
         layers = [make_layer_cache(single, self.layout, places) for single in caches]
         for layer in layers:
-            set_layer(layer, partial(self.columns, least=least), self.few_bits)
+            set_layer(layer, partial(self.columns, least=least), self.policy.few_bits)
         return layers
 
     def decode_call(self) -> Call:
@@ -232,7 +229,7 @@ class FixedShapes:
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
-    def policy(self, policy: Policy) -> Policy:
+    def limited(self, policy: Policy) -> Policy:
         if self.joint is None or not self.call_tokens:
             policy = replace(policy, prefill_together=1)
         if self.joint is None or not self.call_patches:
