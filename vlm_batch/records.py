@@ -96,7 +96,7 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class Call:
-    """What a forward must know beside its arrays.
+    """The facts that a forward must know beside its arrays.
 
     An adapter's calls take it as an argument. mlx-vlm's signatures do not let it through: further down it is the mark of the
     thread (``vlm_batch.adapters.hooks``).

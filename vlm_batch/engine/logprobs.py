@@ -34,7 +34,7 @@ class Logprobs:
         return cls(counts, chosen, *likeliest(logprobs, counts))
 
     def arrays(self) -> list[mx.array]:
-        """What is to be evaluated."""
+        """The arrays to be evaluated."""
         return [self.chosen, self.top_ids, self.top]
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprobs]:

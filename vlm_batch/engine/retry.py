@@ -1,4 +1,4 @@
-"""What becomes of rows whose work failed: alone, again or ended; and of those that have outgrown the memory.
+"""The fate of rows whose work failed: alone, again or ended; and of those that have outgrown the memory.
 
 A row's own work that raises ends the row. Shared work that raises is nobody's fault yet: no array that it may have touched is
 trusted, its rows begin again, and are tried apart where it was. Who fails apart is the culprit. For want of memory rows begin

@@ -124,7 +124,7 @@ class Rows:
         row.clear()
 
     def tell(self) -> list[Event]:
-        """What was to be told of rows since the last call."""
+        """The events of rows since the last call."""
         events, self.events = self.events, []
         return events
 

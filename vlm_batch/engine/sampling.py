@@ -102,7 +102,7 @@ class Sampled:
     logprob_rows: Sequence[int] = ()
 
     def arrays(self) -> list[mx.array]:
-        """What is to be evaluated."""
+        """The arrays to be evaluated."""
         found = [self.tokens] if self.highest is None else [self.tokens, self.highest]
         return found if self.logprobs is None else [*found, *self.logprobs.arrays()]
 

@@ -58,7 +58,7 @@ class Failed:
 def attempt(
     rows: Sequence[Row], work: Callable[..., T], *arguments: Any, is_shared: bool = False, **how: Any
 ) -> T | Failed:
-    """What some rows' work gives, or ``Failed``. The user's Ctrl-C, on the thread that gets it, is no row's fault."""
+    """Do some rows' work; its result, or ``Failed``. The user's Ctrl-C, on the thread that gets it, is no row's fault."""
     try:
         return work(*arguments, **how)
     except BaseException as error:

@@ -252,6 +252,6 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
 
 def _read_json(path: Path) -> Config:
-    """What a file holds; nothing where there is none."""
+    """The contents of a file; nothing where there is none."""
     found: Config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found

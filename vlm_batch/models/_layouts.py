@@ -194,7 +194,7 @@ def gemma4_text(text: Config) -> Config:
 
 
 def tokens_of_a_picture(config: Config) -> Config:
-    """How many tokens a picture takes, which mlx-vlm looks for in the decoder's settings."""
+    """The number of tokens that a picture takes, which mlx-vlm looks for in the decoder's settings."""
     text = filled(mm_tokens_per_image=config["mm_tokens_per_image"])(config["text_config"])
     return config | {"text_config": text}
 

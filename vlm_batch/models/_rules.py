@@ -1,4 +1,4 @@
-"""What corrects a folder before mlx-vlm's classes read it: rules for ``config.json`` and for tensors, and their changes."""
+"""Corrections of a folder before mlx-vlm's classes read it: rules for ``config.json`` and for tensors, and their changes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def without(*names: str) -> Change:
 
 
 def refused(reason: str) -> Change:
-    """What cannot be put. Raises UnsupportedModel, with the reason."""
+    """Refuse what cannot be put. Raises UnsupportedModel, with the reason."""
 
     def refuse(config: Config) -> Config:
         raise UnsupportedModel(f"model type {config['model_type']!r} cannot be read: {reason}")
