@@ -66,10 +66,10 @@ WAYS = {
 }
 #: The engine's parts that a step calls, by what the time in them is called.
 PARTS = {
-    "encode": ("admission", "admit"),
-    "prefill": ("prefill", "run"),
-    "decode": ("", "_launch"),
-    "wait": ("", "_await"),
+    "encode": ("", "_encode"),
+    "prefill": ("", "_prefill"),
+    "choose": ("", "_choose"),
+    "wait": ("", "_read"),
 }
 CALLS = ("encode", "encode_together", "prefill", "decode")
 

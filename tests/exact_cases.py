@@ -145,16 +145,12 @@ def play(
         for one in arrivals
     ]
     answers = played(engine, asked)
-    for answer in answers:
-        if answer.result.error is not None:
-            raise Failed(answer.result.error) from answer.result.exception
+    for result, _ in answers:
+        if result.error is not None:
+            raise Failed(result.error) from result.exception
     return [
-        Answer(
-            answer.result.token_ids,
-            tuple(array_bytes(row).tobytes() for row in answer.logits),
-            answer.result.usage.cached_tokens,
-        )
-        for answer in answers
+        Answer(result.token_ids, tuple(array_bytes(row).tobytes() for row in logits), result.usage.cached_tokens)
+        for result, logits in answers
     ]
 
 

@@ -108,7 +108,7 @@ def _fail(*_: Any) -> Any:
         (lambda kept: kept.files, "put"),
         (lambda kept: kept.files, "find"),
         (lambda kept: kept.rows._index, "add"),
-        (lambda kept: kept.budget, "_put"),
+        (lambda kept: kept.budget, "_drop_oldest"),
         (lambda kept: kept.budget, "add"),
     ],
 )

@@ -1610,7 +1610,7 @@ def test_ctrl_c_ends_an_exit_that_waits() -> None:
     handle = batcher.submit(prompt="count to 3")
     begun.wait()
     def interrupt():
-        time.sleep(1)
+        time.sleep(4)  # the exit says after a second that it waits
         os.kill(os.getpid(), signal.SIGINT)
     atexit.register(lambda: threading.Thread(target=interrupt, daemon=True).start())
     print("done")

@@ -32,6 +32,7 @@ from vlm_batch.caches import (
     SlabCache,
     make_layer_cache,
 )
+from vlm_batch.engine import scheduler
 from vlm_batch.engine.row import Row
 from vlm_batch.models.molmo_point import MolmoPoint, general
 from vlm_batch.records import Encoded
@@ -177,7 +178,7 @@ def test_bidirectional_images_made_causal(name: str, monkeypatch: pytest.MonkeyP
 def test_a_chunk_inside_a_bidirectional_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that is cut in two cannot look ahead: the scheduler keeps atomic spans whole for a reason."""
 
-    monkeypatch.setattr("vlm_batch.engine.scheduler.chunk_end", lambda row, budget: min(row.length, row.done + budget))
+    monkeypatch.setattr(scheduler, "chunk_end", lambda done, length, room, *spans: min(length, done + room))
     assert worst(name, run_family(name, [Ask(IMAGES[2])], config={"idle_budget": 3})) > FAR
 
 

@@ -300,8 +300,8 @@ def _play(engine: BatchGenerator, inputs: Sequence[Inputs], way: _Way, max_token
     turn, params = -1 if way.backwards else 1, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     asked = [Asked(one, params, at * way.apart) for at, one in enumerate(inputs[::turn])]
     return [
-        Trace(one.result.token_ids, tuple(np.array(row.astype(mx.float32)) for row in one.logits), one.result.error)
-        for one in played(engine, asked)[::turn]
+        Trace(result.token_ids, tuple(np.array(row.astype(mx.float32)) for row in logits), result.error)
+        for result, logits in played(engine, asked)[::turn]
     ]
 
 

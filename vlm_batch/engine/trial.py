@@ -122,16 +122,9 @@ class Asked:
     at: int = 0
 
 
-@dataclass(frozen=True)
-class Played:
-    """The end of one such request, and the logits (V,) that each of its tokens was chosen from."""
-
-    result: Result
-    logits: tuple[mx.array, ...]
-
-
-def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[Played]:
-    """Run requests to their ends, in the order in which they are given where several come at once."""
+def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[tuple[Result, list[mx.array]]]:
+    """Run requests to their ends, in the order in which they are given where several come at once; of each its result, and the
+    logits (V,) that each of its tokens was chosen from."""
     recorded: list[list[mx.array]] = [[] for _ in asked]
     results: dict[int, Result] = {}
 
@@ -151,4 +144,4 @@ def played(engine: BatchGenerator, asked: Sequence[Asked]) -> list[Played]:
             if event.result is not None:
                 results[int(event.request_id)] = event.result
         step += 1
-    return [Played(results[index], tuple(recorded[index])) for index in range(len(asked))]
+    return [(results[index], recorded[index]) for index in range(len(asked))]
