@@ -15,6 +15,7 @@ from tests.harness import Ask, check, every_family, inputs_of, run, run_family, 
 from tests.zoo import family as tiny_family
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
+from vlm_batch.caches.rows import RowStates
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
@@ -160,7 +161,7 @@ def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None
     for layer in generator.rows.batch.layers:
         length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
-        row = keys.rows[place] if hasattr(keys, "rows") else keys[place : place + 1]
+        row = keys.apart()[place].state if isinstance(keys, RowStates) else keys[place : place + 1]
         found.append(row[:, :, :length].tolist())
     return found
 

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters import kernels
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.kernels import counts_launches
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
@@ -35,7 +35,7 @@ class Qwen2VL(MRoPEAdapter):
     def graphs_pay(self) -> bool:
         """A packed product adds its bias in an operation of its own, which a graph fuses with the broadcast before it."""
         is_packed = any(isinstance(module, nn.QuantizedLinear) for _, module in self.language.named_modules())
-        return counts_launches() and not is_packed
+        return kernels.counts_launches() and not is_packed
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings (1, L, D) with the pictures' features in the places of their placeholders, and nothing else.
