@@ -162,6 +162,7 @@ def _kv_of(generator: BatchGenerator, request_id: str, length: int | None = None
         length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
         row = keys.apart()[place].state if isinstance(keys, RowStates) else keys[place : place + 1]
+        assert row is not None
         found.append(row[:, :, :length].tolist())
     return found
 
