@@ -127,3 +127,13 @@ def test_pictures_of_one_size_decode_as_one_array(name: str, monkeypatch: pytest
     check(name, run_family(name, asks, generator=engine))
     assert ["one of several"] * 3 in [one[:3] for one in seen], seen[:3]
     assert seen[-1] == ["own"] * len(seen[-1])
+
+
+def test_the_bytes_of_rows_can_be_asked_for_while_rows_leave() -> None:
+    """``stats`` is asked from other threads than the one that frees places."""
+    batch = RowsCache()
+    batch.places = [KVCache() for _ in range(3)]
+    runs = batch._runs()
+    assert next(runs)[0] == 0
+    del batch.places[1:]
+    assert [first for first, _, _ in runs] == [1, 2]

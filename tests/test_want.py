@@ -14,6 +14,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine import retry
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.work import Failed
 from vlm_batch.types import Result, SamplingParams
 
 #: By family, the prompts and the tokens of their answers: plain keys and values, the same in few bits, windows beside them,
@@ -90,3 +91,14 @@ def test_whichever_allocation_fails_every_answer_is_as_alone(
         for key, result in found.items():
             assert result.token_ids == right[key].token_ids, f"allocation {at} of {calm.count}: {result.error}"
     assert begun > calm.count // 2  # in the others prompts were made again one by one
+
+
+def test_a_row_that_has_ended_is_not_ended_again() -> None:
+    """Two failures of one call may be the same row's: the second finds that it has ended."""
+    generator = BatchGenerator(shared_adapter("qwen2_vl"))
+    generator.insert("one", as_mlx(inputs_of("qwen2_vl", "text:4:9")), SamplingParams(max_tokens=2))
+    row = generator.rows.by_id["one"]
+    for error in (ValueError("first"), MemoryError("second"), ValueError("third")):
+        generator.retry.settle(Failed([row], error))
+    (event,) = generator.rows.tell()
+    assert event.result is not None and "first" in str(event.result.error)

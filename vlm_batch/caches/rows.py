@@ -188,10 +188,10 @@ class RowsCache:
 
     def _runs(self) -> Iterator[tuple[int, int, Any]]:
         """(first place, end, cache) of each row, of rows that are one array, or of an empty place."""
-        first = 0
-        for end in range(1, len(self.places) + 1):
-            cache = self.places[first]
-            if end == len(self.places) or cache is None or self.places[end] is not cache:
+        places, first = tuple(self.places), 0  # another thread may ask for the bytes while rows leave
+        for end in range(1, len(places) + 1):
+            cache = places[first]
+            if end == len(places) or cache is None or places[end] is not cache:
                 yield first, end, cache
                 first = end
 

@@ -291,7 +291,8 @@ class BatchGenerator:
                 if not most or (has_begun and place >= free):
                     break
                 unencoded = [other for other in line[place:] if not other.is_encoded]
-                those = self.reuse.new_ones(unencoded, others, most)
+                # Who found no memory alone is tried alone again: others of the same call would take the room.
+                those = self.reuse.new_ones([row] if row.was_alone else unencoded, others, most)
                 made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
                 others += [part.rows[0] for part in made]
                 has_begun = True

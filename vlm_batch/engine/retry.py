@@ -16,7 +16,7 @@ from vlm_batch.engine.memory import GROWTH, RowMemory
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.scheduler import Scheduler
-from vlm_batch.engine.work import Failed, attempt, let_go
+from vlm_batch.engine.work import Failed, attempt
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
@@ -36,9 +36,11 @@ class Retry:
     def settle(self, failed: Failed) -> None:
         """Have each of the rows begin again, or end with the error."""
         rows, error, batch = failed.rows, failed.error, self._rows.batch
-        let_go(error)  # the calls that it came through hold what they had made
         is_want = is_out_of_memory(error)
         if not failed.is_shared:
+            rows = [row for row in rows if row.status is not Status.FINISHED]  # by another failure of the same call
+            if not rows:
+                return
             if is_want and not isinstance(error, OutOfMemory):
                 self._wait_for_memory(rows, error)
                 return

@@ -147,7 +147,7 @@ class Reuse:
         to be encoded; not from each other either, nor from ``others``, which are in prefill."""
         chosen: list[Row] = []
         for row in rows[:most] if most > 1 else ():
-            if not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
+            if (chosen and row.was_alone) or not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
                 break
             chosen.append(row)
         return chosen or rows[:1]

@@ -93,8 +93,8 @@ class Rows:
         """End a row whose answer is complete. Raises where its user wants its caches and there is no memory for them."""
         row.answer.ending = ending
         cache = self._saved(row)
-        self._scheduler.end()
         result = row.result(ending.reason, ending.stop_reason, cache=cache)
+        self._scheduler.end()
         self.events.append(Event(row.request_id, ending.token, ending.text, ending.logprobs, result))
         self.forget(row)
 

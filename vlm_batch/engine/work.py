@@ -64,7 +64,9 @@ def attempt(
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        return Failed(rows, raised_in(error), is_shared)
+        found = raised_in(error)
+        let_go(found)  # the calls that it came through hold what they had made, which others need the room of
+        return Failed(rows, found, is_shared)
 
 
 def raised_in(error: BaseException) -> BaseException:
