@@ -182,3 +182,22 @@ def test_what_shapes_tell_is_refused_at_submit(name: str) -> None:
     for change in ("one more", "none", "no picture"):
         with pytest.raises(InvalidPrompt, match=r"\d placeholder|placeholder tokens; the prompt has \d"):
             adapter.check_inputs(as_numpy(_changed(name, change)))
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_tile_with_padding_is_refused(name: str) -> None:
+    """transformers hides it from attention (modeling_idefics3.py, Idefics3VisionTransformer); mlx-vlm's tower does not."""
+    adapter, given = shared_adapter(name), {**inputs_of(name, "image:1:1")}
+    adapter.check_inputs(given)
+    mask = given["pixel_attention_mask"].copy()
+    mask[0, 0, 8:] = 0
+    with pytest.raises(InvalidPrompt, match=f"{name} takes whole tiles, as its processor makes them"):
+        adapter.check_inputs({**given, "pixel_attention_mask": mask})
+
+
+def test_an_idefics2_picture_that_is_smaller_than_a_patch() -> None:
+    given = {**inputs_of("idefics2", "image:1:1")}
+    mask = given["pixel_attention_mask"].copy()
+    mask[0, 0, 3:] = 0
+    with pytest.raises(InvalidPrompt, match=r"own pixels are 3x20, less than a patch of 4"):
+        shared_adapter("idefics2").encode(as_mlx({**given, "pixel_attention_mask": mask}))

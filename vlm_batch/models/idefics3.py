@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -22,3 +26,13 @@ class Idefics3(Adapter):
 
     def last_position_logits(self) -> None:
         self.language.norm = LastPosition(self.language.norm)
+
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """The processor's tiles are whole. mlx-vlm's tower attends to a tile's padding (idefics3/vision.py:161)."""
+        super().check_inputs(inputs)
+        mask = inputs.get("pixel_attention_mask")
+        own = np.ones(1) if mask is None else (np.asarray(mask) != 0).mean(axis=(-1, -2))
+        if ((own > 0) & (own < 1)).any():
+            raise InvalidPrompt(
+                f"{self.spec.family} takes whole tiles, as its processor makes them; pixel_attention_mask hides parts of some"
+            )
