@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, has_pictures
 from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower, two_tables
+from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
@@ -41,6 +42,13 @@ class Molmo(Adapter):
         if ids.shape[0] != 1:
             raise InvalidPrompt("molmo takes one picture a request: its processor places one in a prompt")
         return super().features(ids, extra)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """The index names every placeholder, and nothing else."""
+        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        if has_pictures(extra) != (places >= 0).any():
+            raise InvalidPrompt("pixel_values and image_input_idx belong together: one of them holds no picture")
+        check_places(ids, [places[places >= 0]])
 
     def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
         return int((np.array(extra["image_input_idx"]) >= 0).sum()) if "image_input_idx" in extra else 0

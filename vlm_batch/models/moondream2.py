@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
@@ -76,15 +77,16 @@ class Moondream2(Adapter):
 
         return with_published_crops(processor)
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features of one picture, which replace the ids after BOS, whatever they are (moondream3.py:70)."""
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Upstream replaces the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
-        if ids.shape[1] < 1 + (count := self.count_image_tokens(ids, extra)):
+        needed, tokens = self.count_image_tokens(ids, extra), np.array(ids)[0, 1:]
+        same = int(np.append(tokens == tokens[:1], False).argmin())  # those at the beginning that are one id
+        if needed and same != needed:
             raise InvalidPrompt(
-                f"a {self.spec.family} prompt with a picture begins with BOS and {count} placeholder ids"
+                f"the picture needs {needed} placeholder tokens; the prompt has {same} alike ones after BOS"
             )
-        return super().features(ids, extra)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """BOS and the picture, if there is one."""
