@@ -66,9 +66,9 @@ class Idefics2(PlacingAdapter, Idefics3):
     def token_table(self) -> Any:
         return self.language.embed_tokens
 
-    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Pictures have their own sizes, and padding beside a larger one."""
-        Adapter.check_inputs(self, inputs)
+        Adapter.check_placeholders(self, ids, extra)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """The latents of each picture, one at a time; what is zero throughout is no picture."""

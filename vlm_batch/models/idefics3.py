@@ -27,11 +27,13 @@ class Idefics3(Adapter):
     def last_position_logits(self) -> None:
         self.language.norm = LastPosition(self.language.norm)
 
-    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """The processor's tiles are whole. mlx-vlm's tower attends to a tile's padding (idefics3/vision.py:161)."""
-        super().check_inputs(inputs)
-        mask = inputs.get("pixel_attention_mask")
-        own = np.ones(1) if mask is None else (np.asarray(mask) != 0).mean(axis=(-1, -2))
+        super().check_placeholders(ids, extra)
+        mask = extra.get("pixel_attention_mask")
+        if mask is None or (mask != 0).all():
+            return
+        own = (np.array(mask) != 0).mean(axis=(-1, -2))  # of each tile
         if ((own > 0) & (own < 1)).any():
             raise InvalidPrompt(
                 f"{self.spec.family} takes whole tiles, as its processor makes them; pixel_attention_mask hides parts of some"
