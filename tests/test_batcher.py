@@ -464,15 +464,19 @@ def test_an_unknown_model_type_names_the_known_families(tmp_path: Path) -> None:
         VLMBatcher(copied(tmp_path / "model", model_type="no_such_model"))
 
 
-@pytest.mark.parametrize(("lacking", "said"), [("hidden_size", "hidden_size"), ("vision_config", "vision_tower")])
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("hidden_size", "config.json does not describe a whole qwen2_vl model: .*hidden_size"),
+        ("vision_config", "its tensors are not those of the qwen2_vl model .* by its config.json: .*vision_tower"),
+    ],
+)
 def test_an_incomplete_config_is_refused_by_name(tmp_path: Path, lacking: str, said: str) -> None:
     folder = copied(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config[lacking]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(
-        UnsupportedModel, match=rf"model: config.json does not describe a whole qwen2_vl model: .*{said}"
-    ):
+    with pytest.raises(UnsupportedModel, match=f"model: {said}"):
         VLMBatcher(folder)
 
 

@@ -19,10 +19,41 @@ from tests.zoo import PLAIN
 
 FOLDER = Path(__file__).parent / "references" / "variants"
 
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TIED: Mapping[str, Any] = {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}}
 
 #: Name -> (the family whose recipe and requests are used, what its config has otherwise).
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama4_two_experts": ("llama4", {"text_config": {"num_experts_per_tok": 2}}),
+    "glm4v_tied": ("glm4v", TIED),
+    "llava_next_tied": ("llava_next", TIED),
+    "idefics3_tied": ("idefics3", TIED),
+    "smolvlm_tied": ("smolvlm", TIED),
+    "gemma4_untied": ("gemma4", {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}),
+    "llava_heads": ("llava", {"text_config": {"head_dim": 24}}),
+    "idefics3_heads": ("idefics3", {"text_config": {"head_dim": 24}}),
+    "smolvlm_heads": ("smolvlm", {"text_config": {"head_dim": 24}}),
+    "paligemma_heads": ("paligemma", {"text_config": {"head_dim": 24}}),
+    "llava_layers": ("llava", {"vision_feature_layer": [-2, -1]}),
+    "llava_next_layers": ("llava_next", {"vision_feature_layer": [-2, -1]}),
+    "llava_biases": ("llava", {"text_config": {"attention_bias": True}}),
+    "llava_next_biases": ("llava_next", {"text_config": {"attention_bias": True}}),
+    "idefics3_biases": ("idefics3", {"text_config": {"attention_bias": True}}),
+    "smolvlm_biases": ("smolvlm", {"text_config": {"attention_bias": True}}),
+    "llava_llama3": (
+        "llava",
+        {"text_config": {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8}}},
+    ),
+    "llava_dynamic": (
+        "llava",
+        {
+            "text_config": {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+                "max_position_embeddings": 512,
+            }
+        },
+    ),
+    "internvl_qwen2": ("internvl", {"text_config": {"model_type": "qwen2", "use_sliding_window": False}}),
 }
 
 

@@ -173,9 +173,7 @@ def load_model(
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a missing or wrong entry ends in
         said = " ".join(str(error).split())[:300]  # mlx lists every weight that does not fit
-        raise UnsupportedModel(
-            f"{path}: config.json does not describe a whole {model_type} model: {type(error).__name__}: {said}"
-        ) from error
+        raise UnsupportedModel(f"{path}: {_misfit(model_type, said)}: {type(error).__name__}: {said}") from error
     try:
         processor = read_processor(path, model, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a tokenizer's or a processor's class raises, or a package that it asks for
@@ -187,6 +185,16 @@ def load_model(
         mx.eval(model.parameters())
     _warn_of_narrow_kernels(model)
     return model, processor
+
+
+def _misfit(model_type: str | None, said: str) -> str:
+    """What is wrong with a folder, by what mlx-vlm's loader said of it: its tensors are counted once config.json was read."""
+    if not said.startswith(("Received ", "Missing ", "Expected shape ")):  # mlx.nn.Module.load_weights
+        return f"config.json does not describe a whole {model_type} model"
+    return (
+        f"its tensors are not those of the {model_type} model that mlx-vlm builds by its config.json: the folder is not whole, "
+        "or it has what mlx-vlm's class does not know"
+    )
 
 
 def _warn_of_narrow_kernels(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
 from vlm_batch.models import package_of
+from vlm_batch.models._fitting import fitted
 from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, TENSORS, corrected
 from vlm_batch.models._rules import Config, Tensors, Weights, raised
 
@@ -59,7 +60,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     def load_model_weights(
         theirs: Callable[..., nn.Module], model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        put = rules.finish(lying, weights, read)
+        put = fitted(model, rules.finish(lying, weights, read), read)
         lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         if rules.unread and not any(name.startswith(rules.unread) for name in put):
             unread = {

@@ -61,6 +61,25 @@ def flat_rope(part: Config) -> Config:
     return filled(**found)(part)
 
 
+def plain_within_context(part: Config) -> Config:
+    """Dynamic positions as plain ones, which they are up to ``max_position_embeddings``: no request is longer."""
+    found = dict(part)
+    for place in ("rope_parameters", "rope_scaling"):
+        scaling = part.get(place) or {}
+        if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "dynamic":
+            kept = without("rope_type", "type", "factor")(dict(scaling))
+            found[place] = {**kept, "rope_type": "default"} if place == "rope_parameters" else None
+    return found
+
+
+def set_aside(text: Config) -> Config:
+    """Scaled positions beside those that mlx-vlm's class reads, which refuses all but linear ones (llava/config.py:33)."""
+    scaling: Mapping[str, Any] = text["rope_scaling"]
+    if scaling.get("rope_type", scaling.get("type")) in (*PLAIN_ROPE, "linear"):
+        return text
+    return without("rope_scaling", "rope_parameters")(text) | {"rope_set_aside": scaling}
+
+
 def head_width(part: Config) -> Config:
     """The width of a head, which transformers leaves out where it follows from others."""
     heads, width = part.get("num_attention_heads"), part.get("hidden_size")
@@ -111,7 +130,12 @@ def internvl(config: Config) -> Config:
             "published before transformers took it over (model_type internvl_chat) can be loaded"
         )
     named = renamed(attention_bias="qkv_bias", use_qk_norm="qk_normalization")(tower)
-    return config | {"model_type": "internvl_chat", "vision_config": named | {"model_type": "intern_vit_6b"}}
+    text = {
+        **config["text_config"],
+        "attention_bias": True,
+    }  # Qwen 2 has them, whatever is said; without, mlx-vlm takes Qwen 3
+    parts = {"text_config": text, "vision_config": named | {"model_type": "intern_vit_6b"}}
+    return config | {"model_type": "internvl_chat"} | parts
 
 
 def ernie_moe(config: Config) -> Config:
@@ -323,6 +347,7 @@ STEP_TOWER = renamed(
 RULES = (
     *(Rule(kind, refused(reason)) for kind, reason in UNREADABLE.items()),
     Rule("deepseek_v4", deepseek_v4, where="layer_types"),
+    Rule("", plain_within_context, "*", "max_position_embeddings", "rope_utils.py"),
     # Rotary positions lie in ``rope_parameters`` since transformers 5, and what follows from others is left out.
     Rule("", in_order(flat_rope, head_width), "*", "rope_parameters", "configuration_utils.py of transformers"),
     Rule("", renamed(num_local_experts="num_experts"), "*", source="mixtral/config.py"),
@@ -334,6 +359,7 @@ RULES = (
     Rule("got_ocr2", got, where="text_config vision_config", source="got/config.py"),
     Rule("internvl", internvl, where="text_config", source="internvl_chat/config.py"),
     Rule("llava", llava, where="vision_config", source="pixtral/config.py"),
+    Rule("llava", set_aside, "text", "rope_scaling"),
     Rule("llava_next", llava_next, where="text_config", source="granite_vision/config.py"),
     Rule("qwen3_omni_moe_thinker", qwen3_omni_thinker, where="text_config", source="qwen3_omni_moe/config.py"),
     # Layers by their kinds.
@@ -381,6 +407,14 @@ def gemma3_head(lying: Weights, put: Weights, config: Config) -> Weights:
     """A head of its own, which mlx-vlm looks for by another name and overwrites with the table (gemma3/language.py:266)."""
     head = "language_model.lm_head.weight"
     return put if config.get("tie_word_embeddings", True) or head not in lying else put | {head: lying[head]}
+
+
+def gemma4_head(lying: Weights, put: Weights, config: Config) -> Weights:
+    """A head of its own, which mlx-vlm leaves out or as it was (gemma4_unified/gemma4_unified.py:360, gemma4/gemma4.py:272)."""
+    head = "lm_head.weight"
+    if config.get("tie_word_embeddings", True) or head not in lying:
+        return put
+    return {name: value for name, value in put.items() if name != head} | {f"language_model.{head}": lying[head]}
 
 
 def falcon_h1(weights: Weights, config: Config) -> Weights:
@@ -511,6 +545,8 @@ TENSORS: dict[str, Tensors] = {
         plain_projection,
     ),
     "gemma3": Tensors(finish=gemma3_head),
+    "gemma4": Tensors(finish=gemma4_head),
+    "gemma4_unified": Tensors(finish=gemma4_head),
     "got": Tensors(
         (
             (r"^multi_modal_projector\.conv_upsampler1\.", "vision_tower.net_2."),

@@ -49,24 +49,9 @@ class Gemma4(Adapter):
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
-        from mlx_vlm.models.gemma4.language import Gemma4TextModel
+        from vlm_batch.models._gemma4 import PATCHES
 
-        class PictureMasks(Gemma4TextModel):
-            """Upstream lays pictures over the masks of all layers, from a whole prompt's token types
-            (gemma4/language.py:499); here a chunk's masks, by the kind of layer, come in their place."""
-
-            def _make_masks(self, h: mx.array, cache: Any, mm_token_type_ids: Any = None) -> list[Any]:
-                masks = super()._make_masks(h, cache)
-                kinds = dict(mm_token_type_ids or {})
-                for index, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
-                    if layer.layer_type in kinds:
-                        if entry is not None:  # without a cache, a layer shares the keys of one before it
-                            usual = entry.make_mask(h.shape[1], window_size=self.window_size, return_array=True)
-                            kinds[layer.layer_type] = kinds[layer.layer_type][..., -usual.shape[-1] :]
-                        masks[index] = kinds[layer.layer_type]
-                return masks
-
-        return {Gemma4TextModel: PictureMasks}
+        return PATCHES
 
     @classmethod
     def processor(cls, processor: Any) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.base import Adapter
@@ -29,3 +33,20 @@ class Llava(Adapter):
         super().__init__(model)
         if self.config.vision_config.model_type == "siglip_vision_model":
             use_tanh_gelu(self.model.vision_tower)
+
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream indexes the tower's states by a list, before it looks whether it is one (llava/llava.py:66)."""
+        several = not isinstance(self.model.vision_feature_layer, int)
+        if several and extra.keys() & {"pixel_values", "cached_image_features"} == {"pixel_values"}:
+            seen = self.model.multi_modal_projector(self.states(extra["pixel_values"]))
+            extra = {**extra, "cached_image_features": seen}
+        return super().features(ids, extra)
+
+    def states(self, pictures: mx.array) -> mx.array:
+        """(N, 3, S, S) -> (N, tokens, D) of the tower's chosen layer, or of several side by side."""
+        *_, states = self.model.vision_tower(pictures.transpose(0, 2, 3, 1), output_hidden_states=True)
+        layers = self.model.vision_feature_layer
+        chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        if self.model.vision_feature_select_strategy == "default":
+            chosen = [layer[:, 1:] for layer in chosen]
+        return mx.concatenate(chosen, axis=-1)

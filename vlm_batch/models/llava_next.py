@@ -50,12 +50,3 @@ class LlavaNext(PlacingAdapter, Llava):
         tile = int(self.config.vision_config.image_size)
         configured = getattr(self.config, "image_grid_pinpoints", None) or ()
         return best_grid(size, tile, [(high // tile, wide // tile) for high, wide in configured] or GRIDS)
-
-    def states(self, tiles: mx.array) -> mx.array:
-        """(T, 3, S, S) -> (T, tokens, D) of the tower's chosen layer, or of several side by side."""
-        *_, states = self.model.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
-        layers = self.model.vision_feature_layer
-        chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-        if self.model.vision_feature_select_strategy == "default":
-            chosen = [layer[:, 1:] for layer in chosen]
-        return mx.concatenate(chosen, axis=-1)

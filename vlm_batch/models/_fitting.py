@@ -1,0 +1,119 @@
+"""Puts a model that mlx-vlm has built into the form that a folder describes, where mlx-vlm's class has another one written in.
+
+Its layers compute what they hold: a bias where there is one, heads as wide as their weights. Only their making leaves out what
+few checkpoints use. What config.json does not ask for is not put, and mlx-vlm's loader then refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.rope_utils import initialize_rope
+
+from vlm_batch.errors import UnsupportedModel
+from vlm_batch.models._rules import Config, Weights
+
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def fitted(model: nn.Module, weights: Weights, config: Config) -> Weights:
+    """The weights (as mlx-vlm names them) for a model, whose layers are first made to fit what ``config`` asks for.
+
+    Raises UnsupportedModel.
+    """
+    text: Config = config.get("text_config") or config
+    language = getattr(model, "language_model", model)
+    _put_biases(model, weights, text)
+    _put_head_widths(language, text)
+    _put_positions(language, text)
+    _put_layers_of_the_tower(model, config)
+    return _put_heads(language, weights, config)
+
+
+def _attentions(language: nn.Module) -> Iterator[tuple[Any, list[nn.Linear]]]:
+    """The attention layers of a decoder with projections of their own, and these."""
+    for _, module in language.named_modules():
+        parts = [module[name] for name in _PARTS if name in module]
+        if len(parts) == len(_PARTS) and all(type(part) is nn.Linear for part in parts):
+            yield module, parts
+
+
+def _put_biases(model: nn.Module, weights: Weights, text: Config) -> None:
+    """Biases of a decoder's layers, which transformers' classes have where the configuration says so, and Qwen 2's always."""
+    is_qwen = text.get("model_type") == "qwen2"
+    asked = {
+        r"\.self_attn\.[qkvo]_proj$": text.get("attention_bias"),
+        r"\.self_attn\.[qkv]_proj$": is_qwen,
+        r"\.mlp\.(gate|up|down)_proj$": text.get("mlp_bias"),
+    }
+    modules = dict(model.named_modules())
+    for name, value in weights.items():
+        path, _, leaf = name.rpartition(".")
+        layer = modules.get(path)
+        is_asked = any(said and re.search(pattern, path) for pattern, said in asked.items())
+        if leaf == "bias" and is_asked and type(layer) is nn.Linear and "bias" not in layer:
+            layer.bias = mx.zeros(value.shape)
+
+
+def _put_head_widths(language: nn.Module, text: Config) -> None:
+    """Heads of another width than ``hidden_size / num_attention_heads``, where a class knows that one alone."""
+    heads, hidden, width = (text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    if not heads or not hidden or not width or width == hidden // heads:
+        return
+    usual = hidden // heads
+    for attention, (queries, keys, values, out) in _attentions(language):
+        if queries.weight.shape[0] != heads * usual or type(attention.rope) is not nn.RoPE:
+            continue  # it knows
+        for part in (queries, keys, values):
+            part.weight = mx.zeros((part.weight.shape[0] // usual * width, part.weight.shape[1]))
+        out.weight = mx.zeros((out.weight.shape[0], heads * width))
+        attention.rope.dims = width
+        if abs(attention.scale - usual**-0.5) < 1e-6:
+            attention.scale = width**-0.5
+        if hasattr(attention, "head_dim"):
+            attention.head_dim = width
+
+
+def _put_positions(language: nn.Module, text: Config) -> None:
+    """Scaled positions that a class refuses (``_layouts.set_aside``), by mlx-vlm's own functions for them."""
+    if (scaling := text.get("rope_set_aside")) is None:
+        return
+    most = text.get("max_position_embeddings")
+    for attention, _ in _attentions(language):
+        plain = attention.rope
+        try:
+            attention.rope = initialize_rope(plain.dims, plain.base, plain.traditional, dict(scaling), most)
+        except (KeyError, ValueError) as error:
+            raise UnsupportedModel(f"this model's positions cannot be read: {error}") from error
+
+
+def _put_layers_of_the_tower(model: nn.Module, config: Config) -> None:
+    """A projector for the features of several of the tower's layers side by side."""
+    layers, projector = config.get("vision_feature_layer"), getattr(model, "multi_modal_projector", None)
+    if not isinstance(layers, (list, tuple)) or "linear_1" not in (projector or {}):
+        return
+    first, width = projector.linear_1, config["vision_config"].get("hidden_size")
+    if first.weight.shape[1] == width:
+        first.weight = mx.zeros((first.weight.shape[0], width * len(layers)))
+
+
+def _put_heads(language: nn.Module, weights: Weights, config: Config) -> Weights:
+    """A tied head where a class has one of its own, and the other way round where the family's adapter reads it."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    table = "language_model.model.embed_tokens." if "model" in language else "language_model.embed_tokens."
+    has_head = any(name.startswith("language_model.lm_head.") for name in weights)
+    if is_tied and "lm_head" in language and not has_head:
+        return weights | {
+            name.replace(table, "language_model.lm_head."): value
+            for name, value in weights.items()
+            if name.startswith(table)
+        }
+    if is_tied is False and has_head and "lm_head" not in language and hasattr(language, "logits_from_hidden"):
+        outputs, width = weights["language_model.lm_head.weight"].shape
+        language.lm_head = nn.Linear(width, outputs, bias=False)
+    return weights
