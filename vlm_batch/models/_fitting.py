@@ -17,6 +17,8 @@ from mlx_vlm.models.rope_utils import initialize_rope
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models._rules import Config, Weights
 
+#: Families whose adapters read several layers of the tower side by side.
+READ_SEVERAL = frozenset({"llava", "llava_next", "llava_onevision"})
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -70,9 +72,11 @@ def _put_head_widths(language: nn.Module, text: Config) -> None:
             continue  # it knows
         for part in (queries, keys, values):
             part.weight = mx.zeros((part.weight.shape[0] // usual * width, part.weight.shape[1]))
+            if "bias" in part:
+                part.bias = mx.zeros(part.weight.shape[:1])
         out.weight = mx.zeros((out.weight.shape[0], heads * width))
         attention.rope.dims = width
-        if abs(attention.scale - usual**-0.5) < 1e-6:
+        if not text.get("attention_multiplier") and abs(attention.scale - usual**-0.5) < 1e-6:
             attention.scale = width**-0.5
         if hasattr(attention, "head_dim"):
             attention.head_dim = width
@@ -93,10 +97,10 @@ def _put_positions(language: nn.Module, text: Config) -> None:
 
 def _put_layers_of_the_tower(model: nn.Module, config: Config) -> None:
     """A projector for the features of several of the tower's layers side by side."""
-    layers, projector = config.get("vision_feature_layer"), getattr(model, "multi_modal_projector", None)
-    if not isinstance(layers, (list, tuple)) or "linear_1" not in (projector or {}):
+    layers = config.get("vision_feature_layer")
+    if config.get("model_type") not in READ_SEVERAL or not isinstance(layers, (list, tuple)):
         return
-    first, width = projector.linear_1, config["vision_config"].get("hidden_size")
+    first, width = model.multi_modal_projector.linear_1, config["vision_config"].get("hidden_size")
     if first.weight.shape[1] == width:
         first.weight = mx.zeros((first.weight.shape[0], width * len(layers)))
 
