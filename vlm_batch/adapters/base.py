@@ -18,6 +18,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, running
 from vlm_batch.adapters.joint import Answers, Looked, TowerCall, advance, make_calls
+from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
 from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays, tables_on_disk
 from vlm_batch.adapters.products import hold_products
 from vlm_batch.adapters.prompts import (
@@ -90,10 +91,11 @@ class Adapter:
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
-        self.model: Any = clone_modules(model, self.patches())
+        self.model: Any = clone_modules(model, {**ROW_ROPES, **self.patches()})
         for owner, name in vision_towers(self.model) if self.inner_layers else ():
             widen(owner[name], self.inner_layers)
         self.language: Any = self.model.language_model
+        self._longest_short = longest_short(self.language)
         self.hook_functions()
         self.last_position_logits()
         self.remember_features(None)
@@ -303,7 +305,9 @@ class Adapter:
         for start, end in atomic:  # its first position has seen its last
             rows[start:end, 1:] = as_words(digest(rows[start:end]))
         spans = tuple((picture.start, picture.end) for picture in pictures)
-        return PromptKey(rows, spans=(*spans, *atomic), pictures=spans)
+        key = PromptKey(rows, spans=(*spans, *atomic), pictures=spans)
+        is_long = self._longest_short is not None and key.length > self._longest_short
+        return marked_long(key) if is_long else key
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """The pictures of a prompt, in order.

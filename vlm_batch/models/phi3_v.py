@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
-from vlm_batch.adapters.longrope import LONG_ROPE_NOTE, LongRoPEAdapter
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -19,7 +20,7 @@ CROP = 336
 
 
 @register(ModelSpec(family="phi3_v", model_types=("phi3_v",), notes=(LONG_ROPE_NOTE,)))
-class Phi3V(LongRoPEAdapter):
+class Phi3V(Adapter):
     """The k-th picture's placeholders are the id -k; the model is its own language model."""
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
@@ -29,7 +30,7 @@ class Phi3V(LongRoPEAdapter):
         from mlx_vlm.models.phi3_v.phi3_v import Attention
 
         # Upstream calls ``mx.fast`` itself (phi3_v.py:89).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), **super().patches()}
+        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """The k-th picture needs so many ids -k as its crops have features, with those that end their rows."""

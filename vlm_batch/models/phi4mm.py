@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.longrope import LONG_ROPE_NOTE, LongRoPEAdapter
+from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
 from vlm_batch.adapters.modules import RememberingListTower
 from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
@@ -28,7 +28,7 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class Phi4MM(LongRoPEAdapter):
+class Phi4MM(Adapter):
     """One id stands for a whole picture; here it is repeated for each of its positions."""
 
     tower_class = RememberingListTower
@@ -39,7 +39,7 @@ class Phi4MM(LongRoPEAdapter):
         from mlx_vlm.models.phi4mm.language import Attention
 
         # Upstream calls ``mx.fast`` itself (phi4mm/language.py:62).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), **super().patches()}
+        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         (marker,) = self.image_token_ids()
