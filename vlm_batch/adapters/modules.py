@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,19 +44,13 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
     return node
 
 
-class LastPosition(nn.Module):
-    """A language model's trunk that answers for the positions that a ``Call`` says, so that the LM head runs once per prompt.
-
-    Everything else (embedding table, layers, norm) is the trunk's own.
-    """
-
-    def __init__(self, trunk: nn.Module) -> None:
-        super().__init__()
-        self.trunk = trunk
+class CutAnswer:
+    """Goes before a module's class: it answers for the positions that a ``Call`` says. So the LM head runs once a prompt."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row that is scored."""
-        hidden: mx.array = self.trunk(*args, **kwargs)
+        """(B, L, D) of the module, cut to (B, 1, D); (L, 1, D) of a single row that is scored."""
+        theirs: Any = super()
+        hidden: mx.array = theirs.__call__(*args, **kwargs)
         call = current()
         if call.is_scored:
             return hidden[0][:, None]
@@ -63,28 +58,31 @@ class LastPosition(nn.Module):
             return hidden[:, -1:]
         return mx.take_along_axis(hidden, mx.array([end - call.begin - 1 for end in call.ends])[:, None, None], axis=1)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "trunk":
-            return super().__getattr__(name)
-        return getattr(super().__getattr__("trunk"), name)
+
+def cut_answer(module: Any) -> None:
+    """Let a module of the working copy answer for the positions that a ``Call`` says."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (CutAnswer, kind), {"__module__": __name__})
+
+
+def part_of(module: Any, path: str) -> Any:
+    """The part of a module at a dotted path, or None."""
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
 
 
 class RememberingTower(nn.Module):
     """A vision tower that looks at a picture once: features are kept by the digest of everything that it is given.
 
-    ``keep`` takes out of the tower's result what the model reads of it; without a ``store`` nothing is kept. All else is the
-    tower's own.
+    Without a ``store`` nothing is kept. ``config`` is the model's. All else is the tower's own.
     """
 
-    def __init__(
-        self,
-        tower: nn.Module,
-        store: FeatureStore | None,
-        keep: Callable[[Any, Mapping[str, Any]], Any],
-    ) -> None:
+    #: The reason why pictures of several requests are not encoded in one call; None where they are.
+    why_apart: ClassVar[str | None] = "nobody has said how its pictures share a call"
+
+    def __init__(self, tower: nn.Module, store: FeatureStore | None, config: Any) -> None:
         super().__init__()
         self.tower = tower
-        self.__dict__.update(_store=store, _keep=keep)
+        self.__dict__.update(_store=store, _config=config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's answer: found together with those of other requests, remembered or new."""
@@ -101,7 +99,18 @@ class RememberingTower(nn.Module):
 
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, new."""
-        return self._keep(self.tower(*args, **kwargs), kwargs)
+        return self.read(self.tower(*args, **kwargs), kwargs)
+
+    def read(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The part of the tower's result that the model reads: the hidden states of the selected layers."""
+        wanted = getattr(self._config, "vision_feature_layer", None)
+        is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
+        if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
+            return result
+        states = list(result[-1])
+        wanted = [wanted] if isinstance(wanted, int) else wanted
+        kept = {range(len(states))[layer] for layer in wanted}
+        return (*result[:-1], [state if index in kept else None for index, state in enumerate(states)])
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """The digest of a call, or None for one that is not remembered."""
@@ -165,6 +174,8 @@ class RememberingBatchTower(RememberingTower):
     Calls of several requests with entries of one size are made as one: their arrays are joined along that axis.
     """
 
+    why_apart = None
+
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         arrays = arrays_of([list(args), dict(kwargs)])
         if not arrays or not all(array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays):
@@ -176,7 +187,7 @@ class RememberingBatchTower(RememberingTower):
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
         args, kwargs = join_calls(calls)
-        parts = self.split(self._keep(self.tower(*args, **kwargs), kwargs), calls)
+        parts = self.split(self.fresh(args, kwargs), calls)
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
         return parts
@@ -236,6 +247,8 @@ class RememberingGridTower(RememberingTower):
     several requests are one with more pictures. Where a ``Call`` is fixed, a picture is always in a call of as many of its
     shape as that says, beside others or repeats of one, or alone.
     """
+
+    why_apart = None
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if current().is_fixed:
@@ -351,6 +364,11 @@ class RememberingGridTower(RememberingTower):
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         return sum(num_patches(call.args[1]))
+
+
+def apart(tower_class: type[RememberingTower], why: str) -> type[RememberingTower]:
+    """The same wrapper for a tower that encodes the pictures of each request in calls of their own, and why it does."""
+    return type(tower_class.__name__, (tower_class,), {"why_apart": why})
 
 
 def split_list(found: Any, counts: Sequence[int]) -> list[Any] | None:

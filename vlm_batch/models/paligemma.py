@@ -13,6 +13,14 @@ from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
 
 
+class LastStates(RememberingBatchTower):
+    """Keeps the last layer's states alone: what else the tower answers is of the first picture."""
+
+    def read(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        *_, states = result
+        return None, None, [states[-1]]
+
+
 @register(
     ModelSpec(
         family="paligemma",
@@ -30,8 +38,8 @@ from vlm_batch.registry import ModelSpec, register
 class PaliGemma(PlacingAdapter):
     """A checkpoint may ask for a causal prompt (``use_bidirectional_attention: false``), which is chunked as usual."""
 
-    tower_class = RememberingBatchTower
-    ignored_inputs = frozenset({"labels"})
+    tower_class = LastStates
+    ignored = frozenset({"labels"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -48,11 +56,6 @@ class PaliGemma(PlacingAdapter):
         tower = self.model.vision_tower
         *_, states = tower(extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.multi_modal_projector(tower.vision_model.post_layernorm(states[-1])))
-
-    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The last layer's states alone: what else the tower answers is of the first picture."""
-        *_, states = result
-        return None, None, [states[-1]]
 
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
         """Features divided by the factor with which the trunk multiplies all embeddings."""
