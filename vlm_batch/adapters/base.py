@@ -47,6 +47,8 @@ PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features",
 IGNORED_INPUTS = frozenset(
     {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
 )
+#: Attributes in which mlx-vlm's language models keep the positions of their last request.
+POSITIONS = frozenset({"_position_ids", "_rope_deltas"})
 #: Features that ``prefill_axes`` does not name: embeddings, what ``positions`` reads, and what each decode step needs.
 KNOWN_FEATURES = frozenset({"inputs_embeds", "position_ids", "rope_deltas", "decode"})
 
@@ -87,6 +89,7 @@ class Adapter:
         self.language: Any = self.model.language_model
         #: The embedding of the decoder's tokens, or None where it is made of several or named otherwise.
         self.token_table: Any = part_of(self.language, self.embeddings)
+        self._num_words = num_words(self.token_table)
         self._longest_short = longest_short(self.language)
         self.hook_functions()
         if self.last_hidden is not None:
@@ -135,8 +138,10 @@ class Adapter:
         with running(call):
             try:
                 return self._encoded(inputs, call, cached)
-            finally:
-                self._forget()  # also of a request that raised, whose positions the next one must not meet
+            finally:  # also of a request that raised, whose positions the next one must not meet
+                for name in POSITIONS:
+                    if hasattr(self.language, name):
+                        setattr(self.language, name, None)
 
     def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
         ids, extra = self._read(inputs)
@@ -313,12 +318,6 @@ class Adapter:
         """(width, height) in pixels that the processor made of each picture, where it says so."""
         return ()
 
-    def _forget(self) -> None:
-        """Drop the positions that a forward pass left on the working copy."""
-        for name in ("_position_ids", "_rope_deltas"):
-            if hasattr(self.language, name):
-                setattr(self.language, name, None)
-
     # Prefill and decode
     # -------------------------------------------------------------------------------------------------
 
@@ -338,7 +337,8 @@ class Adapter:
         where ``scores_chunks`` is true. What lies behind a row's end is padding, in the caches, too: for families that pad.
         """
         with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
-            return self.run_chunk([padded(row, end, self.prefill_axes) for row in rows], cache, begin, end)
+            filled = [row if row.length >= end else padded(row, end, self.prefill_axes) for row in rows]
+            return self.run_chunk(filled, cache, begin, end)
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The forward of ``prefill``, of one row or of several plain ones, which are long enough."""
@@ -368,12 +368,8 @@ class Adapter:
             return self.run_step(step)
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """The forward of ``decode``."""
-        return self.forward(step.tokens, None, step.caches, self.decode_extras(step))
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        """Keywords of the decode forward, made of the rows' own state."""
-        return {}
+        """The forward of ``decode``, with what it needs of the rows' own state."""
+        return self.forward(step.tokens, None, step.caches, {})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
@@ -396,7 +392,7 @@ class Adapter:
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         # without a picture, nothing takes a mark's place
-        check_tokens(ids, num_words(self.token_table), self.image_token_ids if extra else frozenset())
+        check_tokens(ids, self._num_words, self.image_token_ids if extra else frozenset())
         self._check_placeholders(ids, extra)
         return ids, extra
 

@@ -155,6 +155,6 @@ class MRoPEAdapter(GridAdapter):
         found[:, place:] = np.arange(following, following + length - place)
         return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+    def run_step(self, step: DecodeStep) -> mx.array:
         positions = mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))
-        return {"position_ids": positions}
+        return self.forward(step.tokens, None, step.caches, {"position_ids": positions})

@@ -92,25 +92,22 @@ class RememberingTower(nn.Module):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
         key = self.key(args, kwargs)
-        if (found := self.known(key)) is None:
+        found = None if key is None else self._store.get(key)
+        if found is None:
             found = self.fresh(args, kwargs)
             self.remember(key, found)
         return found
 
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, new."""
-        return self.read(self.tower(*args, **kwargs), kwargs)
-
-    def read(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The part of the tower's result that the model reads: the hidden states of the selected layers."""
-        wanted = getattr(self._config, "vision_feature_layer", None)
-        is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
-        if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
-            return result
-        states = list(result[-1])
-        wanted = [wanted] if isinstance(wanted, int) else wanted
-        kept = {range(len(states))[layer] for layer in wanted}
-        return (*result[:-1], [state if index in kept else None for index, state in enumerate(states)])
+        """The tower's answer, new: of hidden states, those of the layers that the model reads."""
+        found = self.tower(*args, **kwargs)
+        wanted = getattr(self._config, "vision_feature_layer", None) if kwargs.get("output_hidden_states") else None
+        is_list = isinstance(found, (list, tuple)) and len(found) and isinstance(found[-1], (list, tuple))
+        if wanted is None or not is_list:
+            return found
+        states = list(found[-1])
+        kept = {range(len(states))[layer] for layer in ([wanted] if isinstance(wanted, int) else wanted)}
+        return (*found[:-1], [state if index in kept else None for index, state in enumerate(states)])
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """The digest of a call, or None for one that is not remembered."""
@@ -120,10 +117,6 @@ class RememberingTower(nn.Module):
             return digest([list(args), dict(kwargs)])
         except TypeError:
             return None
-
-    def known(self, key: bytes | None) -> Any:
-        """The remembered answer to a call, or None."""
-        return None if key is None else self._store.get(key)
 
     def remember(self, key: bytes | None, features: Any) -> None:
         if key is not None and is_array_tree(features):
@@ -141,7 +134,7 @@ class RememberingTower(nn.Module):
     def each_once(self, calls: Sequence[TowerCall], make: Callable[[Sequence[TowerCall]], list[Any]]) -> list[Any]:
         """The answers to calls: remembered, or made with each other, those that are asked for twice once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [self.known(key) for key in keys]
+        found = [None if key is None else self._store.get(key) for key in keys]
         names = [at if key is None else key for at, key in enumerate(keys)]
         first = {name: at for at, name in reversed(list(enumerate(names))) if found[at] is None}
         places = sorted(first.values())
@@ -265,7 +258,7 @@ class RememberingGridTower(RememberingTower):
         if self._store is None:
             return self.tower(*args, **kwargs)
         keys = [self.key(part, kwargs) for part in parts]
-        found = [self.known(key) for key in keys]
+        found = [None if key is None else self._store.get(key) for key in keys]
         new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())
         if new:
             fresh = self.tower(
@@ -312,7 +305,7 @@ class RememberingGridTower(RememberingTower):
     def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:
         """The answers to calls of one picture each; what is asked for twice is looked at once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [self.known(key) for key in keys]
+        found = [None if key is None else self._store.get(key) for key in keys]
         names = [at if key is None else key for at, key in enumerate(keys)]
         new = {name: at for at, name in enumerate(names) if found[at] is None}
         shapes: dict[tuple[Any, ...], list[int]] = {}

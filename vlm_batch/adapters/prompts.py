@@ -53,12 +53,9 @@ def repeat_last(value: Any, axis: int, count: int) -> mx.array:
 
 
 def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded:
-    """A row with at least ``length`` positions: behind its own its last one is repeated, as text. ``axes``: those of its
-    features along the prompt."""
-    count = length - row.length
-    if count <= 0:
-        return row
-    prompt = row.position.prompt
+    """A row with ``length`` positions: behind its own its last one is repeated, as text. ``axes``: those of its features along
+    the prompt."""
+    count, prompt = length - row.length, row.position.prompt
     return replace(
         row,
         input_ids=repeat_last(row.input_ids, 1, count),

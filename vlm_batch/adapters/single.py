@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import files_of, put_hooks
+from vlm_batch.adapters.base import POSITIONS, Adapter
+from vlm_batch.adapters.hooks import files_of, put_hooks, running
 from vlm_batch.records import Call, DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec
 
@@ -50,12 +50,13 @@ class SingleRow(Adapter):
     def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in features.items() if name != "inputs_embeds"}
 
-    def _forget(self) -> None:
-        """Keep the positions, which this row's decode steps read on the model. The next row's ``encode`` clears them."""
-
-    def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
-        Adapter._forget(self)
-        return super()._encoded(inputs, call, cached)
+    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
+        """As every family's, but the positions stay on the model, where this row's decode steps read them."""
+        for name in POSITIONS:
+            if hasattr(self.language, name):
+                setattr(self.language, name, None)
+        with running(call):
+            return self._encoded(inputs, call, cached)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The whole prompt is one chunk."""

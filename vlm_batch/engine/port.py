@@ -18,7 +18,7 @@ Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
 
 
 class Family(Protocol):
-    """What is known of an adapter's family (``vlm_batch.registry.ModelSpec``)."""
+    """Facts about an adapter's family (``vlm_batch.registry.ModelSpec``)."""
 
     @property
     def no_prefix_reuse(self) -> str | None: ...

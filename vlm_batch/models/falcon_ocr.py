@@ -83,8 +83,8 @@ class FalconOCR(Adapter):
             "mask": bidirectional_mask(encoded.atomic, start, end),
         }
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": step.positions[:, None]}
+    def run_step(self, step: DecodeStep) -> mx.array:
+        return self.forward(step.tokens, None, step.caches, {"position_ids": step.positions[:, None]})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

@@ -88,7 +88,7 @@ class FalconPerception(FalconOCR):
         for place, (row, token) in enumerate(zip(rows.places, step.tokens[:, 0].tolist(), strict=True)):
             if row is not None and (fed := self._take(row, token)) is not None:
                 embeds[place] = fed.astype(embeds.dtype)
-        return self.forward(step.tokens, embeds, step.caches, self.decode_extras(step))
+        return self.forward(step.tokens, embeds, step.caches, {"position_ids": step.positions[:, None]})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

@@ -69,9 +69,10 @@ class HunyuanVL(Adapter):
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
         return PositionState(prompt=mx.array(positions[4 - axes :, None].astype(np.int32)))
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+    def run_step(self, step: DecodeStep) -> mx.array:
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
-        return {"position_ids": mx.broadcast_to(step.positions[None, :, None], (axes, step.positions.size, 1))}
+        positions = mx.broadcast_to(step.positions[None, :, None], (axes, step.positions.size, 1))
+        return self.forward(step.tokens, None, step.caches, {"position_ids": positions})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

@@ -108,10 +108,11 @@ class Mllama(Adapter):
                 if isinstance(entry, CrossCache):
                     entry.keep(kept)
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        """In a row without pictures attention finds no keys and adds zeros; this switches the MLP off, too."""
+    def run_step(self, step: DecodeStep) -> mx.array:
+        """In a row without pictures attention finds no keys and adds zeros; the mask switches the MLP off, too."""
         sees = mx.array([extras.get("sees", False) for extras in step.extras])
-        return {"full_text_row_masked_out_mask": sees[:, None, None, None]}
+        mask = {"full_text_row_masked_out_mask": sees[:, None, None, None]}
+        return self.forward(step.tokens, None, step.caches, mask)
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

@@ -176,10 +176,10 @@ class Pointer(CacheKind):
 class PooledLayers(RememberingBatchTower):
     """Keeps the layers whose patches are pooled."""
 
-    def read(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+    def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         count = self._config.vision_config.num_hidden_layers
         kept = {layer % count for layer in self._config.adapter_config.vit_layers}
-        return [states if index in kept else None for index, states in enumerate(result)]
+        return [states if index in kept else None for index, states in enumerate(self.tower(*args, **kwargs))]
 
 
 @register(

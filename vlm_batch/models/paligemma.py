@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +16,8 @@ from vlm_batch.registry import ModelSpec, register
 class LastStates(RememberingBatchTower):
     """Keeps the last layer's states alone: what else the tower answers is of the first picture."""
 
-    def read(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        *_, states = result
+    def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        *_, states = self.tower(*args, **kwargs)
         return None, None, [states[-1]]
 
 
@@ -64,6 +64,7 @@ class PaliGemma(PlacingAdapter):
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return ((0, ids.shape[1]),) if not self.is_causal else ()
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+    def run_step(self, step: DecodeStep) -> mx.array:
         """Without a mask, upstream takes a decoded token for a prompt's: no row would end (paligemma/language.py:238)."""
-        return {"mask": step.caches[0].make_mask(1)} if not self.is_causal else {}  # type: ignore[attr-defined]
+        mask = {} if self.is_causal else {"mask": step.caches[0].make_mask(1)}
+        return self.forward(step.tokens, None, step.caches, mask)
