@@ -244,36 +244,18 @@ class RememberingGridTower(RememberingTower):
     why_apart = None
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if current().is_fixed:
-            kind = self.kind(args, kwargs)
-            return super().look(args, kwargs) if kind is None else self.apart([self._call(args, kwargs, kind)])[0]
-        if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
+        is_fixed = current().is_fixed
+        is_one = len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1
+        kind = None if not is_fixed and (is_one or self._store is None) else self.kind(args, kwargs)
+        if kind is None:
             return super().look(args, kwargs)
-        pixels, grids = args
-        counts = num_patches(grids)
-        pictures = split_patches(pixels, counts)
-        if pictures is None:
-            return super().look(args, kwargs)
-        parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
-        if self._store is None:
-            return self.tower(*args, **kwargs)
-        keys = [self.key(part, kwargs) for part in parts]
-        found = [None if key is None else self._store.get(key) for key in keys]
-        new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())
-        if new:
-            fresh = self.tower(
-                mx.concatenate([parts[index][0] for index in new], axis=patch_axis(pixels, counts)),
-                mx.concatenate([parts[index][1] for index in new]),
-                **kwargs,
-            )
-            split = split_rows(fresh, [counts[index] for index in new])
-            if split is None:  # an answer that is not one row for so many patches of each picture
-                return fresh if len(new) == len(parts) else self.tower(*args, **kwargs)
-            made = {keys[index]: features for index, features in zip(new, split, strict=True)}
-            for key, features in made.items():
-                self.remember(key, features)
-            found = [made.get(key, features) for key, features in zip(keys, found, strict=True)]
-        return join_rows(found)
+        call = TowerCall(self, tuple(args), kwargs, kind)
+        if is_fixed:
+            return self.apart([call])[0]
+        try:
+            return join_rows(self.each_once(self._pictures(call), self.as_one))
+        except ValueError:  # an answer that cannot be taken apart
+            return self.fresh(args, kwargs)
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         if len(args) != 2 or not all(isinstance(value, mx.array) for value in args) or args[1].ndim != 2:
@@ -290,7 +272,7 @@ class RememberingGridTower(RememberingTower):
 
     def apart(self, calls: Sequence[TowerCall]) -> list[Any]:
         pictures = [self._pictures(call) for call in calls]
-        found = iter(self._by_shapes([picture for several in pictures for picture in several]))
+        found = iter(self.each_once([picture for several in pictures for picture in several], self._by_shapes))
         answers = []
         for call, several in zip(calls, pictures, strict=True):
             alone = [next(found) for _ in several]
@@ -303,23 +285,17 @@ class RememberingGridTower(RememberingTower):
         return answers
 
     def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The answers to calls of one picture each; what is asked for twice is looked at once."""
-        keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [None if key is None else self._store.get(key) for key in keys]
-        names = [at if key is None else key for at, key in enumerate(keys)]
-        new = {name: at for at, name in enumerate(names) if found[at] is None}
+        """The answers to calls of one picture each, made with those of the same shape, so many at a time as a ``Call`` says."""
         shapes: dict[tuple[Any, ...], list[int]] = {}
-        for at in new.values():
-            shapes.setdefault(calls[at].shape, []).append(at)
-        pictures = current().pictures
+        for at, call in enumerate(calls):
+            shapes.setdefault(call.shape, []).append(at)
+        found, pictures = {}, current().pictures
         for places in shapes.values():
             count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
-                for at, features in zip(part, self.as_one([calls[at] for at in part], count), strict=True):
-                    self.remember(keys[at], features)
-                    found[at] = features
-        return [found[new.get(name, at)] for at, name in enumerate(names)]
+                found |= zip(part, self.as_one([calls[at] for at in part], count), strict=True)
+        return [found[at] for at in range(len(calls))]
 
     def as_one(self, calls: Sequence[TowerCall], count: int = 1) -> list[Any]:
         """The answers of one call of the tower to several of one picture each, with repeats of the first up to ``count``,
@@ -335,10 +311,7 @@ class RememberingGridTower(RememberingTower):
         parts = split_patches(pixels, num_patches(grids)) or [pixels]
         if len(parts) == 1:
             return [call]
-        return [self._call((part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
-
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> TowerCall:
-        return TowerCall(self, tuple(args), kwargs, kind)
+        return [TowerCall(self, (part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
 
     def _joined(self, calls: Sequence[TowerCall]) -> tuple[mx.array, mx.array]:
         """The patches and grids of all calls."""

@@ -149,11 +149,7 @@ def _attend_filled(parts: Sequence[mx.array], size: int, mask: mx.array | None, 
 
 def merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Neighbouring runs of one size as one."""
-    return tuple((sum(count for count, _ in group), size) for size, group in _by_size(runs))
-
-
-def _by_size(runs: Sequence[Run]) -> list[tuple[int, list[Run]]]:
-    return [(size, list(group)) for size, group in groupby(runs, key=lambda run: run[1])]
+    return tuple((sum(count for count, _ in group), size) for size, group in groupby(runs, key=lambda run: run[1]))
 
 
 def attend_pictures(parent: type[nn.Module], project: str = "qkv", output: str = "proj") -> type[nn.Module]:
