@@ -29,6 +29,7 @@ from tests.harness import settings_for
 from tests.zoo import PLAIN, Inputs
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, slab
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -445,9 +446,9 @@ class History:
         self.adapter = adapter_of(family)
         self.budget = ByteBudget(CACHE_BYTES if keeps else 0)
         self.features = FeatureStore(self.budget)
-        self.adapter.remember_features(self.features)
+        remember_features(self.adapter, self.features)
         faulty: Any = FaultyAdapter(self.adapter, self)
-        has_prefix = keeps and self.adapter.no_prefix_reuse is None
+        has_prefix = keeps and self.adapter.spec.no_prefix_reuse is None
         self.prefix = PrefixCache(self.budget, FaultyTier(self)) if has_prefix else None
         self.generator = BatchGenerator(
             faulty,
@@ -539,7 +540,10 @@ class History:
         params = replace(shown, logits_processors=[self._processor(fault_at)]) if fault == "processor" else shown
         asking = Asking(asked, (object(),) if str(key).startswith("video") else ())
         returns = (
-            return_cache and self.adapter.no_prefix_reuse is None and isinstance(key, str) and key.startswith("text")
+            return_cache
+            and self.adapter.spec.no_prefix_reuse is None
+            and isinstance(key, str)
+            and key.startswith("text")
         )
         given = None if cache is None else cache[0]
         if given is not None:

@@ -28,6 +28,7 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
+from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
 from vlm_batch.caches.blocks import BlockCache
@@ -344,7 +345,7 @@ def test_a_fingerprint_tells_models_apart() -> None:
     layer = adapted.language_model.model.layers[0].self_attn
     layer.q_proj = LoRaLayer(layer.q_proj, rank=4)
     nn.quantize(packed, class_predicate=lambda path, module: path.endswith("q_proj"), group_size=32)
-    prints = [Qwen2VL(model).fingerprint for model in (plain, again, touched, other, adapted, packed)]
+    prints = [fingerprint(Qwen2VL(model)) for model in (plain, again, touched, other, adapted, packed)]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 5
 

@@ -191,7 +191,9 @@ class Reuse:
         book = self._book(row)
         if book.key is None:
             if wanted:
-                raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
+                raise InvalidCache(
+                    f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
+                )
             return 0
         found = self._continued(book) if book.continues is not None else self._found(book.key)
         if not all(map(is_whole_kind, fresh)):
@@ -294,7 +296,7 @@ class Reuse:
         if row.reuse is None:
             row.reuse = RowReuse()
         inputs = None if row.prompt is None else row.prompt.inputs
-        if row.reuse.key is None and self.adapter.no_prefix_reuse is None and inputs is not None:
+        if row.reuse.key is None and self.adapter.spec.no_prefix_reuse is None and inputs is not None:
             row.reuse.key = self.shapes.key(self.adapter.prompt_key(inputs))
         return row.reuse
 

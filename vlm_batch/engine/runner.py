@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,7 +127,7 @@ class Runner:
                 raise InvalidParameters(
                     "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
                 )
-            answer.prompt_scores = self._scores(params.prompt_logprobs, prompt.inputs, encoded)
+            answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
         context = self.adapter.max_context
         check_length(encoded.length, context, self._max_prompt_tokens)
         if answer.prompt_scores is None and encoded.is_plain:
@@ -148,12 +148,12 @@ class Runner:
         self._rows.waiting.memory.check(row)
         return Part([row])
 
-    def _scores(self, count: int, inputs: Mapping[str, Any], encoded: Encoded) -> PromptScores:
+    def _scores(self, count: int, encoded: Encoded) -> PromptScores:
         """A record for the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
         ids: Any = encoded.input_ids[0].tolist()
-        scores = PromptScores(ids, self.adapter.text_positions(inputs), encoded.atomic, count, encoded.vocabulary)
+        scores = PromptScores(ids, ~encoded.is_picture, encoded.atomic, count, encoded.vocabulary)
         if len(ids) > 1 and not scores.says_any:
             raise InvalidParameters(
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
