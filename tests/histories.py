@@ -134,7 +134,10 @@ class Prepared:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     thinking: Any = None
-    kept: None = None
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        return self.inputs
 
 
 @cache
@@ -403,7 +406,7 @@ class FaultyAdapter:
         if self._history.befalls("together"):
             raise Injected("together")
         for row in self._history.generator.rows.prefilling.values():
-            if row.prompt is not None and any(row.prompt.encoded is encoded for encoded in rows):
+            if any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
 
     def _fail_alone(self) -> None:
@@ -660,7 +663,7 @@ class History:
             for flight in generator._launched
             if isinstance(flight, Flight)
             for row in flight.waiting
-            if row.is_last and row not in placed
+            if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         ]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
@@ -672,7 +675,9 @@ class History:
         assert all(row.status is Status.DECODE for row in placed) and all(
             row.status is Status.PREFILL for row in prefilling
         )
-        assert all(row.prompt is None for row in placed), "a prompt is kept after its prefill"
+        assert all(row.prompt.encoded is row.prompt.cache is None for row in placed), (
+            "a prompt is kept after its prefill"
+        )
         for group in generator.rows.batch.groups:
             check_alike(group)
             assert group.layers or not group.places

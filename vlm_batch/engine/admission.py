@@ -11,7 +11,6 @@ import heapq
 import itertools
 from collections.abc import Hashable
 
-from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.port import Loading
@@ -71,7 +70,7 @@ class Admission:
     def nbytes(self) -> int:
         """Bytes of what was read and prepared for rows that wait, and is not encoded yet. From any thread."""
         return sum(
-            row.prompt_bytes
+            row.prompt.nbytes
             for rows in (self._reading, self._read, self._processing, self.prepared.values())
             for row in tuple(rows)
         )
@@ -82,7 +81,6 @@ class Admission:
 
     def add(self, row: Row) -> None:
         """Take in a row: to be prepared, or with its processor's output."""
-        assert row.prompt is not None
         if row.prompt.inputs is not None:
             self.prepared[row.request_id] = row
             return
@@ -92,7 +90,7 @@ class Admission:
 
     def remove(self, row: Row) -> None:
         """Remove a row at whatever stage it waits. In the inbox it stays until its turn comes, and is then skipped."""
-        if row.prompt is not None and row.prompt.loading is not None:
+        if row.prompt.loading is not None:
             row.prompt.loading.cancel()
         for rows in (self._reading, self._read, self.unprepared):
             rows.discard(row)
@@ -123,8 +121,8 @@ class Admission:
         if has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD:
             return False
         before = [row for row in waiting if self.urgency(row) <= heap[0][0]]
-        files = any(row.prompt_bytes for row in (*self._reading, *self._read) if row.lane == lane)
-        has_bytes = not files or sum(row.prompt_bytes for row in before) < self._most_bytes
+        files = any(row.prompt.nbytes for row in (*self._reading, *self._read) if row.lane == lane)
+        has_bytes = not files or sum(row.prompt.nbytes for row in before) < self._most_bytes
         return len(beside) < WITH_LOADERS and len(before) < most and has_bytes
 
     def note_read(self, row: Row) -> None:
@@ -143,7 +141,7 @@ class Admission:
         sizes = {row: self._expected(row) for row in self._read}
         row = min(self._read, key=lambda row: (sizes[row] > 0, self.urgency(row)))
         expected = sizes[row]
-        ahead = {**self._processing, **{row: row.prompt_bytes for row in self.prepared.values()}}
+        ahead = {**self._processing, **{row: row.prompt.nbytes for row in self.prepared.values()}}
         held = sum(ahead.values())
         is_first = all(self.urgency(other) > self.urgency(row) for other, nbytes in ahead.items() if nbytes)
         if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
@@ -154,8 +152,8 @@ class Admission:
 
     def _expected(self, row: Row) -> int:
         """Bytes that a row that was read may take while it is processed and afterwards: more than there are if nobody knows."""
-        assert row.prompt is not None and row.prompt.loading is not None
         loading = row.prompt.loading
+        assert loading is not None
         if loading.known_nbytes is not None:
             return loading.known_nbytes
         seen = self._sizes[row.has_videos].expected(loading.num_pixels)
@@ -163,7 +161,6 @@ class Admission:
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """A row's loading is done. Raises what reading or processing raised."""
-        assert row.prompt is not None
         self._reading.discard(row)
         self._processing.pop(row, None)
         row.prompt.loading = None
@@ -172,10 +169,9 @@ class Admission:
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
         row.answer.bad_words = prepared.bad_words
         row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
-        row.prompt.inputs = as_mlx(prepared.inputs)
+        row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self.memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
-        row.keep_given(row.prompt.inputs, prepared.kept)
         if loading.known_nbytes is None:
-            self._sizes[row.has_videos].note(loading.num_pixels, row.prompt_bytes)
+            self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self.unprepared.remove(row)
         self.prepared[row.request_id] = row
