@@ -485,7 +485,7 @@ class History:
     def _watch_rows(self) -> None:
         """Have the adapter know for which row it works."""
         runner, reuse = self.generator.runner, self.generator.reuse
-        encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse._store
+        encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse.store
 
         def encodes(row: Row) -> Part:
             self.current = row
@@ -501,7 +501,7 @@ class History:
             return store(saved)
 
         patched: Any = (runner, reuse)
-        patched[0]._encode_row, patched[0]._prefill_alone, patched[1]._store = encodes, prefills, stores
+        patched[0]._encode_row, patched[0]._prefill_alone, patched[1].store = encodes, prefills, stores
 
     # Operations
 

@@ -135,14 +135,14 @@ def test_idle_threads_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread for downloads and every thread for disks waits; texts and bytes in memory go on."""
-    read = module.read_medium
+    read = module.fetch_image
 
     def slow_disk(medium: Any, *args: Any) -> Any:
         if str(medium).startswith("/dead/"):
             hung.wait()
         return read(medium, *args)
 
-    monkeypatch.setattr(module, "read_medium", slow_disk)
+    monkeypatch.setattr(module, "fetch_image", slow_disk)
     policy = FetchPolicy(allow_private=True, seconds=30)
     loaders = Loaders(prepared)
     dead = [loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy)) for at in range(9)]

@@ -110,20 +110,24 @@ class Admission:
         return row
 
     def _has_room(self, lane: Hashable, has_videos: bool, heap: list[tuple[float, int, Row]]) -> bool:
-        """Whether the first row of a lane's heap may be read now."""
+        """Whether the first row of a lane's heap may be read now: loaders have few of its lane, few rows wait before it, and
+        those leave room."""
         while heap and heap[0][2].status is Status.FINISHED:
             heapq.heappop(heap)
+        if not heap:
+            return False
         most = self._look_ahead + self._scheduler.num_places
-        if not heap or len(self.prepared) + len(self._read) >= MOST_AHEAD * most:
-            return False
-        beside = [row for row in (*self._reading, *self._processing) if row.lane == lane]
-        waiting = [*beside, *self._read, *self.prepared.values()]
-        if has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD:
-            return False
+        loading = [row for row in (*self._reading, *self._processing) if row.lane == lane]
+        waiting = [*loading, *self._read, *self.prepared.values()]
         before = [row for row in waiting if self.urgency(row) <= heap[0][0]]
-        files = any(row.prompt.nbytes for row in (*self._reading, *self._read) if row.lane == lane)
-        has_bytes = not files or sum(row.prompt.nbytes for row in before) < self._most_bytes
-        return len(beside) < WITH_LOADERS and len(before) < most and has_bytes
+        holds_files = any(row.prompt.nbytes for row in (*self._reading, *self._read) if row.lane == lane)
+        return (
+            len(loading) < WITH_LOADERS
+            and len(before) < most
+            and len(self.prepared) + len(self._read) < MOST_AHEAD * most
+            and not (has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD)
+            and not (holds_files and sum(row.prompt.nbytes for row in before) >= self._most_bytes)
+        )
 
     def note_read(self, row: Row) -> None:
         """A row's pictures are in memory: it waits for room. Nothing happens if it ended meanwhile, or if that is known."""
@@ -168,7 +172,8 @@ class Admission:
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
         row.answer.bad_words = prepared.bad_words
-        row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
+        if prepared.form is not None or row.params.thinking_budget is not None:
+            row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self.memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

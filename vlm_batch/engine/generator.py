@@ -333,7 +333,7 @@ class BatchGenerator:
         """Launch chunks; those that ended their rows' prompts."""
         last: dict[Row, Part] = {}  # whoever holds what an earlier chunk left has it copied
         done: list[Part] = []
-        for work in self.runner.group(plan):
+        for work in self.runner.group(plan) if len(plan) > 1 else plan:
             for part in self._run(work):
                 last[part.rows[0]] = part
                 if part.logits is not None:

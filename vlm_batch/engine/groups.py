@@ -20,7 +20,7 @@ class DecodeGroups:
 
     def __init__(self, shapes: Shapes, max_rows: int) -> None:
         self._shapes = shapes
-        self._most = shapes.most(max_rows)
+        self._most = shapes.group_size(max_rows)
         self.groups: tuple[DecodeBatch, ...] = ()  # those of rows that are apart at the end; each has a row
 
     @property
@@ -47,12 +47,12 @@ class DecodeGroups:
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a prefilled row a place: in the first group of its kind that has one, or in a group of its own. ``others`` join
         next."""
-        least, is_apart = self._shapes.group(_next_length(row)), row.is_suspect
+        least, is_apart = self._shapes.least_columns(_next_length(row)), row.is_suspect
         for group in self.groups:
             if not (is_apart or group.is_apart) and group.least == least and len(group) < self._most:
                 group.join(row, caches, min(others, self._most - len(group) - 1))
                 return
-        most = self._shapes.most(1) if is_apart else self._most
+        most = self._shapes.group_size(1) if is_apart else self._most
         group = DecodeBatch(self._shapes, most, least, is_apart=is_apart)
         group.join(row, caches, 0 if is_apart else min(others, most - 1))
         self.groups = tuple(sorted((*self.groups, group), key=lambda one: one.is_apart))
@@ -64,7 +64,7 @@ class DecodeGroups:
             row
             for group in self.groups
             for row in group.rows
-            if row.is_suspect is not group.is_apart or group.least != self._shapes.group(_next_length(row))
+            if row.is_suspect is not group.is_apart or group.least != self._shapes.least_columns(_next_length(row))
         ]
 
     def move(self, row: Row) -> None:
@@ -82,7 +82,7 @@ class DecodeGroups:
             return [(1, length) for length in lengths]
         kinds: dict[int, list[int]] = {}
         for length in lengths:
-            kinds.setdefault(self._shapes.group(length), []).append(length)
+            kinds.setdefault(self._shapes.least_columns(length), []).append(length)
         found = []
         for least, of_kind in kinds.items():
             full, rest = divmod(len(of_kind), self._most)

@@ -339,7 +339,8 @@ class EngineLoop:
             self._rate.count(time.perf_counter())
         if event.result is not None:
             del self._alive[event.request_id]
-            self._forget_several(event.request_id)
+            if several is not None:
+                self._forget_several(event.request_id)
             self._totals.add(event.result)
         handle.push(event)
 

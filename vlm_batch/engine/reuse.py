@@ -224,11 +224,8 @@ class Reuse:
         if logits is None:
             last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
             is_far = prompt.prefilled in book.stops or prompt.prefilled - last >= SNAPSHOT_STRIDE
-            return (
-                _add_snapshot(book, prompt, None)
-                if is_far and not all(kind_of(cache).is_whole for cache in prompt.cache)
-                else []
-            )
+            can_be_cut = all(kind_of(cache).is_whole for cache in prompt.cache)
+            return _add_snapshot(book, prompt, None) if is_far and not can_be_cut else []
         if book.key.length != length:  # ids that grew into several positions: these have no keys
             book.key = None
             if book.is_returned:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from vlm_batch.engine.logprobs import Logprobs, to_list
+from vlm_batch.engine.logprobs import Logprobs
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
@@ -113,8 +113,8 @@ class Sampled:
 
     def read(self) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
         """Wait for it: (tokens, whether each row's logits are finite, log-probabilities by row)."""
-        tokens = to_list(self.tokens)
-        highest = [0.0] * len(tokens) if self.highest is None else to_list(self.highest)
+        tokens: Any = self.tokens.tolist()
+        highest: Any = [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
         told = [] if self.logprobs is None else self.logprobs.read([tokens[row] for row in self.logprob_rows])
         return tokens, list(map(math.isfinite, highest)), dict(zip(self.logprob_rows, told, strict=True))
 
@@ -294,7 +294,7 @@ def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow])
     order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
     tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
     may_miss = [not 0 < row.params.top_k <= NUM_CANDIDATES for row in rows]
-    held = to_list(mass) if any(may_miss) else []
+    held: Any = mass.tolist() if any(may_miss) else []
     for index, row in enumerate(rows):
         if may_miss[index] and (row.params.top_k > NUM_CANDIDATES or held[index] < row.params.top_p):
             one = scaled[index : index + 1]

@@ -145,20 +145,21 @@ class FreeShapes:
         """The choice of compiled steps: as asked for; None leaves it to the adapter."""
         return asked
 
-    def most(self, rows: int) -> int:
-        """The most rows of a batch that decodes in one forward, of an engine with so many."""
+    def group_size(self, rows: int) -> int:
+        """The most rows that decode in one forward, of an engine with so many."""
         return rows
 
     def places(self, rows: int, most: int) -> int:
-        """Places of a batch with so many rows, of at most ``most``; 0 for none."""
+        """The places of a forward of so many rows, up to ``most``; 0 for none."""
         return min(1 << (rows - 1).bit_length(), most) if self.layout is Placement.SLAB and rows else rows
 
-    def group(self, tokens: int) -> int:
-        """Rows of so many tokens decode in one forward with those of the same number alone."""
+    def least_columns(self, tokens: int) -> int:
+        """The columns that the slab of a row of so many tokens has at least. Rows decode in one forward with those of the same
+        number alone; 0 for all that need no number of their own."""
         return 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
-        """Columns of a slab whose longest row has so many tokens; ``least`` where a group has its own."""
+        """Columns of a slab whose longest row has so many tokens, and that has at least so many."""
         return max(least, slab.capacity_for(tokens))
 
     def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
@@ -183,8 +184,8 @@ class FixedShapes:
     """Shapes by which a row's numbers are a function of its request.
 
     ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``widths``: numbers of columns
-    of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. None:
-    nothing goes by columns. ``grid``: positions between a prompt's cuts: a multiple of 256, so that single-row caches, which
+    of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. There are
+    none where each row is alone in its slab or has a cache of its own: its columns follow from its length. ``grid``: positions between a prompt's cuts: a multiple of 256, so that single-row caches, which
     grow in steps of that, have the same room whether a prompt was run from its beginning or from one of the cuts. ``stops``:
     further cuts, settings as well (where quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in,
     each by its own length; 0 for none. A call holds short prompts of one length, or small pictures of one shape, up to
@@ -321,15 +322,15 @@ class FixedShapes:
             )
         return None if self.can_graph else False
 
-    def most(self, rows: int) -> int:
+    def group_size(self, rows: int) -> int:
         return self.places(min(rows, self.counts[-1]), rows)
 
     def places(self, rows: int, most: int) -> int:
         return next(count for count in self.counts if count >= rows) if rows else 0
 
-    def group(self, tokens: int) -> int:
-        is_slab = self.layout is Placement.SLAB and self.widths
-        return self.columns(tokens) if is_slab and tokens > self.widths[-1] else 0
+    def least_columns(self, tokens: int) -> int:
+        has_own = self.layout is Placement.SLAB and self.widths and tokens > self.widths[-1]
+        return self.columns(tokens) if has_own else 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
         """The least of those that agree, and beyond them a power of two."""
@@ -346,7 +347,7 @@ class FixedShapes:
         return Call(is_fixed=True)
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
-        counts = [count for count in self.counts if count <= self.most(rows)]
+        counts = [count for count in self.counts if count <= self.group_size(rows)]
         widths = sorted({self.columns(tokens) for tokens in range(1, longest + 1, slab.CAPACITY_STEP)})
         return [(count, columns) for columns in widths for count in counts]
 

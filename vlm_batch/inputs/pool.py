@@ -54,7 +54,10 @@ class Pool:
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._running: set[_Job] = set()
-        self._threads = self._idle = self._lost = 0
+        self._threads = self._idle = 0
+        self._lost = (
+            0  # threads that hang in a call that was given up: they count as the pool's again once they are back
+        )
         self._has_watch = self._is_closed = False
 
     def submit(
@@ -170,27 +173,26 @@ class Pool:
         return True
 
     def give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
-        """End a call without waiting for it. Nothing happens if it has ended."""
-        stranded: list[_Job] = []
+        """End a call without waiting for it. Nothing happens if it has ended, or runs without a limit."""
+        without_thread: list[_Job] = []
         with self._changed:
             if job.has_ended or (job in self._running and job.seconds is None):
                 return
             job.has_ended = True
-            if job in self._running:
-                self._running.discard(job)
-                self._lost += 1
-                self._threads -= 1
+            if job not in self._running:
+                self._waiting.remove(job)
+            else:
+                self._running.remove(job)
+                self._threads, self._lost = self._threads - 1, self._lost + 1
                 try:
                     if self._waiting and not self._is_closed:
                         self._add_thread()
-                except RuntimeError:
-                    stranded = list(self._waiting)
-            else:
-                self._waiting.remove(job)
+                except RuntimeError:  # the lost thread was the last one
+                    without_thread = list(self._waiting)
             self._changed.notify_all()
         job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
-        for other in stranded:
+        for other in without_thread:
             self.give_up(other, _no_thread)
 
     def _watch(self) -> None:
