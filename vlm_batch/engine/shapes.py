@@ -185,12 +185,13 @@ class FixedShapes:
 
     ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``widths``: numbers of columns
     of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. There are
-    none where each row is alone in its slab or has a cache of its own: its columns follow from its length. ``grid``: positions between a prompt's cuts: a multiple of 256, so that single-row caches, which
-    grow in steps of that, have the same room whether a prompt was run from its beginning or from one of the cuts. ``stops``:
-    further cuts, settings as well (where quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in,
-    each by its own length; 0 for none. A call holds short prompts of one length, or small pictures of one shape, up to
-    ``call_tokens`` or ``call_patches``, where ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were
-    shown to have the same bits. ``products``: kinds of products that are computed in numbers of rows of their own, and those.
+    none where each row is alone in its slab or has a cache of its own: its columns follow from its length. ``grid``: positions
+    between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of that, have the same room
+    whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
+    quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
+    A call holds short prompts of one length, or small pictures of one shape, up to ``call_tokens`` or ``call_patches``, where
+    ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were shown to have the same bits. ``products``:
+    kinds of products that are computed in numbers of rows of their own, and those.
     """
 
     counts: tuple[int, ...] = (1,)

@@ -55,9 +55,7 @@ class Pool:
         self._waiting: deque[_Job] = deque()
         self._running: set[_Job] = set()
         self._threads = self._idle = 0
-        self._lost = (
-            0  # threads that hang in a call that was given up: they count as the pool's again once they are back
-        )
+        self._lost = 0  # threads whose call was given up and has not come back: they are the pool's no more
         self._has_watch = self._is_closed = False
 
     def submit(

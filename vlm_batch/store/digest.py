@@ -34,9 +34,9 @@ def hash_ahead(tree: Any) -> None:
 
 
 class Sourced(mx.array):
-    """A request's array that notes itself as the source of what ``astype`` makes of it: model code converts pixels to its type.
+    """A request's array that notes itself as the source of what ``astype`` makes of it: model code gives pixels its own type.
 
-    What was made is not computed yet, and to read its bytes would wait for the device. So its digest is its source's (``_feed``).
+    What was made is not computed yet, and to read its bytes would wait for the device. So its digest is made of its source's.
     """
 
     def __init__(self, array: mx.array) -> None:
