@@ -134,10 +134,7 @@ class Prepared:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     thinking: Any = None
-
-    @property
-    def kept(self) -> Mapping[str, Any]:
-        return self.inputs
+    kept: Mapping[str, Any] | None = None
 
 
 @cache
@@ -223,7 +220,8 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     while not handle.done():
         loop._serve()
         for loading in loaders.take():
-            loading.finish(Prepared(inputs_of(family, asked.key), Stairs() if asked.has_form else None))
+            inputs = inputs_of(family, asked.key)
+            loading.finish(Prepared(as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs))
     return handle.result()
 
 
@@ -571,7 +569,7 @@ class History:
                 inputs = inputs_of(self.family, asked.key)
                 if told is not None:
                     told.inputs = [weakref.ref(value) for value in inputs.values() if isinstance(value, np.ndarray)]
-                loading.finish(Prepared(inputs, Stairs() if asked.has_form else None))
+                loading.finish(Prepared(as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs))
                 del inputs
             self._follow()
 

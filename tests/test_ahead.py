@@ -15,8 +15,9 @@ from PIL import Image
 
 from tests.harness import settings_for, shared_adapter
 from vlm_batch import SamplingParams, VLMBatcher, assets
-from vlm_batch.engine.admission import Admission, Sizes
+from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.memory import Sizes
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels
@@ -248,7 +249,7 @@ def check(engine: Waiting) -> None:
 
 
 def test_sizes_go_by_the_next_larger_picture() -> None:
-    sizes = Sizes()
+    sizes = Sizes(max)
     assert sizes.expected(5) is None
     sizes.note(100, 800)
     sizes.note(110, 700)

@@ -471,7 +471,6 @@ def test_whatever_loading_raises_ends_its_request_alone(
 def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may give no thread to any pool: to read on, to process on, or for what is watched."""
     begin = threads.start
-    monkeypatch.setattr("vlm_batch.inputs.pool.IDLE_SECONDS", 0.01)
     for lacking in ("reader", "loader", "watch"):
         with VLMBatcher(CHECKPOINT) as own:
 

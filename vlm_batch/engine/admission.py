@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Hashable
 
 from vlm_batch.engine.constraints import Guide
-from vlm_batch.engine.memory import RowMemory
+from vlm_batch.engine.memory import RowMemory, Sizes
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
@@ -27,26 +27,6 @@ VIDEOS_AHEAD = 4
 BYTES_PER_PIXEL = 3
 #: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
 MOST_AHEAD = 4
-
-
-class Sizes:
-    """Bytes that processors made of pictures, by how many pixels these have: the most that was seen for each power of two."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-
-    def note(self, num_pixels: int, nbytes: int) -> None:
-        power = num_pixels.bit_length()
-        self._seen[power] = max(nbytes, self._seen.get(power, 0))
-
-    def expected(self, num_pixels: int) -> int | None:
-        """The bytes that the next larger ones came to, or in proportion to the largest; None if none was seen."""
-        power = num_pixels.bit_length()
-        not_smaller = [seen for seen in self._seen if seen >= power]
-        if not_smaller:
-            return self._seen[min(not_smaller)]
-        largest = max(self._seen, default=None)
-        return None if largest is None else self._seen[largest] << (power - largest)
 
 
 class Admission:
@@ -64,7 +44,7 @@ class Admission:
         self._processing: dict[Row, int] = {}  # with the loaders, and the bytes that they may come to
         self.prepared: dict[str, Row] = {}
         self._look_ahead, self._most_bytes = config.look_ahead, config.look_ahead_bytes
-        self._sizes = {False: Sizes(), True: Sizes()}  # without and with videos
+        self._sizes = {False: Sizes(max), True: Sizes(max)}  # without and with videos
 
     @property
     def nbytes(self) -> int:

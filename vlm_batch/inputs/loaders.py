@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from vlm_batch.arrays import num_bytes
 from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
 from vlm_batch.inputs.images import fetch_image
 from vlm_batch.inputs.pool import Pool
@@ -51,7 +52,8 @@ class Loading:
         self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
         self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
         self.num_pixels = question.num_pixels  # of the pictures that are in memory
-        self.known_nbytes = question.known_nbytes  # that it will come to; None if nobody knows that yet
+        #: Bytes that it will come to; None if nobody knows that yet.
+        self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
         self._future: Future[Prepared] = Future()
         self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
         self._lock = threading.Lock()

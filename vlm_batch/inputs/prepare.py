@@ -118,13 +118,6 @@ class Question:
     has_large_form: bool = False
 
     @property
-    def known_nbytes(self) -> int | None:
-        """Bytes of what a processor will make of it; None if nobody knows that yet."""
-        if self.inputs is not None:
-            return num_bytes(self.inputs)
-        return None if self.media else 0
-
-    @property
     def least_tokens(self) -> int:
         """The fewest positions that its prompt can have: exact for ids without pictures."""
         if self.inputs is not None:
