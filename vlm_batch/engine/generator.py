@@ -275,6 +275,7 @@ class BatchGenerator:
         if not waiting.prepared:
             return 0.0
         live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
+        # those whose beginnings others may wait for
         others = [
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
@@ -294,7 +295,7 @@ class BatchGenerator:
                 seconds = time.perf_counter() - begin
                 most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
                 if not most or (has_begun and place >= free):
-                    break
+                    break  # the step has done enough
                 those = [row]
                 if (
                     most > 1 and not row.was_alone
@@ -304,14 +305,15 @@ class BatchGenerator:
                 made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
                 others += [part.rows[0] for part in made]
                 has_begun = True
-            if place < free and row.prompt.encoded is not None:
-                if self.memory.fits(row, live):
-                    live.append(row)
-                    rows.place(row)
-                elif live:
-                    free = 0  # nobody overtakes it: it is the first in line
-                else:
-                    self._try(row, self.memory.check, row)
+            if place >= free or row.prompt.encoded is None:
+                continue  # it is encoded ahead, or has failed
+            if self.memory.fits(row, live):
+                live.append(row)
+                rows.place(row)
+            elif live:
+                free = 0  # nobody overtakes it: it is the first in line
+            else:
+                self._try(row, self.memory.check, row)
         return time.perf_counter() - begin
 
     def _next_forks(self) -> list[Part]:

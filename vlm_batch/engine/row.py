@@ -209,7 +209,8 @@ class Row:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the forward that comes next, or one that was not read yet, may be the one that failed with this row in it."""
+        """Whether its next forward, or one that was not read yet, may be the one that failed with it: the row goes where a batch
+        ``is_apart``, and comes back once it is past that."""
         return (
             self.suspected is not None
             and self.suspected[0] <= self.answer.num_sampled
