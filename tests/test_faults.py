@@ -1138,7 +1138,7 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
         ]
         alone = own.generate(asks)
         full = EncoderMemory(limit=0)
-        full._seen[10] = 1
+        full._sizes._seen[10] = 1
         generator.runner.encoding = full
         beside: list[int] = []
         encode = generator.adapter.encode

@@ -209,8 +209,8 @@ class Row:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next forward, or one that was not read yet, may be the one that failed with it: the row goes where a batch
-        ``is_apart``, and comes back once it is past that."""
+        """Whether its next forward, or one that was not read yet, may be the one that failed with it: until it is past that, it
+        is alone in a batch that ``is_apart``."""
         return (
             self.suspected is not None
             and self.suspected[0] <= self.answer.num_sampled
