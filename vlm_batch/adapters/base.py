@@ -135,11 +135,15 @@ class Adapter:
         for owner, name in vision_towers(self.model):
             tower = owner[name]
             tower = tower.tower if isinstance(tower, RememberingTower) else tower
-            setattr(owner, name, self.tower_class(tower, store, self.read_features))
+            setattr(owner, name, self.tower_class(tower, store, partial(self.read_features, self.config)))
 
-    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Cut a tower's result to the part that the model reads: the hidden states of the selected layers."""
-        wanted = getattr(self.config, "vision_feature_layer", None)
+    @classmethod
+    def read_features(cls, config: Any, result: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Cut a tower's result to the part that the model reads: the hidden states of the selected layers.
+
+        Towers call it, so it is of the class: an adapter holds its towers.
+        """
+        wanted = getattr(config, "vision_feature_layer", None)
         is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
         if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
             return result

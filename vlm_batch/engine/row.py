@@ -332,7 +332,7 @@ class Row:
 
     def clear(self) -> None:
         """Drop everything but the name: the row has ended, and a launched step may still hold it."""
-        self.status = Status.FINISHED
+        self.status, self.params = Status.FINISHED, SamplingParams()
         self.prompt = self.reuse = self.given = None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()

@@ -223,9 +223,11 @@ class MolmoPoint(Adapter):
         model._image_cache = model._token_bounds = model._last_predicted_patch_id = None
         model._generated_ids_list = []
 
-    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+    @classmethod
+    def read_features(cls, config: Any, result: Any, kwargs: Mapping[str, Any]) -> Any:
         """The tower's layers that the model reads."""
-        return [layer if index in self.model._vit_layers else None for index, layer in enumerate(result)]
+        wanted = {layer % config.vision_config.num_hidden_layers for layer in config.adapter_config.vit_layers}
+        return [layer if index in wanted else None for index, layer in enumerate(result)]
 
     # Encode
     # -------------------------------------------------------------------------------------------------------------

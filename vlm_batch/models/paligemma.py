@@ -49,7 +49,8 @@ class PaliGemma(PlacingAdapter):
         *_, states = tower(extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.multi_modal_projector(tower.vision_model.post_layernorm(states[-1])))
 
-    def read_features(self, result: Any, kwargs: Mapping[str, Any]) -> Any:
+    @classmethod
+    def read_features(cls, config: Any, result: Any, kwargs: Mapping[str, Any]) -> Any:
         """The last layer's states alone: what else the tower answers is of the first picture."""
         *_, states = result
         return None, None, [states[-1]]
