@@ -27,7 +27,7 @@ from tests.test_fetch import Site
 from tests.test_fetch import site as site  # a fixture
 from vlm_batch import FetchPolicy, InvalidImage, InvalidRequest, Request, VLMBatcher, assets
 from vlm_batch.arrays import as_numpy
-from vlm_batch.engine.work import let_go
+from vlm_batch.errors import let_go
 from vlm_batch.inputs import loaders as module
 from vlm_batch.inputs import pool as pools
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled

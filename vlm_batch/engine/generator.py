@@ -34,7 +34,7 @@ from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
-from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt, raised_in
+from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
@@ -140,7 +140,6 @@ class BatchGenerator:
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
         self._launched, self.rows.forks = [], []
-        error = raised_in(error)
         for row in list(self.rows.by_id.values()):
             self.rows.end(row, "error", error)
         return self.rows.tell()
@@ -188,7 +187,8 @@ class BatchGenerator:
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
             self.scheduler.record(sum(map(len, groups)), seconds, tokens, are_waiting=are_waiting)
-        if not rows.is_active:
+        if not rows.is_active:  # no step may follow: nothing stays launched of rows that have ended
+            self._launched = []
             self.reuse.settle_ended()
         return rows.tell()
 

@@ -110,7 +110,6 @@ class Retry:
         if row.given is None:
             self._rows.end(row, "error", error)
             return
-        error.__traceback__ = None  # nobody is told of it, and it would hold the step in which it was raised
         self._rows.put_back(row)
         self.num_recomputed += 1
 

@@ -51,7 +51,7 @@ class Caches:
     """Bounds on what is kept for later requests: saved rows and vision features.
 
     ``max_bytes`` stay in memory; 0 keeps nothing. What they push out, and all of it at the end, goes to files in ``directory``,
-    of ``directory_bytes`` at most. Raises ValueError for a bound out of range.
+    of ``directory_bytes`` at most, whichever processes and models share it. Raises ValueError for a bound out of range.
     """
 
     max_bytes: int = 2**30

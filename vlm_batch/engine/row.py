@@ -303,7 +303,7 @@ class Row:
 
     def clear(self) -> None:
         """Drop everything but the name: the row has ended, and a launched step may still hold it."""
-        self.status = Status.FINISHED
+        self.status, self.params = Status.FINISHED, SamplingParams()
         self.prompt, self.reuse, self.given = Prompt(), None, None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()

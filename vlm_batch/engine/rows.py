@@ -12,7 +12,7 @@ from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.reuse import Reuse, if_it_can_be
 from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork
 from vlm_batch.engine.scheduler import Scheduler
-from vlm_batch.engine.work import let_go
+from vlm_batch.errors import let_go
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, FinishReason
 
