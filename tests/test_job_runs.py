@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -443,6 +445,30 @@ def test_names_that_are_no_utf8_are_gone_on_with(folder: Path, out: str) -> None
     again = Echo()
     assert cli.main([*command, "--resume"], open_batcher=again) == 0
     assert not again.opened and len(told(out)) == 1
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_every_reader_takes_names_that_are_no_utf8(folder: Path, out: str) -> None:
+    """Ids, pictures, errors and columns with their names, in whatever form they are written, and in the report."""
+    row = {"image": os.fsdecode(b"bad\xe9.png"), os.fsdecode(b"no\xe9"): os.fsdecode(b"caf\xe9"), "half": "\ud83d"}
+    lines = [{"id": os.fsdecode(b"r\xe9"), **row}, {"id": "r", **row}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    columns = f"image,half,{os.fsdecode(bytes([110, 111, 233]))},images"
+    command = ["run", "rows.jsonl", "--quiet", "--out", out, "--columns", columns, "--report", "r.html"]
+    assert cli.main(command, open_batcher=Echo()) == 1
+    read = {".jsonl": (pd.read_json, pl.read_ndjson), ".csv": (pd.read_csv, pl.read_csv)}
+    readers = read.get(Path(out).suffix, (pd.read_parquet, pl.read_parquet))
+    with open(out, "rb") as file:
+        tables = [readers[0](file, **({"lines": True} if out.endswith("jsonl") else {})), readers[1](out).to_pandas()]
+    for table in tables:
+        assert sorted(table["id"]) == ["r", r"r\xe9"]
+        assert list(table["image"]) == [r"bad\xe9.png"] * 2
+        assert list(table["error"]) == [r"InvalidImage: bad\xe9.png is bad"] * 2
+        assert list(table["half"]) == [r"\ud83d"] * 2
+        assert list(table[r"no\xe9"]) == [r"caf\xe9"] * 2
+    assert r"bad\xe9.png" in Path("r.html").read_text()
+    again = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=again) == 1 and not again.opened
 
 
 def test_log_probabilities_of_a_row_are_written(folder: Path) -> None:

@@ -20,7 +20,7 @@ from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite, replace_file
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import Row, Shard, Source
+from vlm_batch.jobs.rows import Row, Shard, Source, spelled
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
@@ -181,7 +181,7 @@ def _write_report(args: argparse.Namespace, summary: Summary, questions: Questio
     from vlm_batch.jobs import report
 
     page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
-    replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
+    replace_file(Path(args.report), spelled(page).encode())
 
 
 def _is_samples(source: Source) -> bool:

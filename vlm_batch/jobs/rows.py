@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,9 +104,23 @@ class Ids:
         return True
 
 
+#: How Python holds the bytes of a name that is no UTF-8, and what JSON may have in their place.
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
+
+
+def spelled(text: str, backslash: str = "\\") -> str:
+    """A text that is UTF-8: a byte of a name that is none is written as shells and Python take it, ``caf\\xe9.png``."""
+
+    def code(match: re.Match[str]) -> str:
+        value = ord(match[0])
+        return f"{backslash}x{value - 0xDC00:02x}" if 0xDC80 <= value <= 0xDCFF else f"{backslash}u{value:04x}"
+
+    return _NO_UTF8.sub(code, text)
+
+
 def digest(text: str) -> int:
-    """64 bits that are the same for a text on every machine, and for a name that is no UTF-8 as outputs write it out."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big")
+    """64 bits that are the same for a text on every machine, and for a name that is no UTF-8 as outputs have it."""
+    return int.from_bytes(hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)

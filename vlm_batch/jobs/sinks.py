@@ -16,7 +16,7 @@ from typing import Any
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
 from vlm_batch.jobs.lines import CannotWrite, LineFile, Record, encoded, has_lines, read_answers, replacing
-from vlm_batch.jobs.rows import Ids, InvalidJob
+from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
 
 #: The columns of CSV and Parquet files where none are named.
 FLAT_COLUMNS = (
@@ -191,7 +191,7 @@ class AnswerFile(Sink):
         assert self._form is not None
         try:
             with replacing(self.path) as beside:
-                self._form.write(beside, records, self._columns or ())
+                self._form.write(beside, records, tuple(map(spelled, self._columns or ())))
         except Exception as error:  # a full disk, or whatever Arrow finds: the journal has every answer
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error
