@@ -31,7 +31,7 @@ from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
-from vlm_batch.jobs import journal, order
+from vlm_batch.jobs import journal, map_table, order
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard
 from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
@@ -361,7 +361,7 @@ def test_rows_that_cannot_be_asked_are_errors_of_their_own(folder: Path, capsys:
     assert rows["a"][1] is None
     assert "rows.jsonl:2: the line is not JSON" in rows["rows.jsonl:2"][1]
     assert "'kind' is not there" in rows["b"][1]
-    assert "1 row cannot be asked: ...: the line is not JSON" in capsys.readouterr().err
+    assert "1 row cannot be asked: rows.jsonl:2: the line is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [("id", "image"), ("image",)], ids=["in a picture", "in an id"])
@@ -1030,5 +1030,71 @@ def test_a_long_reason_is_marked_where_it_is_cut() -> None:
     figures = Summary()
     item = Item(id="a.png", row=Row(id="a.png"))
     figures.add(item, Result(request_id="a.png", finish_reason="error", error="a.png: " + "long " * 60))
-    ((reason, count),) = figures.reasons.items()
-    assert (len(reason), count, reason[:3], reason[-3:]) == (MAX_REASON, 1, "...", "...")
+    ((reason, count),) = figures.reasons.most_common()
+    assert (len(reason), count, reason[:5], reason[-3:]) == (MAX_REASON, 1, "a.png", "...")
+
+
+def test_failures_are_counted_by_kind_and_shown_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the ids are: the id of a row is no part of another word."""
+
+    class Fails(Echo):
+        def answer(self, request: Request) -> Result:
+            name = str(request.images[0])
+            said = "does not exist" if "missing" in name else f"has {len(self.asked)} x 9 pixels"
+            self.asked.append(name)
+            return Result(
+                request_id=request.request_id or "", finish_reason="error", error=f"InvalidImage: {name} {said}"
+            )
+
+    monkeypatch.setattr("vlm_batch.cli.watching.FIGURES_FROM", 1)
+    names = [f"missing{number}000{number}.png" for number in range(3)] + ["my photos/a large one.png", "is.png"]
+    rows = [{"id": one, "image": name} for one, name in zip("0is1n", names, strict=True)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{1\n{2 3\n")
+    assert cli.main(["run", "rows.jsonl", "--report", "r.html", "--quiet"], open_batcher=Fails()) == 1
+    out, err = capsys.readouterr()
+    assert "2 rows cannot be asked, the first: rows.jsonl:6: the line is not JSON" in err
+    table = out[out.index("failures, by the first of each kind") :]
+    assert re.findall(r"^\s*(\d+)\s+(.+?)\s*$", table, re.MULTILINE)[:2] == [
+        ("3", "InvalidImage: missing10001.png does not exist"),
+        ("2", "InvalidImage: my photos/a large one.png has 2 x 9 pixels"),
+    ]
+    assert "InvalidImage: missing10001.png does not exist" in Path("r.html").read_text()
+
+
+def test_an_answer_that_is_cut_before_it_has_its_form_is_an_error(tmp_path: Path) -> None:
+    """In every output, with the text that there is; its row is asked again when told."""
+    shape = {"type": "object", "properties": {"colour": {"type": "string"}}, "required": ["colour"]}
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    picture, said = (
+        str(sample_images()[0]),
+        "CutAnswer: the answer was ended by its longest length (max_tokens is 2) before",
+    )
+    forms = {"json": ["--json-schema", str(tmp_path / "shape.json")], "choice": ["--choice", "a very long blue choice"]}
+    with VLMBatcher(default_checkpoint()) as batcher:
+        for name, form in forms.items():
+            command = ["run", picture, "--quiet", "--max-tokens", "2", *form]
+            for out in (str(tmp_path / f"{name}{suffix}") for suffix in (".csv", ".jsonl")):
+                columns = ["--columns", "colour"] if out.endswith("json.csv") else []
+                assert cli.main([*command, "--out", out, *columns], open_batcher=lambda args: nullcontext(batcher)) == 1
+                (row,) = answers(out)
+                assert row["error"].startswith(said)
+            assert row["text"] and row["finish_reason"] == "length"
+        table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"json_schema": shape, "max_tokens": 2})
+        assert table.column("answer_error").to_pylist()[0].startswith(said)
+        table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"json_schema": {"enum": [None]}})
+        assert table.column("answer").to_pylist() == ["null"]
+
+
+@pytest.mark.parametrize("out", ["x.xlsx", "x.json", "x.jsonl.gz", "x.txt"])
+def test_an_output_of_an_unknown_form_is_refused(folder: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    echo = Echo()
+    assert cli.main([*RUN, "--out", out], open_batcher=echo) == 2
+    suffix = Path(out).suffix
+    assert (
+        f"{suffix} is no form of output that is known here; .jsonl, .ndjson, .csv, .tsv, .parquet, .pq are"
+        in capsys.readouterr().err
+    )
+    assert not echo.opened and not Path(out).exists()
+    assert cli.main([*RUN, "--json", out], open_batcher=Echo()) == 1 and Path(out).read_bytes().count(b"\n") == 20

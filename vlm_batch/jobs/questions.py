@@ -59,6 +59,11 @@ class Item:
     enable_thinking: bool | None = None
     error: str | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The row's id and the names of its pictures, as they may stand in a message."""
+        return [self.row.id, *self.row.image_names]
+
     def request(self) -> Request:
         """The request for the batcher; the row's pictures are read here, where they lie inside something larger."""
         row = self.row

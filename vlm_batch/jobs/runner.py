@@ -18,9 +18,9 @@ from vlm_batch.jobs.questions import Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
-from vlm_batch.jobs.summary import Summary
+from vlm_batch.jobs.summary import Kinds, Summary
 from vlm_batch.many import submitted
-from vlm_batch.types import Request, Result, Stats, TokenLogprobs, Usage
+from vlm_batch.types import Request, Result, SamplingParams, Stats, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
@@ -60,14 +60,14 @@ class Watch:
 class Plan:
     """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
 
-    ``wrong`` counts rows that can be seen to fail, by reason; ``own`` those that have a prompt or messages of their own.
+    ``wrong`` counts rows that can be seen to fail, by kind; ``own`` those that have a prompt or messages of their own.
     ``others`` are answers of the output that are to none of the rows.
     """
 
     total: int | None
     done: int = 0
     failed_before: int = 0
-    wrong: Mapping[str, int] = field(default_factory=dict)
+    wrong: Kinds = field(default_factory=Kinds)
     own: int = 0
     others: int = 0
 
@@ -122,7 +122,7 @@ class Job:
                 self._check_columns(source.columns, source.name)
         if self.is_once:
             return Plan(None)
-        known, twice, wrong = Ids(), Counter[str](), Counter[str]()
+        known, twice, wrong = Ids(), Counter[str](), Kinds()
         columns, fields = set[str](), set[str]()
         num_done = num_failed = total = own = 0
         is_empty = True
@@ -141,7 +141,7 @@ class Job:
             elif item.id in failed:
                 num_failed += 1
             elif item.error is not None:
-                wrong[item.error.replace(item.id, "...")[:120]] += 1
+                wrong.add(item.error, item.names)
         if twice:
             named = ", ".join(repr(one) for one in list(twice)[:3])
             number = sum(twice.values())
@@ -151,7 +151,7 @@ class Job:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row", fields)
         others = len(done) + len(failed) - num_done - num_failed
-        return Plan(total, num_done, num_failed, dict(wrong), own, others)
+        return Plan(total, num_done, num_failed, wrong, own, others)
 
     def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
         """Raise InvalidJob for a column that prompts or the output name, and that is not there. ``fields`` are answers'."""
@@ -248,6 +248,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
     def end(item: Item, result: Result) -> None:
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
+        result = with_form(item.params, result)
         job.sink.append(record_of(item, result))
         summary.add(item, result)
         watch.ended(item, result, len(alive))
@@ -302,6 +303,19 @@ def submitted_row(batcher: VLMBatcher, questions: Questions, row: Row) -> Handle
     if request is None:
         return Result(request_id=item.id, finish_reason="error", error=item.error)
     return submitted(batcher.submit_request, replace(request, request_id=None))
+
+
+def with_form(params: SamplingParams, result: Result) -> Result:
+    """The result, with an error where its answer ended before it had the form that was asked for."""
+    others = tuple(with_form(params, other) for other in result.others)
+    if params.json_schema is not None:
+        is_whole, what = result.parsed is not None or result.text.strip() == "null", "its JSON was whole"
+    else:
+        is_whole, what = params.choice is None or result.text in params.choice, "it was one of the choices"
+    if is_whole or result.error is not None:
+        return replace(result, others=others)
+    cut = f" by its longest length (max_tokens is {params.max_tokens})" if result.finish_reason == "length" else ""
+    return replace(result, error=f"CutAnswer: the answer was ended{cut} before {what}", others=others)
 
 
 def record_of(item: Item, result: Result) -> Record:

@@ -30,6 +30,14 @@ FLAT_COLUMNS = (
     "seconds",
 )
 
+#: The form of a file by its suffix; None is JSON lines.
+FORMS: Mapping[str, Format | None] = {
+    **dict.fromkeys(("", ".jsonl", ".ndjson")),
+    ".csv": DelimitedFile(),
+    ".tsv": DelimitedFile("\t"),
+    **dict.fromkeys((".parquet", ".pq"), ParquetFile()),
+}
+
 
 class Sink:
     """Answers, durable as they come. This base class keeps none: they are shown only, and no job can be resumed.
@@ -64,12 +72,14 @@ class Sink:
 
 
 def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
-    """The sink of an output's name: by its suffix CSV, TSV or Parquet, else JSON lines; ``-`` is standard output."""
+    """The sink of an output's name, by its suffix; without one JSON lines. ``-`` is standard output. Raises InvalidJob."""
     if target == "-":
         return StandardOutput(columns)
     path = Path(target).expanduser()
-    forms: dict[str, Format] = {".csv": DelimitedFile(), ".tsv": DelimitedFile("\t"), ".parquet": ParquetFile()}
-    return AnswerFile(path, columns, {**forms, ".pq": forms[".parquet"]}.get(path.suffix.lower()))
+    if (suffix := path.suffix.lower()) not in FORMS:
+        known = ", ".join(filter(None, FORMS))
+        raise InvalidJob(f"cannot write {target}: {suffix} is no form of output that is known here; {known} are")
+    return AnswerFile(path, columns, FORMS[suffix])
 
 
 class StandardOutput(Sink):
