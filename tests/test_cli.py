@@ -357,12 +357,31 @@ def test_a_file_in_two_spellings_is_asked_once(folder: Path, batcher: ScriptedBa
     ]
 
 
+def test_folders_have_what_pillow_reads(
+    folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing else; of pictures of other kinds it is said why not."""
+    kinds = ("jp2", "ico", "tga", "ppm", "pgm", "pcx", "qoi", "apng", "dib", "JPG", "webp", "tif")
+    others = {"eps": "EPS", "sgi": "SGI", "dds": "DDS"}
+    for kind in (*kinds, *others):
+        Image.new("RGB", (24, 16), "red").save(folder / "pictures" / "inside" / f"a.{kind}")
+    (folder / "pictures" / "inside" / "scan.pdf").touch()
+    assert cli.main(["run", "pictures/inside"], open_batcher=batcher) == 0
+    found = {str(request.request_id) for request in batcher.requests}
+    assert found == {f"pictures/inside/a.{kind}" for kind in kinds} | {"pictures/inside/c.webp"}
+    assert all(load_image(name).getpixel((1, 1))[0] > 200 for name in found - {"pictures/inside/c.webp"})  # type: ignore[index]
+    said = capsys.readouterr().err
+    assert all(f"1 .{end} ({name} is not read here: to be saved as PNG first)" in said for end, name in others.items())
+    assert "1 .pdf (--pdf takes them)" in said
+
+
 def test_linked_folders_and_what_is_skipped(
     folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Links are followed, none twice, and nothing is left out without a word."""
     monkeypatch.setattr("vlm_batch.jobs.files.find_spec", lambda name: None)  # as if pillow-heif were not installed
     monkeypatch.delitem(sys.modules, "pillow_heif", raising=False)
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for name in ("scan.jfif", "photo.heic", "clip.mp4", "more.heic"):

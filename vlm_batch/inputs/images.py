@@ -45,8 +45,8 @@ def load_image(
 ) -> Image.Image:
     """Read one picture as RGB, upright (EXIF orientation applied), its first frame if it is animated.
 
-    Transparent pictures are laid on white; grey of 16 bits, 32 bits and floats is scaled to 8 bits. ``max_pixels`` is checked on the header,
-    before anything is decoded; None lifts it. Raises InvalidImage, or OperationCancelled.
+    Transparent pictures are laid on white; grey of 16 bits, 32 bits and floats is scaled to 8 bits. ``max_pixels`` is
+    checked on the header, before anything is decoded; None lifts it. Raises InvalidImage, or OperationCancelled.
     """
     if isinstance(source, Image.Image):
         image = source
@@ -245,6 +245,12 @@ def _opened(source: Any) -> Image.Image:
 @cache
 def _init_pillow() -> None:
     Image.init()
+
+
+def picture_suffixes() -> frozenset[str]:
+    """The suffixes of files that are read: those that Pillow has for ``FORMATS``, with what plugins have registered."""
+    _init_pillow()
+    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
 
 
 def _said(error: BaseException) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.assets import VIDEO_SUFFIXES
 from vlm_batch.jobs import journal
+from vlm_batch.jobs.files import picture_suffixes
 from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink
@@ -24,7 +25,7 @@ class Sidecars(Sink):
         self, suffix: str, folder: str, paths: Callable[[], Iterable[tuple[str, str]]], sink: Sink | None
     ) -> None:
         self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
-        if self._suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES or not self._suffix[1:].strip(". "):
+        if self._suffix.lower() in picture_suffixes().union(VIDEO_SUFFIXES) or not self._suffix[1:].strip(". "):
             raise InvalidJob(f"--sidecar {suffix} is no suffix for text; .txt and .caption are")
         self._paths = paths
         self._sink = sink
