@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import io
 import json
 import os
 import random
@@ -962,7 +963,7 @@ def test_memory_does_not_grow_with_the_rows(folder: Path) -> None:
                     file.write(json.dumps({"id": f"row {number}", "image": "a.png", "text": "x" * 5000}) + "\\n")
             sources, _ = open_sources(["many.jsonl"])
             echo = Forgets()
-            run(sources, open_sink(f"{count}.jsonl"), lambda: echo(None), questions=Questions(("?",)))
+            run(sources, open_sink(f"{count}.jsonl"), lambda: echo(None), questions=Questions(("?",)), carried=("text",))
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     """
     run = subprocess.run(
@@ -1061,6 +1062,79 @@ def test_failures_are_counted_by_kind_and_shown_whole(
         ("2", "InvalidImage: my photos/a large one.png has 2 x 9 pixels"),
     ]
     assert "InvalidImage: missing10001.png does not exist" in Path("r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "said"),
+    [
+        ({"img": "a.png"}, [], "the line has 'img', which no request has ('image' is probably meant)"),
+        (
+            {"image": "a.png", "promt": "?"},
+            [],
+            "the line has 'promt', which no request has ('prompt' is probably meant)",
+        ),
+        (
+            {"image": "a.png", "xyzzy": 1},
+            [],
+            "the line has 'xyzzy', which no request has; where it is a column, name it",
+        ),
+        ({"image": "a.png", "xyzzy": 1}, ["--columns", "xyzzy"], None),
+        ({"image": "a.png", "xyzzy": 1}, ["--prompt", "what {xyzzy}?"], None),
+        ({"img": "a.png"}, ["--image-column", "img"], None),
+        ({"custom_id": "a", "file_name": "a.png", "prompt": "?", "params": {"seed": 1}}, [], None),
+    ],
+    ids=str,
+)
+def test_keys_that_no_request_has_are_refused(
+    folder: Path,
+    line: dict[str, Any],
+    options: list[str],
+    said: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the job begins where every line has them, else as that row's error; a stream's rows are known as they come."""
+    whole = {"id": "whole", "image": "b.png"} | {name: "?" for name in ("img",) if "--image-column" in options}
+    echo, text = Echo(), json.dumps(line) + "\n"
+    (folder / "rows.jsonl").write_text(text)
+    command = ["run", "rows.jsonl", "--quiet", "--out", "out.jsonl", *options]
+    assert cli.main(command, open_batcher=echo) == (0 if said is None else 2)
+    assert (said or "") in capsys.readouterr().err and echo.opened == (said is None)
+    if said is not None:
+        (folder / "rows.jsonl").write_text(json.dumps(whole) + "\n" + text)
+        monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(whole) + "\n" + text))
+        for source in ("rows.jsonl", "-"):
+            out = f"{len(source)}.jsonl"
+            assert cli.main(["run", source, "--quiet", "--out", out], open_batcher=Echo()) == 1
+            whole_row, row = sorted(answers(out), key=lambda row: row["error"] is not None)
+            assert (whole_row["id"], row["images"]) == ("whole", line.get("image", []) and ["a.png"])
+            assert said in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("header", "options", "said"),
+    [
+        ("img,kind", [], "t.csv has no column of images, but 'img': --image-column img takes it for that"),
+        ("Photo,kind", [], "--image-column Photo takes it for that"),
+        ("image_pth,kind", ["--prompt", "what {kind}?"], "--image-column image_pth takes it"),
+        ("image,promt", [], "t.csv has no column of prompts, but 'promt': --prompt-column promt takes it"),
+        ("image,promt", ["--prompt", "what?"], None),
+        ("img,kind", ["--image-column", "img"], None),
+        ("img,kind", ["--columns", "img"], None),
+        ("file_name,image_id", [], None),
+        ("review,kind", ["--prompt", "what is {review}?"], None),
+    ],
+)
+@pytest.mark.parametrize("table", ["t.csv", "t.parquet"])
+def test_columns_that_are_probably_misspelt_are_refused(
+    folder: Path, table: str, header: str, options: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing else holds the pictures or the prompts; the columns of a table are its own otherwise."""
+    (folder / "t.csv").write_text(f"{header}\na.png,b\n")
+    pq.write_table(pa.table(dict(zip(header.split(","), [["a.png"], ["b"]], strict=True))), "t.parquet")
+    echo = Echo()
+    assert cli.main(["run", table, "--quiet", *options], open_batcher=echo) == (0 if said is None else 2)
+    assert (said or "").replace("t.csv", table) in capsys.readouterr().err and echo.opened == (said is None)
 
 
 def test_an_answer_that_is_cut_before_it_has_its_form_is_an_error(tmp_path: Path) -> None:

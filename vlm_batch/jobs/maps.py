@@ -97,6 +97,7 @@ class _Asked:
         if self.prompt is None and "prompt" not in names:
             raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
         found = self.given.among(names, "the table", pictures)
+        found.check_meant(names, "the table", self.questions.columns, asks=True)
         return found if self.prompt is not None else replace(found, prompt="prompt")
 
     def answers(

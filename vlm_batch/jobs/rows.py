@@ -6,10 +6,13 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.types import ImageInput, Message, Video
+
+if TYPE_CHECKING:
+    from vlm_batch.jobs.cells import Columns
 
 
 class InvalidJob(VLMBatchError, ValueError):
@@ -21,7 +24,8 @@ class Row:
     """One row: what is asked about, and what it says itself of prompt and sampling.
 
     ``images`` are pictures, or, where ``load`` is there, the names of those that it reads when it is their turn.
-    ``columns`` are what prompts and outputs may name. ``error`` says why the row cannot be asked at all.
+    ``columns`` are what prompts and outputs may name; ``strange`` are those that are mistakes unless they are named.
+    ``error`` says why the row cannot be asked at all.
     """
 
     id: str
@@ -31,6 +35,7 @@ class Row:
     messages: Sequence[Message] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+    strange: tuple[str, ...] = ()
     load: Callable[[], Sequence[ImageInput]] | None = None
     error: str | None = None
 
@@ -60,8 +65,13 @@ class Source:
         return False
 
     @property
+    def found(self) -> Columns | None:
+        """What a table's columns hold."""
+        return None
+
+    @property
     def numbered(self) -> bool:
-        return False
+        return self.found is not None and self.found.id is None
 
     def rows(self) -> Iterator[Row]:
         """Every row. A row that cannot be read comes with its ``error``."""

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.errors import describe
+from vlm_batch.jobs.cells import hint
 from vlm_batch.jobs.files import identity
 from vlm_batch.jobs.order import by_size
-from vlm_batch.jobs.questions import Item, Questions, schema_fields
+from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Kinds, Summary
+from vlm_batch.jobs.tables import REQUEST_KEYS
 from vlm_batch.many import submitted
 from vlm_batch.types import Request, Result, SamplingParams, Stats, TokenLogprobs, Usage
 
@@ -91,9 +93,19 @@ class Job:
         return (item for item in self._all_items(scan) if self.shard.has(item.id))
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        rows = (row for source in self.sources for row in _rows_of(source, scan))
+        rows = (self._known(row) for source in self.sources for row in _rows_of(source, scan))
         asked = (item for row in rows for item in self.questions.ask(row))
         return (replace(item, number=number) for number, item in enumerate(asked))
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The columns that prompts and the output use."""
+        return self.questions.columns.union(self.carried)
+
+    def _known(self, row: Row) -> Row:
+        """The row, with an error if it says something that is neither known nor named."""
+        strange = [name for name in row.strange if name not in self.named] if row.error is None else []
+        return replace(row, error=_said_of(strange[0])) if strange else row
 
     @property
     def is_once(self) -> bool:
@@ -120,17 +132,21 @@ class Job:
         for source in self.sources:
             if source.columns is not None:
                 self._check_columns(source.columns, source.name)
+            if source.found is not None:
+                asks = self.questions.prompts != (DEFAULT_PROMPT,)
+                source.found.check_meant(source.columns or (), source.name, self.named, asks=asks)
         if self.is_once:
             return Plan(None)
         known, twice, wrong = Ids(), Counter[str](), Kinds()
-        columns, fields = set[str](), set[str]()
+        columns, fields, strange = set[str](), set[str](), Counter[str]()
         num_done = num_failed = total = own = 0
-        is_empty = True
+        num_items = 0
         for item in self._all_items(scan=True):
-            is_empty = False
+            num_items += 1
             if not known.add(item.id):
                 twice[item.id] += 1
             columns.update(item.row.columns)
+            strange.update(item.row.strange)
             fields |= schema_fields(item.params)
             if not self.shard.has(item.id):
                 continue
@@ -147,9 +163,11 @@ class Job:
             number = sum(twice.values())
             said = "1 row has" if number == 1 else f"{number} rows have"
             raise InvalidJob(f"{said} an id that another row has: {named}")
-        if is_empty:
+        if not num_items:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row", fields)
+        if mistakes := [name for name, count in strange.items() if count == num_items and name not in self.named]:
+            raise InvalidJob(_said_of(mistakes[0]))
         others = len(done) + len(failed) - num_done - num_failed
         return Plan(total, num_done, num_failed, wrong, own, others)
 
@@ -163,6 +181,14 @@ class Job:
         there = {*known, *fields, *schema_fields(self.questions.params)}
         if lost := [name for name in self.carried if name not in there]:
             raise InvalidJob(f"{lost[0]!r} is neither a column of {where} nor a field of an answer")
+
+
+def _said_of(key: str) -> str:
+    """What is wrong with a line of JSON that has an unknown key."""
+    return (
+        f"the line has {key!r}, which no request has{hint(key, REQUEST_KEYS)}; where it is a column, name it: in a prompt, "
+        f"or by --columns {key}"
+    )
 
 
 def _rows_of(source: Source, scan: bool) -> Iterator[Row]:
