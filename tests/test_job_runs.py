@@ -170,7 +170,7 @@ def test_output_that_is_there_is_refused_resumed_or_replaced(
 
 
 def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ids of files are their paths: the same folder in other words goes on, and a whole path is said not to."""
+    """Ids of files are their paths: the same folder in other words goes on, and a whole path does when told."""
     (folder / "pics").mkdir()
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(folder / "pics" / name)
@@ -181,9 +181,54 @@ def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[st
         assert cli.main(["run", spelled, *command], open_batcher=echo) == 0
         assert not echo.opened
     assert "in the output is to one of these rows" not in capsys.readouterr().err
-    assert cli.main(["run", str(folder / "pics"), *command], open_batcher=Echo()) == 0
+    refused, before = Echo(), Path("out.jsonl").read_bytes()
+    assert cli.main(["run", str(folder / "pics"), *command], open_batcher=refused) == 2
     said = "none of the 2 answers in the output is to one of these rows: are paths spelled as in its first run?"
     assert said in capsys.readouterr().err
+    assert not refused.opened and Path("out.jsonl").read_bytes() == before
+    assert cli.main(["run", str(folder / "pics"), *command, "--force"], open_batcher=Echo()) == 0
+    assert said in capsys.readouterr().err and len(told("out.jsonl")) == 4
+
+
+@pytest.mark.parametrize("output", [["--out", out] for out in OUTPUTS] + [["--sidecar", ".txt"]], ids=" ".join)
+def test_pictures_that_have_changed_are_noticed(
+    folder: Path, output: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By size and time, also those of an older file; what is gone or new since is not changed."""
+    (folder / "pics").mkdir()
+    for name in "abcd":
+        Image.new("RGB", (4, 4)).save(folder / "pics" / f"{name}.png")
+    command = ["run", "pics", "--quiet", *output]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    (folder / "pics/d.png").unlink()
+    Image.new("RGB", (4, 4)).save(folder / "pics/e.png")
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    os.utime(folder / "pics/b.png", (1, 1))
+    Image.new("RGB", (90, 50)).save(folder / "pics/e.png")
+    capsys.readouterr()
+    refused = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=refused) == 2 and not refused.opened
+    assert "files of 2 answered rows have changed since: pics/b.png, pics/e.png." in capsys.readouterr().err
+    assert cli.main([*command, "--resume", "--force"], open_batcher=refused) == 0 and not refused.opened
+    again = Echo()
+    assert cli.main([*command, "--overwrite"], open_batcher=again) == 0 and len(again.asked) == 4
+    assert cli.main([*command, "--resume"], open_batcher=refused) == 0 and not refused.opened
+
+
+def test_weights_that_have_changed_are_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (folder / "model" / name).write_text("{}")
+    command = [*RUN, "--model", "model", "--out", "out.jsonl", "--resume"]
+    assert cli.main(command, open_batcher=Echo(stop_after=5)) == 130
+    (folder / "model" / "README.md").write_text("other")
+    assert cli.main(command, open_batcher=Echo(stop_after=5)) == 130
+    (folder / "model" / "model.safetensors").write_text("other")
+    refused = Echo()
+    assert cli.main(command, open_batcher=refused) == 2 and not refused.opened
+    assert "the model's files have changed: model.safetensors. --force goes on" in capsys.readouterr().err
+    assert cli.main([*command, "--force"], open_batcher=Echo()) == 1
+    assert cli.main(command, open_batcher=Echo()) == 1  # the header is that of the last run
 
 
 @pytest.mark.parametrize("out", OUTPUTS)

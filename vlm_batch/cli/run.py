@@ -259,15 +259,17 @@ def _sink(
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that decide answers and output beside prompts and sampling."""
-    model = args.model
-    if model is not None and Path(model).expanduser().exists():
+    model, files = args.model, {}
+    if model is not None and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
+        files = journal.model_files(Path(model))
     names = (
         *("max_prompt_tokens", "max_image_pixels", "min_pixels", "max_pixels", "reproducible"),
         *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
     )
     said = {name: value for name, value in vars(args).items() if name in names}
-    return {"model": model, **said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
+    said = {"model": model, journal.MODEL_FILES: files, **said}
+    return {**said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.errors import describe
+from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import hint
 from vlm_batch.jobs.files import identity
 from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
+from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
 from vlm_batch.jobs.summary import Kinds, Summary
@@ -63,7 +64,8 @@ class Plan:
     """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
 
     ``wrong`` counts rows that can be seen to fail, by kind; ``own`` those that have a prompt or messages of their own.
-    ``others`` are answers of the output that are to none of the rows.
+    ``others`` are answers of the output that are to none of the rows, and ``changed`` rows whose files are others since they
+    were answered.
     """
 
     total: int | None
@@ -72,6 +74,22 @@ class Plan:
     wrong: Kinds = field(default_factory=Kinds)
     own: int = 0
     others: int = 0
+    changed: Sequence[str] = ()
+
+    def check_goes_on(self) -> None:
+        """Raise InvalidJob for rows that the output has by other names, or of other pictures."""
+        if self.changed:
+            named = ", ".join(self.changed[:3]) + (", ..." if len(self.changed) > 3 else "")
+            raise InvalidJob(
+                f"files of {len(self.changed)} answered rows have changed since: {named}. --overwrite asks all rows again, "
+                "--force keeps their answers"
+            )
+        if self.others and not self.done and not self.failed_before:
+            answers = "1 answer" if self.others == 1 else f"{self.others} answers"
+            raise InvalidJob(
+                f"none of the {answers} in the output is to one of these rows: are paths spelled as in its first run? "
+                "--force goes on all the same"
+            )
 
     @property
     def left(self) -> int | None:
@@ -140,7 +158,7 @@ class Job:
         known, twice, wrong = Ids(), Counter[str](), Kinds()
         columns, fields, strange = set[str](), set[str](), Counter[str]()
         num_done = num_failed = total = own = 0
-        num_items = 0
+        num_items, stamps, changed = 0, self.sink.stamps() if len(done) else {}, []
         for item in self._all_items(scan=True):
             num_items += 1
             if not known.add(item.id):
@@ -154,6 +172,9 @@ class Job:
             own += item.row.prompt is not None or item.row.messages is not None
             if item.id in done:
                 num_done += 1
+                before = stamps.get(digest(item.id))
+                if before is not None and (now := journal.stamps_of(item.row)) and digest(str(now)) != before:
+                    changed.append(item.id)
             elif item.id in failed:
                 num_failed += 1
             elif item.error is not None:
@@ -169,7 +190,7 @@ class Job:
         if mistakes := [name for name, count in strange.items() if count == num_items and name not in self.named]:
             raise InvalidJob(_said_of(mistakes[0]))
         others = len(done) + len(failed) - num_done - num_failed
-        return Plan(total, num_done, num_failed, wrong, own, others)
+        return Plan(total, num_done, num_failed, wrong, own, others, changed)
 
     def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
         """Raise InvalidJob for a column that prompts or the output name, and that is not there. ``fields`` are answers'."""
@@ -237,6 +258,8 @@ def run(
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
         done, failed = sink.existing() if resume else (Ids(), Ids())
         plan = job.plan(done, Ids() if retry_errors else failed)
+        if not force:
+            plan.check_goes_on()
         if plan.total is None:  # of rows that are not known yet, what the output has is what was done
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
@@ -269,12 +292,15 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
     """Ask the questions that are not answered. Rows are read when the batcher has room; a bad row ends with its error."""
     alive: dict[str, Item] = {}
+    made_of: dict[str, list[journal.Stamp]] = {}
     seen = Ids()
 
     def end(item: Item, result: Result) -> None:
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
         result = with_form(item.params, result)
+        if stamps := made_of.pop(item.id, None):
+            job.sink.stamp(item.id, stamps)
         job.sink.append(record_of(item, result))
         summary.add(item, result)
         watch.ended(item, result, len(alive))
@@ -298,7 +324,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
                 continue
-            alive[item.id] = item
+            alive[item.id], made_of[item.id] = item, journal.stamps_of(item.row)
             yield request
 
     summary.begin()

@@ -31,6 +31,7 @@ class Sidecars(Sink):
         self._sink = sink
         self.name = sink.name if sink is not None else f"*{self._suffix}"
         self._header = Path(folder or ".") / f".vlm-batch{self._suffix}"
+        self._stamps = journal.Stamps(self._header)
 
     def path_of(self, picture: str) -> Path:
         """The file for a picture's answer."""
@@ -66,6 +67,9 @@ class Sidecars(Sink):
             return self._sink.existing()
         return Ids(row_id for row_id, picture in self._paths() if self.path_of(picture).exists()), Ids()
 
+    def stamps(self) -> Mapping[int, int]:
+        return self._sink.stamps() if self._sink is not None else self._stamps.read()
+
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         if self._sink is not None:
             self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
@@ -73,7 +77,14 @@ class Sidecars(Sink):
         if overwrite:  # or a job that is killed and resumed would take old answers for its own
             for _, picture in self._paths():
                 self.path_of(picture).unlink(missing_ok=True)
+            self._stamps.clear()
         journal.write_header(self._header, settings)
+
+    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+        if self._sink is not None:
+            self._sink.stamp(row_id, stamps)
+        else:
+            self._stamps.add(row_id, stamps)
 
     def append(self, record: Record) -> None:
         if not record.get("error"):
@@ -88,5 +99,6 @@ class Sidecars(Sink):
             self._sink.finish()
 
     def close(self) -> None:
+        self._stamps.close()
         if self._sink is not None:
             self._sink.close()

@@ -60,7 +60,14 @@ class Sink:
         """The ids that are answered, and those that failed."""
         return Ids(), Ids()
 
+    def stamps(self) -> Mapping[int, int]:
+        """What the answers were made of: a digest of each row's stamps, by that of its id."""
+        return {}
+
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
+
+    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+        """Keep what the answer that comes next is made of. Raises CannotWrite."""
 
     def append(self, record: Record) -> None:
         """Keep an answer. Raises CannotWrite, and what was kept before stays whole."""
@@ -108,6 +115,7 @@ class AnswerFile(Sink):
         self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
         self._form = form
         self._file: LineFile | None = None
+        self._stamps = journal.Stamps(path)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
@@ -131,6 +139,9 @@ class AnswerFile(Sink):
             (failed if record.get("error") else answered).add(str(record["id"]))
         return answered, failed
 
+    def stamps(self) -> Mapping[int, int]:
+        return self._stamps.read()
+
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         if self._is_device():
             self._file = LineFile(self.path)
@@ -150,6 +161,10 @@ class AnswerFile(Sink):
         self._file = LineFile(self.journal)
         journal.write_header(self.path, settings)
 
+    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+        if not self._is_device():
+            self._stamps.add(row_id, stamps)
+
     def append(self, record: Record) -> None:
         assert self._file is not None
         self._file.append(chosen(record, self._columns))
@@ -165,6 +180,7 @@ class AnswerFile(Sink):
             self.journal.unlink(missing_ok=True)
 
     def close(self) -> None:
+        self._stamps.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -175,6 +191,7 @@ class AnswerFile(Sink):
 
     def _clear(self) -> None:
         try:
+            self._stamps.clear()
             if self._form is None and self.path.exists():
                 os.truncate(self.path, 0)
             elif self._form is not None:
