@@ -62,13 +62,11 @@ class Idefics2(PlacingAdapter, Idefics3):
 
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.embed_tokens
+    embeddings = "embed_tokens"
 
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """Pictures have their own sizes, and padding beside a larger one."""
-        Adapter.check_placeholders(self, ids, extra)
+        return Adapter.count_placeholders(self, ids, extra)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """The latents of each picture, one at a time; what is zero throughout is no picture."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -20,21 +20,16 @@ class Idefics3(Adapter):
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.embed_tokens
+    embeddings = "embed_tokens"
+    last_hidden = "norm"
 
-    def last_position_logits(self) -> None:
-        self.language.norm = LastPosition(self.language.norm)
-
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """The processor's tiles are whole. mlx-vlm's tower attends to a tile's padding (idefics3/vision.py:161)."""
-        super().check_placeholders(ids, extra)
         mask = extra.get("pixel_attention_mask")
-        if mask is None or (mask != 0).all():
-            return
-        own = (np.array(mask) != 0).mean(axis=(-1, -2))  # of each tile
-        if ((own > 0) & (own < 1)).any():
-            raise InvalidPrompt(
-                f"{self.spec.family} takes whole tiles, as its processor makes them; pixel_attention_mask hides parts of some"
-            )
+        if mask is not None and not (mask != 0).all():
+            own = (np.array(mask) != 0).mean(axis=(-1, -2))  # of each tile
+            if ((own > 0) & (own < 1)).any():
+                raise InvalidPrompt(
+                    f"{self.spec.family} takes whole tiles, as its processor makes them; pixel_attention_mask hides parts"
+                )
+        return super().count_placeholders(ids, extra)

@@ -30,15 +30,16 @@ class MiniCPMO(SlicedAdapter):
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
     #: The processor's outputs for audio, empty without any.
-    ignored_inputs = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
+    ignored = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
 
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """Upstream leaves out what does not fit (minicpmo.py:438)."""
-        super().check_placeholders(ids, extra)
+        found = super().count_placeholders(ids, extra)
         needed = int(self.config.query_num)
         for first, end in (bound for request in slice_bounds(extra) for bound in request.tolist()):
             if end - first != needed:
                 raise InvalidPrompt(f"a slice needs {needed} placeholder tokens; the prompt has {end - first}")
+        return found
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         audio = inputs.get("audio_features")
