@@ -11,6 +11,7 @@ import mlx.nn as nn
 import mlx_vlm
 import numpy as np
 import pytest
+from mlx_vlm.utils import save_weights
 
 from tests.checkpoints import LAYOUTS, MULTIPLIERS, NO_LAYOUT, NO_OLDER, names, write_checkpoint
 from tests.zoo import FAMILIES, Trace, apart, family, recorded_requests, requests_of
@@ -178,3 +179,19 @@ def test_what_no_answer_reads_may_be_there_or_not(tmp_path: Path) -> None:
     config["vision_config"]["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     loaded(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_vl"])
+def test_a_folder_that_mlx_vlm_converted_back_from_few_bits(name: str, tmp_path: Path) -> None:
+    """Its config.json still says how layers were quantised, some of them by their names; no tensor is."""
+    folder = write_checkpoint(tmp_path / "whole", name)
+    model = loaded(folder)
+    few = {"group_size": 32, "bits": 4}
+    gates = {path: {**few, "bits": 8} for path, _ in model.named_modules() if path.endswith("layers.1.mlp.gate")}
+    named = gates or {"language_model.model.layers.1.mlp.up_proj": few}
+    expected = answers(name, model, few=True)
+    save_weights(tmp_path / "back", model)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "back" / "config.json").write_text(json.dumps({**config, "quantization": {**few, **named}}))
+    for request, trace in answers(name, loaded(tmp_path / "back"), few=True).items():
+        assert trace.tokens == expected[request].tokens

@@ -31,7 +31,7 @@ from vlm_batch.inputs.processors import with_stops
 from vlm_batch.models import package_of
 from vlm_batch.models._fitting import fitted
 from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, TENSORS, corrected
-from vlm_batch.models._rules import Config, Tensors, Weights, raised
+from vlm_batch.models._rules import Config, Tensors, Weights, raised, without
 
 #: Types whose class reads the kind of rotary positions, and computes plain ones whatever it is (glm_ocr/language.py:60).
 PLAIN_ALONE = frozenset({"glm_ocr"})
@@ -69,6 +69,10 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
                 if name.startswith(rules.unread)
             }
             put |= {name: mx.zeros(value.shape) for name, value in unread.items()}
+        if not any(
+            name.endswith(".scales") for name in put
+        ):  # what mlx-vlm's convert makes of few bits still says them
+            config = without("quantization")(config)
         return theirs(model, config, put, *args, **kwargs)
 
     with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights):
