@@ -30,6 +30,12 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "idefics3_tied": ("idefics3", TIED),
     "smolvlm_tied": ("smolvlm", TIED),
     "gemma4_untied": ("gemma4", {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}),
+    "gemma4_unified_untied": (
+        "gemma4_unified",
+        {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}},
+    ),
+    "granite_vision_heads": ("granite_vision", {"text_config": {"head_dim": 24}}),
+    "llava_onevision_heads": ("llava_onevision", {"text_config": {"head_dim": 24}}),
     "llava_heads": ("llava", {"text_config": {"head_dim": 24}}),
     "idefics3_heads": ("idefics3", {"text_config": {"head_dim": 24}}),
     "smolvlm_heads": ("smolvlm", {"text_config": {"head_dim": 24}}),
