@@ -28,7 +28,7 @@ def fitted(model: nn.Module, weights: Weights, config: Config) -> Weights:
     Raises UnsupportedModel.
     """
     text: Config = config.get("text_config") or config
-    language = getattr(model, "language_model", model)
+    language: Any = getattr(model, "language_model", model)
     _put_biases(model, weights, text)
     _put_head_widths(language, text)
     _put_positions(language, text)
