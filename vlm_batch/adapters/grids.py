@@ -27,7 +27,7 @@ class GridAdapter(Adapter):
     def processor(cls, processor: Any) -> Any:
         return with_part(processor, "image_processor", with_quick_patches)
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         """As many as patches make when they are merged, and none for a picture without a grid: upstream drops the pictures
         that the prompt has no room for."""
         grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
