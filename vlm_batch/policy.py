@@ -90,7 +90,7 @@ class Policy:
 
     Where ``max_rows`` is None, the number of rows that may live begins with ``first_rows`` and follows what steps take, up to
     ``most_rows`` (``RowLimit``). ``max_bytes`` bounds the keys and values of the rows that have places, ``max_prompt_tokens``
-    a prompt.
+    a prompt: it is ``Limits.prompt_tokens``, of which the engine alone can count what pictures take.
     """
 
     placement: str = _setting(

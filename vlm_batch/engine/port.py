@@ -89,7 +89,7 @@ class Prepared(Protocol):
     def inputs(self) -> Mapping[str, Any]: ...
     @property
     def kept(self) -> Mapping[str, Any] | None:
-        """The same on the host, to begin again from; None where that is not made yet."""
+        """The same on the host, to begin again from; None where it is too large for that."""
 
     @property
     def image_sizes(self) -> tuple[tuple[int, int], ...]: ...
