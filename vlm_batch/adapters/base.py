@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -93,7 +94,7 @@ class Adapter:
         self._longest_short = longest_short(self.language)
         self.hook_functions()
         if self.last_hidden is not None:
-            cut_answer(part_of(self.language, self.last_hidden))
+            cut_answer(attrgetter(self.last_hidden)(self.language))
         remember_features(self, None)
 
     def hook_functions(self) -> None:
