@@ -107,6 +107,8 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
     _say(group, "--max-videos", "max_videos", "in one request (default: %(default)s)", type=int, metavar="N")
     pixels = "of a picture (default: %(default)s)"
     group.add_argument("--max-image-pixels", type=int, default=89_478_485, metavar="N", help=pixels)
+    pixels = "of a request's pictures and frames together (default: %(default)s)"
+    group.add_argument("--max-request-pixels", type=int, default=500_000_000, metavar="N", help=pixels)
     least = "show the model smaller pictures larger, if a request does not say"
     group.add_argument("--min-pixels", type=int, metavar="N", help=least)
     most = "show the model larger pictures smaller, whatever a request says"

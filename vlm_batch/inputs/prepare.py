@@ -45,7 +45,9 @@ from vlm_batch.inputs.template import refuse
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
     Clip,
+    Sampling,
     as_video,
+    count_video_pixels,
     describe_video,
     fetch_video,
     is_to_be_fetched,
@@ -54,9 +56,15 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
+from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video, VideoInput
+
+#: Pixels that the pictures and frames of one request may have together: as many as a video's may.
+DEFAULT_MAX_REQUEST_PIXELS = DEFAULT_MAX_VIDEO_PIXELS
+#: Pixels from which on what was decoded is given back to the system at once: the C library would keep it for its next arrays.
+MANY_PIXELS = 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +72,22 @@ class Limits:
     """Bounds on what one request may bring; None lifts a bound.
 
     ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
-    of a video, before these are. ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context
-    bounds them as well. ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the
-    second. Raises ValueError for a bound out of range.
+    of a video, before these are, ``request_pixels``, for all of a request's pictures and frames together, before any is.
+    ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context bounds them as well.
+    ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the second. Raises
+    ValueError for a bound out of range.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
+    request_pixels: int | None = DEFAULT_MAX_REQUEST_PIXELS
     prompt_tokens: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         put_pixels(self, self.min_pixels, self.max_pixels)
-        for name in ("image_pixels", "video_pixels", "prompt_tokens"):
+        for name in ("image_pixels", "video_pixels", "request_pixels", "prompt_tokens"):
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
 
 
@@ -102,8 +112,8 @@ class Lane(Enum):
 class Question:
     """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread.
 
-    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read. ``num_pixels``
-    are those of the pictures that are in memory.
+    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read, ``sampling`` which
+    frames of a video are taken. ``num_pixels`` are those of the pictures, and of the frames, that are at hand.
     """
 
     prompt: str | None = None
@@ -112,6 +122,7 @@ class Question:
     images: tuple[ImageInput, ...] = ()
     videos: tuple[Video, ...] = ()
     fetch: FetchPolicy = field(default_factory=FetchPolicy)
+    sampling: Sampling = field(default_factory=Sampling)
     params: SamplingParams = field(default_factory=SamplingParams)
     thinking: Thinking | None = None
     pixels: PixelBounds | None = None
@@ -140,8 +151,13 @@ class Question:
     def with_media(self, media: Sequence[ImageInput | Video]) -> Question:
         """The same with other ``media``, as many of each."""
         count = len(self.images)
-        images, videos = tuple(media[:count]), tuple(media[count:])
-        return replace(self, images=images, videos=videos, num_pixels=sum(map(count_pixels, images)))
+        question = replace(self, images=tuple(media[:count]), videos=tuple(media[count:]))
+        return replace(question, num_pixels=question.count_pixels())
+
+    def count_pixels(self) -> int:
+        """Pixels of the pictures and frames that are at hand, by their headers."""
+        frames = (count_video_pixels(video, self.sampling) for video in self.videos)
+        return sum(map(count_pixels, self.images)) + sum(frames)
 
     @property
     def takes_long(self) -> bool:
@@ -231,10 +247,20 @@ class Preparer:
         question, pixels = self._checked(request), self._pixels(request)
         if params.form is not None or params.thinking_budget is not None:
             thinking = self._thinking(question, request)
-        num_pixels = sum(map(count_pixels, question.images))
+        num_pixels = question.count_pixels()
+        self._check_pixels(num_pixels)
         return replace(
             question, params=params, pixels=pixels, has_large_form=is_large, thinking=thinking, num_pixels=num_pixels
         )
+
+    def _check_pixels(self, num_pixels: int) -> None:
+        """Refuse more pixels than one request may have, before any is decoded. Raises InvalidImage."""
+        most = self.limits.request_pixels
+        if most is not None and num_pixels > most:
+            raise InvalidImage(
+                f"the request's pictures and frames have {num_pixels:,} pixels together; at most {most:,} are read",
+                advice=" (Limits.request_pixels)",
+            )
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
@@ -287,9 +313,11 @@ class Preparer:
             if not images and not videos:
                 self._check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
-            return Question(token_ids=ids, images=images, videos=clips, fetch=self._fetch)
-        prompt = self._rendered(request, turns, len(images), len(clips), options)
-        return Question(prompt=prompt, images=images, videos=clips, fetch=self._fetch)
+            question = Question(token_ids=ids)
+        else:
+            question = Question(prompt=self._rendered(request, turns, len(images), len(clips), options))
+        sampling = self.processing.sampling
+        return replace(question, images=images, videos=clips, fetch=self._fetch, sampling=sampling)
 
     def _own_media(
         self, images: Sequence[ImageInput], videos: Sequence[VideoInput]
@@ -300,10 +328,14 @@ class Preparer:
             raise InvalidImage(f"{spec.family} takes no pictures: it is a language model")
         if len(images) > 1 and not spec.multi_image:
             raise InvalidImage(f"{spec.family} takes one picture a request; given: {len(images)}")
-        owned = tuple(map(own_image, images))
+        owned = tuple(map(self._own_image, images))
         if videos and not spec.video:
             raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
-        return owned, tuple(own_video(as_video(video)) for video in videos)
+        return owned, tuple(own_video(as_video(video), self._own_image) for video in videos)
+
+    def _own_image(self, source: ImageInput) -> ImageInput:
+        """The picture in a form that nobody else can change, and whose header can be read. Raises InvalidImage."""
+        return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
 
     def _rendered(
         self, request: Request, turns: list[Message], num_images: int, num_videos: int, options: Template | None
@@ -356,16 +388,23 @@ class Preparer:
         """
         if question.inputs is not None:
             return self._prepared(settled(question.inputs), (), (), question)
-        cancelled, limits = cancelled or Cancelled(), self.limits
-        images = []
+        self._check_pixels(question.num_pixels)
+        try:
+            return self._decoded(question, cancelled or Cancelled())
+        finally:
+            if question.num_pixels >= MANY_PIXELS:
+                trim()
+
+    def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
+        limits, images = self.limits, []
         for source in question.images:
             cancelled.check()
             images.append(load_image(source, limits.image_pixels, self._fetch, cancelled))
         clips = []
         for video in question.videos:
             cancelled.check()
-            sampling = self.processing.sampling
-            clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, self._fetch, cancelled))
+            bounds = limits.video_pixels, limits.image_pixels
+            clips.append(load_video(video, question.sampling, *bounds, self._fetch, cancelled))
         cancelled.check()
         found = self._processed(question, images, clips)
         sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)
@@ -415,13 +454,11 @@ def lane_of(medium: ImageInput | Video) -> Lane | None:
     if isinstance(medium, Video):
         if not is_to_be_fetched(medium):
             return None
-        sources = [medium.source] if isinstance(medium.source, (str, Path)) else list(medium.source)
-    else:
-        sources = [medium]
-    if any(is_url(source) for source in sources):
-        return Lane.NETWORK
-    is_here = all(is_data_uri(source) or not isinstance(source, (str, Path)) for source in sources)
-    return None if is_here else Lane.DISK
+        sources = [medium.source] if isinstance(medium.source, (str, Path, bytes)) else list(medium.source)
+        return Lane.NETWORK if any(map(is_url, sources)) else Lane.DISK
+    if not isinstance(medium, (str, Path)):
+        return None
+    return Lane.NETWORK if is_url(medium) else Lane.DISK
 
 
 def read_medium(medium: ImageInput | Video, policy: FetchPolicy, cancelled: Cancelled) -> ImageInput | Video:
