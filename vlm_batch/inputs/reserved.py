@@ -108,9 +108,9 @@ class ReservedWords:
         self._check(texts_of(arguments), "leave that argument out")
 
     def _check(self, texts: Iterable[str], way_out: str, *, may_end_turns: bool = False) -> None:
-        turns = frozenset[str]() if may_end_turns else self.words.turns
+        words = sorted(self.words.placeholders | (frozenset() if may_end_turns else self.words.turns))
         for text in texts:
-            found = sorted(word for word in self.words.placeholders | turns if word in text)
+            found = [word for word in words if word in text]
             found += [match.group() for pattern in self.words.numbered if (match := pattern.search(text))]
             if found:
                 meaning = (
