@@ -82,6 +82,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add_speed(group)
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     _say(group, "--enable-thinking", "enable_thinking", "think unless a request says otherwise", action="store_true")
+    plain = "read special tokens' spellings in chats as plain text (default: refuse such chats)"
+    _say(group, "--escape-special-tokens", "escape_special_tokens", plain, action="store_true")
     parser = "mlx_vlm.tools' parser (default: by chat template)"
     _say(group, "--tool-parser", "tool_parser", parser, metavar="NAME")
     shapes = "compute shapes that requests will bring while nobody asks (default: yes)"

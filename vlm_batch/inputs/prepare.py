@@ -38,7 +38,7 @@ from vlm_batch.inputs.images import (
     load_image,
     own_image,
 )
-from vlm_batch.inputs.processing import Copies, PixelBounds, Processing
+from vlm_batch.inputs.processing import ESCAPE, Copies, PixelBounds, Processing
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import refuse
@@ -230,9 +230,9 @@ class Preparer:
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
-        self._long_lock = Lock()
-        #: A copy for very long prompts, and the settings that it was made with.
-        self._long: tuple[str, Processing] | None = None
+        self._rare_lock = Lock()
+        #: Copies for very long prompts, and for those with escaped words, with the settings that they were made with.
+        self._rare: dict[str, tuple[str, Processing]] = {}
 
     # In the submitter's thread
     # -----------------------------------------------------------------------------------------------------------------
@@ -355,10 +355,14 @@ class Preparer:
                 raise InvalidPrompt("template is None; messages need the chat template")
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
+            if options.escape_special_tokens:
+                turns, options = self._reserved.escaped(turns), self._escaped(options)
             self._reserved.check_chat(turns, options.arguments)
             return self.processing.render(turns, num_images, num_videos, options)
         self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
         if options is not None:
+            if options.escape_special_tokens:
+                prompt, options = self._reserved.escaped(prompt), self._escaped(options)
             self._reserved.check_prompt(prompt, options.arguments)
             return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
@@ -368,6 +372,12 @@ class Preparer:
             if room is not None and room != given:
                 raise InvalidPrompt(f"the rendered prompt has {room} {noun} placeholders for {given} {noun}s")
         return prompt
+
+    def _escaped(self, options: Template) -> Template:
+        escaped = self._reserved.escaped
+        return replace(
+            options, tools=escaped(options.tools), documents=escaped(options.documents), args=escaped(options.args)
+        )
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
         """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
@@ -435,13 +445,17 @@ class Preparer:
     def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
         """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
         prompt = question.prompt
-        if prompt is not None and len(prompt) >= LONG_PROMPT:
-            with self._long_lock:
+        is_escaped = prompt is not None and ESCAPE in prompt
+        if prompt is not None and (is_escaped or len(prompt) >= LONG_PROMPT):
+            kind = "escaped" if is_escaped else "long"
+            with self._rare_lock:
                 settings = settings_of(self.processing.processor)
-                if self._long is None or self._long[0] != settings:
-                    self._long = settings, self.processing.copy()
-                with self._long[1].seeing(question.pixels):
-                    return settled(self._long[1].inputs(prompt, images, clips))
+                if kind not in self._rare or self._rare[kind][0] != settings:
+                    self._rare[kind] = settings, self.processing.copy()
+                processing = self._rare[kind][1]
+                make = processing.escaped_inputs if is_escaped else processing.inputs
+                with processing.seeing(question.pixels):
+                    return settled(make(prompt, images, clips))
         with self._copies.one() as processing, processing.seeing(question.pixels):
             if prompt is not None:
                 return settled(processing.inputs(prompt, images, clips))

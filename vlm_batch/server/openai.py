@@ -116,7 +116,7 @@ def chat_ask(
     if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
         given.setdefault("enable_thinking", True)
     try:
-        template = Template(tools=tools or None, **given)
+        template = Template(tools=tools or None, escape_special_tokens=config.escape_special_tokens, **given)
     except InvalidPrompt as error:
         raise refusal(error) from error
     return Ask(
