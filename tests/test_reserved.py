@@ -309,7 +309,7 @@ def test_every_familys_processor_with_such_words_is_there() -> None:
 def test_an_escaped_spelling_is_plain_text(name: str) -> None:
     """The tokens say the same text and none of them is special; pictures, and text without spellings, are as without it."""
     processing, reserved, image_ids = of(name)
-    special = sorted(reserved.words.turns | reserved.words.placeholders) + ["<|image_1|>", "<|im_<|im_end|>end|>"]
+    special = [*sorted(reserved.words.turns | reserved.words.placeholders), "<|image_1|>", "<|im_<|im_end|>end|>"]
     typed = "so " + " ".join(special) + " end"
     escaped = reserved.escaped([{"role": "user", "content": typed}])
     reserved.check_chat(escaped)  # nothing is left to be refused
