@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -27,16 +28,30 @@ Value = TypeVar("Value")
 
 
 class Bodies:
-    """Calls that take as long as a body is large. Large bodies take turns on one thread, and nobody else waits for them."""
+    """Calls that take as long as a body is large. Large bodies take turns on one thread, and nobody else waits for them.
+
+    Parsers in C keep Python's lock until they are done, and the event loop lets go of it whenever it reads from a connection.
+    So the thread rests after each call for as long as that took: else every step of the loop would wait for another body.
+    """
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, "vlm-batch-bodies")
+        self._rests_until = 0.0
 
     async def read(self, size: int, call: Callable[..., Value], *given: Any) -> Value:
         """The outcome of a call for a body of ``size`` bytes."""
         if size <= SMALL:
             return call(*given)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, call, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._after_rest, call, *given)
+
+    def _after_rest(self, call: Callable[..., Value], *given: Any) -> Value:
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        begin = time.monotonic()
+        try:
+            return call(*given)
+        finally:
+            now = time.monotonic()
+            self._rests_until = now + (now - begin)
 
     def close(self) -> None:
         """Begin nothing more."""
