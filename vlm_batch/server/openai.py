@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -281,7 +281,7 @@ def _bias(value: Mapping[str, float]) -> dict[int, float]:
     return found
 
 
-_CONVERSIONS = {"response_format": _format, "logit_bias": _bias, "seed": _seed}
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {"response_format": _format, "logit_bias": _bias, "seed": _seed}
 
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:
