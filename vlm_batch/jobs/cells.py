@@ -84,7 +84,7 @@ class Columns:
         wanted |= dict.fromkeys(VIDEO_COLUMNS if wanted else (), "video")
         wanted |= {"prompt": "prompt"} if self.prompt is None and not asks else {}
         for name in names:
-            likely = meant(name, wanted) if name not in named else None
+            likely = meant(name, wanted) if name not in named and name not in wanted else None
             if likely is not None:
                 what = wanted[likely]
                 raise InvalidJob(
