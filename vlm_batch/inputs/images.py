@@ -324,11 +324,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         if image.mode == "F" and not np.isfinite(values).all():
             raise ValueError("it has values that are no numbers (NaN or infinity)")
-        black, white = _range_of(values)
+        least, most = _range_of(values)
         scaled = np.empty(values.shape, np.uint8)
         for top in range(0, len(values), _STRIP):  # in eight bytes a value: a few rows at a time
             rows = values[top : top + _STRIP].astype(np.float64)
-            scaled[top : top + _STRIP] = np.clip((rows - black) / (white - black) * 255, 0, 255).round()
+            scaled[top : top + _STRIP] = np.clip((rows - least) / (most - least) * 255, 0, 255).round()
         clear = image.info.get("transparency")  # of a 16-bit PNG, in its own numbers
         image = Image.fromarray(scaled)
         if clear is not None:
