@@ -316,6 +316,5 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert(image.mode.upper())
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
