@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from mlx_vlm.models import rope_utils
 
+from tests.checkpoints import layout, names
 from tests.exact_cases import GRID, JOINED, Arrival, Way, engine_of
 from tests.exact_cases import play as play_exactly
 from tests.harness import TOLERANCE, Answer, Ask, inputs_of, run
-from tests.settings import APPLIED, NUM_TOKENS, SETTINGS, factors, write_case
+from tests.settings import ALL_SLIDE, APPLIED, NUM_TOKENS, REFUSED, SETTINGS, Case, factors, write_case
 from tests.zoo import apart
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.longrope import ROW_ROPES
@@ -24,6 +25,7 @@ from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt
 from vlm_batch.loading.checkpoints import read_model
 from vlm_batch.loading.exactness import Joint, prove
@@ -100,6 +102,31 @@ def test_a_prompt_goes_on_from_another_only_if_it_has_its_factors() -> None:
     keys = [adapter.prompt_key(as_mlx({"input_ids": ids})) for ids in (long, short)]
     assert (keys[0].positions[:20] != keys[1].positions).any(axis=1).all()
     assert tuple(keys[0].answer) != tuple(keys[1].answer)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_is_passed_over_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    case, said = REFUSED[name]
+    with pytest.raises(UnsupportedModel, match=said):
+        read_model(write_case(tmp_path, case), in_float32=True)
+
+
+@pytest.mark.parametrize("name", sorted(names()))
+def test_settings_of_no_effect_are_not_refused(name: str, tmp_path: Path) -> None:
+    """Words' ids, what training reads, and what is the default anyway."""
+    common = {"use_cache": False, "initializer_range": 0.5, "attention_dropout": 0.1}
+    common |= {"pad_token_id": 3, "torch_dtype": "bfloat16", "architectures": ["Other"], "nobody_knows_this": 7}
+    config = layout(name)["files"]["config.json"]
+    parts = {part: common for part in ("text_config", "vision_config") if part in config}
+    read_model(write_case(tmp_path, Case(name, {**common, **parts})), in_float32=True)
+
+
+def test_where_some_layers_slide_the_window_bounds_prompt_and_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = read_model(write_case(tmp_path, Case("paligemma2", ALL_SLIDE)), in_float32=True)
+    assert "sliding_window of 9 tokens" in caplog.text
+    assert adapt(model).max_context == 9
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

@@ -237,6 +237,15 @@ def nemotron_omni(config: Config) -> Config:
     return filled(ps_version="v2")(named(config))
 
 
+def florence2_text(text: Config) -> Config:
+    """Raises UnsupportedModel for embeddings that are scaled: mlx-vlm scales none that are handed to its decoder."""
+    if text["scale_embedding"]:
+        raise UnsupportedModel(
+            "config.json says text_config.scale_embedding: true, which mlx-vlm's florence2 passes over: it computes false"
+        )
+    return text
+
+
 def florence2_tower(tower: Config) -> Config:
     """The tower's settings by mlx-vlm's names."""
     if tower["model_type"] != "florence_vision":
@@ -343,6 +352,7 @@ RULES = (
     Rule("nemotron_h_nano_omni nemotron_h", NEMOTRON_LAYERS, "*", "layers_block_type"),
     Rule("qwen4_exp", kinds_renamed("layer_types", indexed_attention="qwen_sparse_attention"), "text", "layer_types"),
     # Names, and constants of transformers' classes.
+    Rule("florence2", florence2_text, "text", "scale_embedding"),
     Rule("florence2", florence2_tower, "vision", "model_type"),
     Rule("florence2", filled(image_feature_source=["spatial_avg_pool", "temporal_avg_pool"]), where="vision_config"),
     Rule("gemma3", renamed(rope_theta="rope_global_base_freq"), "text"),
@@ -581,3 +591,12 @@ TENSORS: dict[str, Tensors] = {
 KEEP_PROCESSOR = frozenset({"deepseek_vl", "internvl"})
 #: Attributes of processors, from the configuration, that mlx-vlm does not read from the files.
 PROCESSORS = {"llama4": llama4_processor}
+
+#: What mlx-vlm's classes compute whatever is said, where config.json may say it: (type, setting) -> its values.
+FIXED: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("idefics2", "perceiver_config.rms_norm_eps"): (1e-5,),  # that of the decoder (idefics2/idefics2.py:92)
+    ("mistral3", "vision_config.hidden_act"): ("silu",),
+    ("multi_modality", "vision_config.hidden_act"): ("gelu",),
+    ("pixtral", "vision_config.hidden_act"): ("silu",),
+    ("pixtral", "vision_feature_layer"): (-1,),
+}
