@@ -51,14 +51,12 @@ def without_scaling(part: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def scale_positions(language: nn.Module, text: Any) -> bool:
+def scale_positions(language: nn.Module, scaling: dict[str, Any], longest: int) -> bool:
     """Let a decoder turn by the scaled frequencies that its configuration says. False where it has no rotation that is known.
 
     Raises UnsupportedModel.
     """
-    scaling, longest = scaling_of(text), text.max_position_embeddings
-    assert scaling is not None
-    scaling.setdefault("original_max_position_embeddings", longest)
+    scaling = {"original_max_position_embeddings": longest, **scaling}
     if not scaling.get("truncate", True):
         raise UnsupportedModel(
             "rope_parameters say truncate: false, and mlx-vlm's YaRN rounds its range of frequencies"
@@ -148,9 +146,8 @@ def slide(model: Any, text: Any) -> None:
         model.language_model.make_cache = lambda: [RotatingKVCache(window) for _ in caches]
         return
     for config in (model.config, getattr(model.config, "text_config", None)):
-        limit = getattr(config, "max_position_embeddings", None)
-        if config is not None and (limit or window) >= window:
-            config.max_position_embeddings = window
+        if config is not None:
+            config.max_position_embeddings = min(getattr(config, "max_position_embeddings", None) or window, window)
     logger.warning(
         "some layers of this model have a sliding_window of %d tokens, which mlx-vlm's class of it has not: a prompt with its "
         "answer may have %d tokens",

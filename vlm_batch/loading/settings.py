@@ -29,8 +29,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading.applied import SCALED, activate, scale_positions, scaling_of, slide, without_scaling
 from vlm_batch.models import spec_for
-from vlm_batch.models._layouts import FIXED, corrected
-from vlm_batch.models._rules import Config
+from vlm_batch.models._layouts import FIXED, TENSORS, corrected
+from vlm_batch.models._rules import Config, Tensors
 
 #: What transformers' models read through its own library.
 SHARED = frozenset({"attention_chunk_size"})
@@ -69,10 +69,14 @@ class Watch:
         for _, one in self.objects.values():
             one.__class__ = type(one).__mro__[1]
 
-    def reads(self, model: nn.Module, adapter: type) -> Callable[[tuple[str, str]], bool]:
-        """Whether an attribute (path, name) was read while the model was built, or is in code that runs later."""
+    def reads(self, model: nn.Module, model_type: str) -> Callable[[tuple[str, str]], bool]:
+        """Whether an attribute (path, name) was read while the model was built, or is in code that runs later: the model's,
+        its adapter's, and what puts its tensors."""
         while_built = {(path, name) for at, (path, _) in self.objects.items() for one, name in self._read if one == at}
-        later = set(names_in(adapter))
+        spec, tensors = spec_for(model_type), TENSORS.get(model_type, Tensors())
+        later = set() if spec is None else set(names_in(spec.adapter or object))
+        for rule in (tensors.change, tensors.finish):
+            later |= names_of(rule.__code__)
         for _, module in model.named_modules():
             if any(id(value) in self.objects for value in vars(module).values()):
                 later |= names_in(type(module))
@@ -82,13 +86,13 @@ class Watch:
 def _watched(kind: type, read: set[tuple[int, str]]) -> type:
     def get(self: Any, name: str) -> Any:
         read.add((id(self), name))
-        return kind.__getattribute__(self, name)
+        return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
     return type(kind.__name__, (kind,), {"__getattribute__": get, "__module__": kind.__module__})
 
 
 @cache
-def names_in(kind: type) -> frozenset[str]:
+def names_in(kind: Any) -> frozenset[str]:
     """The names that a class's functions use, its own and those that it inherits from files beside it; not to build or load."""
     found: set[str] = set()
     for base in kind.__mro__:
@@ -299,8 +303,8 @@ def unread(config: Config, is_read: Callable[[tuple[str, str]], bool]) -> dict[t
             except Exception:  # a file that transformers' class does not take says nothing about it
                 continue
             for inner, value in settings_of(root):
-                if counts(kind, root, inner, whole) and not is_served(config, (*path, *inner), base, is_read):
-                    found[(*path, *inner)] = value
+                if counts(kind, root, inner, whole) and not is_served(config, path + inner, base, is_read):
+                    found[path + inner] = value
     return found
 
 
@@ -312,15 +316,15 @@ def serve_settings(model: Any, config: Config, watch: Watch) -> None:
     model_type = str(mlx_vlm.utils.get_model_type(corrected(config)))
     text = text_of(config)
     if text is not None:
-        if scaling_of(text) is not None and not scale_positions(model.language_model, text):
-            kind = scaling_of(text)["rope_type"]
+        scaling = scaling_of(text)
+        if scaling is not None and not scale_positions(model.language_model, scaling, text.max_position_embeddings):
+            kind = scaling["rope_type"]
             raise UnsupportedModel(
                 f"this {model_type} model has {kind} positions, which mlx-vlm's class of it does not know"
             )
         slide(model, text)
-    spec = spec_for(model_type)
     said = {".".join(path): value for path, value in settings_of(config)}
-    found = unread(config, watch.reads(model, object if spec is None else spec.adapter))
+    found = unread(config, watch.reads(model, model_type))
     found |= {tuple(name.split(".")): said[name] for kind, name in FIXED if kind == model_type and name in said}
     for path, value in found.items():
         name = ".".join(path)
