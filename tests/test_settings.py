@@ -133,7 +133,7 @@ def test_scaled_positions_of_a_class_that_spells_its_rotation_out_are_refused(tm
 @pytest.mark.parametrize("name", sorted(names()))
 def test_settings_of_no_effect_are_not_refused(name: str, tmp_path: Path) -> None:
     """Words' ids, what training reads, and what is the default anyway."""
-    common = {"use_cache": False, "initializer_range": 0.5, "attention_dropout": 0.1}
+    common: dict[str, Any] = {"use_cache": False, "initializer_range": 0.5, "attention_dropout": 0.1}
     common |= {"pad_token_id": 3, "torch_dtype": "bfloat16", "architectures": ["Other"], "nobody_knows_this": 7}
     config = layout(name)["files"]["config.json"]
     inner = ("text_config", "vision_config") if name != "glm_ocr" else ()  # its class takes nothing else

@@ -137,17 +137,20 @@ def slide(model: Any, text: Any) -> None:
     If all layers slide, their caches do. Where some do, such a model gets one mask for all layers; then a prompt and its
     answer may be as long as the window, within which there is no difference.
     """
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
     caches = make_prompt_cache(model.language_model)
-    is_sliding = window is not None and (kinds is None or "sliding_attention" in kinds)
-    if not is_sliding or any(type(cache) is not KVCache for cache in caches):
+    if window is None or (kinds is not None and "sliding_attention" not in kinds):
+        return
+    if any(type(cache) is not KVCache for cache in caches):  # mlx-vlm's class has windows
         return
     if kinds is None or set(kinds) == {"sliding_attention"}:
         model.language_model.make_cache = lambda: [RotatingKVCache(window) for _ in caches]
         return
     for config in (model.config, getattr(model.config, "text_config", None)):
         if config is not None:
-            config.max_position_embeddings = min(getattr(config, "max_position_embeddings", None) or window, window)
+            longest: int | None = getattr(config, "max_position_embeddings", None)
+            config.max_position_embeddings = min(longest or window, window)
     logger.warning(
         "some layers of this model have a sliding_window of %d tokens, which mlx-vlm's class of it has not: a prompt with its "
         "answer may have %d tokens",

@@ -79,7 +79,7 @@ class Watch:
             later |= names_of(rule.__code__)
         for _, module in model.named_modules():
             if any(id(value) in self.objects for value in vars(module).values()):
-                later |= names_in(type(module))
+                later |= names_in(module.__class__)
         return lambda place: place in while_built or place[1] in later
 
 
