@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -50,6 +49,4 @@ def longest_short(model: nn.Module) -> int | None:
 
 def marked_long(key: PromptKey) -> PromptKey:
     """The key of a prompt that is turned by long factors: it has other keys and values, and so has its answer."""
-    content = as_words(digest("long factors"))
-    key.positions[:, 1:] ^= content
-    return replace(key, answer=content)
+    return key.mixed(as_words(digest("long factors")))

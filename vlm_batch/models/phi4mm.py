@@ -42,16 +42,12 @@ class Phi4MM(Adapter):
         return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
-        (marker,) = self.image_token_ids()
+        (marker,) = self.image_token_ids
         return repeat_placeholders(ids, marker, self._num_patches(extra))
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        """As many as patches in all pictures."""
-        return sum(self._num_patches(extra))
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, which wants one id for a picture."""
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids())))
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
         firsts = np.cumsum([0, *self._num_patches(extra)])[:-1]
         kept = np.delete(np.arange(ids.shape[1]), np.delete(places, firsts))
         return super().features(ids[:, mx.array(kept)], extra)
