@@ -6,12 +6,14 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.harness import inputs_of, shared_adapter
+from tests.histories import Later
 from tests.test_templates import with_template
 from vlm_batch import Request, SamplingParams, Template, VLMBatcher
 from vlm_batch.arrays import as_mlx
@@ -295,8 +297,9 @@ class AnyForm:
         self.noted.append("mask")
         bits[:] = 0xFFFFFFFF
 
-    def consume(self, token: int) -> None:
+    def follow(self, token: int) -> Future[None]:
         self.noted.append("token")
+        return Later(0)
 
     def copy(self) -> AnyForm:
         return self

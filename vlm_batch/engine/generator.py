@@ -39,6 +39,9 @@ from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
 
+#: Seconds that a step waits for rows' forms, which work while the device does: who is later misses the step.
+FORM_SECONDS = 0.01
+
 
 class BatchGenerator:
     """Continuous batching of one model's rows.
@@ -85,6 +88,7 @@ class BatchGenerator:
         self.retry = Retry(self.rows, self.scheduler, self.memory, self.reuse.budget)
         self.runner = Runner(self.adapter, self.rows, self.reuse, self._decoder, policy.max_prompt_tokens, kv, shapes)
         self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
+        self._untold: list[tuple[Row, int, TokenLogprobs | None]] = []  # tokens that their rows' forms are at
 
     def warm_up(self) -> Iterator[None]:
         """Run a forward of one of the shapes that requests will bring for each ``next``; nothing is left of it. Where rows keep
@@ -139,7 +143,7 @@ class BatchGenerator:
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
-        self._launched, self.rows.forks = [], []
+        self._launched, self._untold, self.rows.forks = [], [], []
         error = raised_in(error)
         for row in list(self.rows.by_id.values()):
             self.rows.end(row, "error", error)
@@ -147,7 +151,7 @@ class BatchGenerator:
 
     def reset(self) -> None:
         """Forget every row, without events."""
-        self._launched, self.rows.forks = [], []
+        self._launched, self._untold, self.rows.forks = [], [], []
         for row in list(self.rows.by_id.values()):
             self.rows.forget(row)
         self.rows.tell()
@@ -175,7 +179,8 @@ class BatchGenerator:
         decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
         self._choose([part for part in decoded if not part.is_held])
         self._read(before)
-        self._choose([part for part in decoded if part.is_held])
+        self._take_untold()
+        self._choose(self._in_time([part for part in decoded if part.is_held]))
         joined = self._join(self._next_forks())
         encoding = self._encode(bool(groups))
         prefilling = self.runner.views(begin)
@@ -254,15 +259,42 @@ class BatchGenerator:
                 continue
             self.reuse.settle(row)
             if not flight.is_known:
-                told = attempt([row], row.take, tokens[index], logprobs.get(index), self.text.decode)
-                if isinstance(told, Failed):
-                    self.retry.settle(told)
-                elif isinstance(told, Ending):
-                    self._try(row, self.rows.finish, row, told)
-                else:
-                    self.rows.events.append(told)
+                if row.answer.guide is None:
+                    self._tell(row, tokens[index], logprobs.get(index))
+                elif self._try(row, row.answer.guide.feed, tokens[index]):
+                    self._untold.append((row, tokens[index], logprobs.get(index)))
             elif row.answer.ending is not None and row.answer.known_token is None:  # it has said all of it again
                 self._try(row, self.rows.finish, row, row.answer.ending)
+
+    def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a token to its row, and tell of it."""
+        told = attempt([row], row.take, token, logprobs, self.text.decode)
+        if isinstance(told, Failed):
+            self.retry.settle(told)
+        elif isinstance(told, Ending):
+            self._try(row, self.rows.finish, row, told)
+        else:
+            self.rows.events.append(told)
+
+    def _take_untold(self) -> None:
+        """Append the tokens whose rows' forms have taken them, after waiting a little for those that have not."""
+        untold, self._untold = self._untold, []
+        until = time.perf_counter() + FORM_SECONDS
+        for row, token, logprobs in untold:
+            if row.status is Status.FINISHED or row.answer.guide is None:
+                continue
+            if row.answer.guide.is_ready(until - time.perf_counter()):
+                self._tell(row, token, logprobs)
+            else:
+                self._untold.append((row, token, logprobs))
+
+    def _in_time(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts whose rows' forms know what may be next; rows of others leave the batch until theirs do."""
+        late = {row for row, _, _ in self._untold}
+        for part in parts:
+            if part.rows[0] in late and part.rows[0].status is Status.DECODE:
+                self._try(part.rows[0], self.rows.park, part.rows[0], part.logits)
+        return [part for part in parts if part.rows[0] not in late]
 
     # Rows on their way to a place
 
@@ -313,12 +345,15 @@ class BatchGenerator:
         rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
         live = [*rows.batch.rows, *rows.prefilling.values()] if rows.forks else []
         taken: list[Part] = []
-        for row, logits in rows.forks[: self.scheduler.num_free(len(live))]:
+        late = {row for row, _, _ in self._untold}
+        ready = [fork for fork in rows.forks if fork[0] not in late]
+        for row, logits in ready[: self.scheduler.num_free(len(live))]:
             if live and not self.memory.fits(row, live):
                 break
             live.append(row)
             taken.append(Part([row], logits))
-        rows.forks = rows.forks[len(taken) :]
+        gone = {part.rows[0] for part in taken}
+        rows.forks = [fork for fork in rows.forks if fork[0] not in gone]
         return taken
 
     def _prefill(self, plan: Sequence[Work]) -> list[Part]:

@@ -195,6 +195,7 @@ class Row:
     answer: Answer
     prompt: Prompt | None = None
     priority: int = 0
+    client: int = 0  # who asks
     lane: Hashable = None  # what its loading waits for
     has_videos: bool = False
     status: Status = Status.WAITING
@@ -264,8 +265,8 @@ class Row:
     def take(
         self, token: int, logprobs: TokenLogprobs | None, decode: Callable[[Sequence[int]], str]
     ) -> Event | Ending:
-        """Append a token, with the text that it completes: what is told of it, or the end of the answer. Raises what its form
-        or ``decode`` raises."""
+        """Append a token that its guide has been fed, with the text that it completes: what is told of it, or the end of the
+        answer. Raises what its form or ``decode`` raises."""
         answer, guide = self.answer, self.answer.guide
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
@@ -273,7 +274,7 @@ class Row:
             answer.logprobs.append(logprobs)
         is_stop = token in answer.end_ids
         if guide is not None:
-            guide.feed(token)
+            guide.settle()
             answer.is_whole = guide.is_whole
             if guide.is_whole or is_stop:
                 answer.parsed = guide.parsed(decode)
@@ -356,6 +357,7 @@ def new_row(
     *,
     text: AnswerText = NO_TEXT,
     priority: int = 0,
+    client: int = 0,
     cache: PromptCache | None = None,
     return_cache: bool = False,
     given: Mapping[str, Any] | None = None,
@@ -363,7 +365,7 @@ def new_row(
     """A row that waits, with a seed of its own if its parameters name none. ``given`` is what it may begin again from, if that
     is on the host; otherwise its inputs are copied there."""
     seed = fresh_seed() if params.seed is None else params.seed
-    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority)
+    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client)
     row.keep_given(prompt.inputs if given is None else given)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
@@ -387,7 +389,8 @@ def fork(row: Row) -> list[Row]:
     assert row.prompt is not None
     for sibling in row.siblings:
         sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
-        sibling.facts, sibling.clock, sibling.priority = row.facts, replace(row.clock), row.priority
+        sibling.facts, sibling.clock = row.facts, replace(row.clock)
+        sibling.priority, sibling.client = row.priority, row.client
         sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules

@@ -10,7 +10,7 @@ import mlx.core as mx
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.reuse import Reuse, if_it_can_be
-from vlm_batch.engine.row import Ending, Row, Status, fork
+from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.work import let_go
 from vlm_batch.store.prompt import PromptCache
@@ -20,8 +20,8 @@ from vlm_batch.types import Event, FinishReason
 class Rows:
     """The rows of an engine. Each waits, is in prefill, is a fork, or decodes; or its last token is on its way.
 
-    ``waiting`` has those without a place, ``prefilling`` and ``batch`` those with one. ``forks`` are further answers to
-    prefilled prompts, with those prompts' logits (1, V): they wait for a place and nothing else.
+    ``waiting`` has those without a place, ``prefilling`` and ``batch`` those with one. ``forks`` have the logits (1, V) that
+    their next token is chosen from, and wait for a place: further answers to prefilled prompts, and rows that were parked.
     """
 
     def __init__(self, waiting: Admission, batch: DecodeGroups, scheduler: Scheduler, reuse: Reuse) -> None:
@@ -73,8 +73,16 @@ class Rows:
         prompt, row.prompt = row.prompt, None
         assert prompt is not None and prompt.cache is not None
         self.prefilling.pop(row.request_id, None)
-        self.waiting.memory.learn(prompt.cache, row.facts.length)
+        self.waiting.memory.learn(prompt.cache, row.facts.length + row.answer.num_fed)
         self.batch.join(row, prompt.cache, others)
+
+    def park(self, row: Row, logits: mx.array) -> None:
+        """Take a row out of the decoding batch, with its caches and the logits (1, V) of its last forward: it goes on from them
+        when it joins again."""
+        cache = self.batch.take(row)
+        self.batch.leave(row)
+        row.status, row.prompt = Status.WAITING, Prompt(cache=cache, prefilled=row.facts.length)
+        self.forks.append((row, logits))
 
     def leave(self, row: Row) -> None:
         """Free a row's place; what is wanted of its caches goes with it."""
