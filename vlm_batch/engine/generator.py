@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -173,10 +174,12 @@ class BatchGenerator:
         prompts."""
         begin, rows = time.perf_counter(), self.rows
         before, self._launched = self._launched, []
+        rows.waiting.placed = rows.placed
         self.retry.set_apart()
         self.retry.keep_within_memory()
         groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups if len(group)]
         decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
+        decoded = self._share_places(decoded)
         self._choose([part for part in decoded if not part.is_held])
         self._read(before)
         self._take_untold()
@@ -306,13 +309,13 @@ class BatchGenerator:
             return 0.0
         live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
         others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
-        free = self.scheduler.num_free(len(live))
-        line = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
-        line = sorted(line, key=waiting.urgency)[: free + self.scheduler.config.encode_ahead]
+        free, whole = self._num_free(), self._line()
+        ahead = [row for row in whole[free:] if row.request_id in waiting.prepared]
+        line = [*whole[:free], *ahead[: self.scheduler.config.encode_ahead]]
         has_begun = False
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
-            if row.losses != losses or row.status is Status.FINISHED:
-                continue  # it failed, in a call with another
+            if row.losses != losses or row.status is Status.FINISHED or row.request_id not in waiting.prepared:
+                continue  # it failed, in a call with another; or it is a fork
             if not row.is_encoded:
                 if self.reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
@@ -343,18 +346,64 @@ class BatchGenerator:
         others."""
         rows = self.rows
         rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
-        live = [*rows.batch.rows, *rows.prefilling.values()] if rows.forks else []
+        if not rows.forks:
+            return []
+        forks, live = dict(rows.forks), [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
-        late = {row for row, _, _ in self._untold}
-        ready = [fork for fork in rows.forks if fork[0] not in late]
-        for row, logits in ready[: self.scheduler.num_free(len(live))]:
+        for row in [row for row in self._line()[: self._num_free()] if row in forks]:
             if live and not self.memory.fits(row, live):
                 break
             live.append(row)
-            taken.append(Part([row], logits))
-        gone = {part.rows[0] for part in taken}
-        rows.forks = [fork for fork in rows.forks if fork[0] not in gone]
+            taken.append(Part([row], forks.pop(row)))
+        rows.forks = list(forks.items())
         return taken
+
+    def _num_free(self) -> int:
+        """Free places but for those of rows whose forms are late."""
+        rows = self.rows
+        late = {row for row, _, _ in self._untold}
+        return self.scheduler.num_free(
+            len(rows.batch) + len(rows.prefilling) + sum(row in late for row, _ in rows.forks)
+        )
+
+    def _line(self) -> list[Row]:
+        """The rows that could have a place now, the first in line first; of one client's, forks are before all others."""
+        rows, waiting = self.rows, self.rows.waiting
+        waiting.placed = rows.placed
+        others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
+        late = {row for row, _, _ in self._untold}
+        forks = {row for row, _ in rows.forks if row not in late}
+        prepared = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
+        return waiting.line([*forks, *prepared], first=forks)
+
+    def _share_places(self, decoded: list[Part]) -> list[Part]:
+        """Park rows of clients who have more than their share, for who is next in line with fewer and has no place."""
+        rows, memory = self.rows, self.memory
+        if len({row.client for row in rows.by_id.values()}) < 2 or self._num_free():
+            return decoded
+        placed = rows.placed
+        for row in self._line()[: self.scheduler.config.encode_ahead]:
+            giver = self.scheduler.giver(placed, row.client)
+            mine = [one for part in decoded for one in part.rows if one.client == giver and not one.is_suspect]
+            held = [*rows.live(), *(one for one, _ in rows.forks if one is not row)]
+            if not mine or not (row.is_encoded or row in dict(rows.forks)) or not memory.fits(row, held):
+                break
+            last = rows.waiting.line(mine)[-1]
+            decoded = [kept for part in decoded for kept in self._parked(part, last)]
+            placed[last.client] -= 1
+            placed[row.client] += 1
+        return decoded
+
+    def _parked(self, part: Part, last: Row) -> list[Part]:
+        """What is left of a part, of whose rows one gives up its place."""
+        if last not in part.rows or part.logits is None:
+            return [part]
+        at = part.rows.index(last)
+        self._try(last, self.rows.park, last, part.logits[at : at + 1])
+        others = [index for index in range(len(part.rows)) if index != at]
+        if not others:
+            return []
+        return [replace(part, rows=[part.rows[index] for index in others], logits=part.logits[mx.array(others)])]
 
     def _prefill(self, plan: Sequence[Work]) -> list[Part]:
         """Launch chunks; those that ended their rows' prompts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 
 import mlx.core as mx
 
@@ -55,7 +56,12 @@ class Rows:
 
     def live(self) -> list[Row]:
         """The rows that have places, the first in line first."""
-        return sorted(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), key=self.waiting.urgency)
+        return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
+
+    @property
+    def placed(self) -> Counter[int]:
+        """The number of rows that have places, by client."""
+        return Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
 
     def place(self, row: Row) -> None:
         """Give an encoded row a place: its prompt is prefilled from now on."""

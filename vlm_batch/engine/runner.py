@@ -173,7 +173,8 @@ class Runner:
                 stops = (*stops, *range(together, length, together))
             waited = max(0.0, now - row.clock.submitted)
             atomic = _encoded(prompt).atomic
-            found.append(PrefillRow(name, length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends))
+            at, client = (length, prompt.prefilled), row.client
+            found.append(PrefillRow(name, *at, atomic, stops, row.priority, waited, prompt.ends, client))
         return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
