@@ -225,6 +225,11 @@ class Row:
         return self.prompt is not None and self.prompt.encoded is not None
 
     @property
+    def is_parked(self) -> bool:
+        """Whether it was taken out of the decoding batch, and goes on from where it was."""
+        return self.status is Status.WAITING and self.answer.num_sampled > 0
+
+    @property
     def prompt_bytes(self) -> int:
         """Bytes of what was read or prepared for it, until it is encoded."""
         if self.prompt is None:

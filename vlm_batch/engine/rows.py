@@ -92,9 +92,10 @@ class Rows:
 
     def leave(self, row: Row) -> None:
         """Free a row's place; what is wanted of its caches goes with it."""
-        if row.reuse is not None and row in self.batch and self._reuse.wants(row):
+        if row.reuse is not None and (row.is_parked or row in self.batch) and self._reuse.wants(row):
             with if_it_can_be(row.reuse):
-                row.reuse.left = self.batch.take(row)
+                parked = row.prompt.cache if row.prompt is not None else None
+                row.reuse.left = self.batch.take(row) if parked is None else parked
         self.batch.leave(row)
 
     def put_back(self, row: Row) -> None:
@@ -115,7 +116,7 @@ class Rows:
     def end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a row that is not complete, with the siblings that are to have its prompt."""
         cache = None
-        if reason == "cancelled" and row.status is Status.DECODE:
+        if reason == "cancelled" and (row.status is Status.DECODE or row.is_parked):
             with contextlib.suppress(Exception):  # it was cancelled, whatever comes of its caches
                 cache = self._saved(row)
         if error is not None:
@@ -126,7 +127,7 @@ class Rows:
         for sibling in row.siblings:
             self.events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
             sibling.clear()
-        if row.status is Status.DECODE:
+        if row.status is Status.DECODE or row.is_parked:
             self._scheduler.end()
         self.forget(row)
 

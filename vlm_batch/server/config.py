@@ -44,8 +44,9 @@ class ServerConfig:
     """Settings of the server: its address, its clients and its limits.
 
     ``served_name`` is the model's name on the wire (default: the last part of ``model``). Beyond loopback the server needs an
-    ``api_key``, ``keys`` or ``no_auth``. Each of ``keys`` is a client; those who share ``api_key``, or need none, are told apart by
-    their addresses. Clients share rows evenly. ``allowed_hosts`` are further names for the ``Host`` header of a server without a key.
+    ``api_key``, ``keys`` or ``no_auth``. Each of ``keys`` is a client; those who share ``api_key``, or need none, are told
+    apart by their addresses. Clients share rows evenly. ``allowed_hosts`` are further names for the ``Host`` header of a
+    server without a key.
     ``allow_urls`` lets requests name pictures and videos by http(s) URL, ``allow_dirs`` by files under these folders;
     each may have ``max_file`` bytes and take ``fetch_seconds``.
     Times are in seconds, sizes in bytes. Bodies and what was fetched for them have ``max_held`` bytes, of all requests

@@ -105,7 +105,7 @@ class Edge:
         self._config = config
         self._metrics = metrics
         self._held = Held(config.max_held)
-        keys = [Key(config.api_key)] * (config.api_key is not None) + list(config.keys)
+        keys = [*([] if config.api_key is None else [Key(config.api_key)]), *config.keys]
         self._keys = [(_digest(key.text.encode()), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
