@@ -388,7 +388,7 @@ def test_keys_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_client_with_many_answers_holds_up_no_other() -> None:
     """Four requests of 16 answers each have all places; another client's answer comes while they run."""
-    with serving(keys=(Key("many"), Key("one")), max_queue=4) as keyed, ThreadPoolExecutor(4) as pool:
+    with serving(keys=(Key("many"), Key("one"))) as keyed, ThreadPoolExecutor(4) as pool:
         ask = partial(keyed.chat, "count to 9", headers={"Authorization": "Bearer many"}, n=16)
         long = [pool.submit(ask, max_tokens=400, ignore_eos=True, min_tokens=400) for _ in range(4)]
         wait_until(lambda: rows(keyed) == 16, "the many answers to have all places")
