@@ -23,6 +23,7 @@ from mlx_vlm.prompt_utils import apply_chat_template
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
 
+from tests.test_loaders import wait
 from vlm_batch import (
     BatcherClosed,
     Caches,
@@ -43,6 +44,8 @@ from vlm_batch import (
     VLMBatcher,
     assets,
 )
+from vlm_batch.engine import loop as engine_loop
+from vlm_batch.errors import RaisedAt
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Lane, Preparer
 from vlm_batch.inputs.processing import Processing
@@ -412,14 +415,91 @@ def test_submitting_while_another_thread_closes_never_hangs() -> None:
         assert all(handle.result(timeout=60).finish_reason == "cancelled" for handle in handles)
 
 
-def test_a_forgotten_batcher_lets_its_model_go() -> None:
-    own = VLMBatcher(CHECKPOINT)
-    own.submit(None, "count to 3").result(timeout=60)
-    engine, generator = own._running, weakref.ref(own._loop.generator)
-    del own
+class Passes:
+    """A logits processor that changes nothing; it may raise."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self.error is not None:
+            raise self.error
+        return logits
+
+
+#: By the way in which a request ends: what it asks, its parameters, and how it ends.
+ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a stop token": ({}, {}, "stop"),
+    "its length": ({}, {"max_tokens": 2}, "length"),
+    "a stop string": ({}, {"stop": ["2"]}, "stop"),
+    "its form": ({}, {"choice": ["a b", "c d"]}, "stop"),
+    "several answers": ({}, {"n": 3, "temperature": 1.0, "seed": 1}, "stop"),
+    "a picture's": ({"images": CIRCLE}, {}, "stop"),
+    "a cache": ({"return_cache": True}, {}, "stop"),
+    "cancel": ({}, {"max_tokens": 1500, "ignore_eos": True}, "cancelled"),
+    "an error at the door of the engine": ({"images": "missing.png"}, {}, "error"),
+    "an error at a step": ({}, {}, "error"),
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_an_idle_engine_holds_nothing_of_a_request_that_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its row, parameters, handle or error, however it ended; and a forgotten batcher goes at once, with its model,
+    whoever keeps the result. Nobody waits for the garbage collector."""
+    held: list[weakref.ref[Any]] = []
+    make = engine_loop.new_row
+
+    def noted(*given: Any, **how: Any) -> Any:
+        row = make(*given, **how)
+        held.extend(weakref.ref(one) for one in (row, *row.siblings, row.answer, row.params))
+        return row
+
+    monkeypatch.setattr(engine_loop, "new_row", noted)
+    asked, params, reason = ENDS[way]
     gc.collect()
-    engine.join()
-    assert generator() is None
+    gc.disable()
+    try:
+        own = VLMBatcher(CHECKPOINT, caches=None)
+        processor = Passes(AttributeError("of the test", obj=own) if way == "an error at a step" else None)
+        held.append(weakref.ref(processor))
+        handle = own.submit(
+            prompt="count to 3", params=SamplingParams(logits_processors=[processor], **params), **asked
+        )
+        held.append(weakref.ref(handle))
+        if way == "cancel":
+            next(iter(handle))
+            handle.cancel()
+        result = handle.result(timeout=60)
+        assert result.finish_reason == reason, result
+        del processor, handle
+        assert wait(lambda: not any(one() for one in held)), [one() for one in held if one() is not None]
+        generator: Any = own._loop.generator
+        engine = [weakref.ref(one) for one in (own, own._loop, generator, generator.adapter, generator.adapter.model)]
+        running = own._running
+        del own, generator
+        running.join()
+        assert wait(lambda: not any(one() for one in engine)), [one() for one in engine if one() is not None]
+        if result.exception is not None:
+            assert isinstance(result.exception.__cause__, RaisedAt) and "Traceback" in str(result.exception.__cause__)
+    finally:
+        gc.enable()
+
+
+def test_results_of_requests_that_were_refused_hold_no_batcher() -> None:
+    own = VLMBatcher(CHECKPOINT, caches=None)
+    (refused,) = own.generate([{"prompt": 1}])
+    assert isinstance(refused.exception, InvalidPrompt) and "in check" in str(refused.exception.__cause__)
+    own.close()
+    late = []
+    for _ in range(2):
+        with pytest.raises(BatcherClosed) as raised:
+            own.submit(prompt="a")
+        late.append(raised.value)
+    assert late[0] is not late[1], "its traceback would grow with every call, and hold each"
+    gone = weakref.ref(own)
+    del own, raised, late
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_defect_of_the_engine_ends_its_requests_and_the_next_one_works(

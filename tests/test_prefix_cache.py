@@ -560,6 +560,35 @@ def test_files_are_bounded_in_bytes_and_the_oldest_go_first(tmp_path: Path) -> N
     assert len(files) == 2  # the shorter one went into it
 
 
+def test_the_bound_holds_for_the_folder_whoever_writes_there(tmp_path: Path) -> None:
+    """Of two processes and two models: by the times at which files were used, and a file that is gone is written again."""
+    one, two, other = (RowFiles(tmp_path, 170_000, Identity(model)) for model in ("m", "m", "n"))
+    rows = [saved([index, *range(1, 400)], nbytes=40_000) for index in range(6)]
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    for row, files in zip(rows[:3], (one, two, other), strict=True):
+        files.put(row)
+    assert one.find(rows[0].keys, 0) is not None  # used: the second row is older now
+    one.put(rows[3])
+    assert size() <= 170_000 and two.find(rows[1].keys, 0) is None
+    assert one.find(rows[0].keys, 0) is not None and other.find(rows[2].keys, 0) is not None
+    for row in rows[4:]:
+        two.put(row)
+        assert size() <= 170_000
+    assert one.find(rows[3].keys, 0) is None and other.find(rows[2].keys, 0) is not None
+    two.put(rows[3])
+    one.put(rows[1])
+    for row in rows[2:5]:
+        other.put(row)
+    one.put(rows[1])
+    assert one.find(rows[1].keys, 0) is not None and size() <= 170_000
+    (tmp_path / "a user's").write_bytes(bytes(10**6))
+    assert one.find(rows[1].keys, 0) is not None
+    one.put(rows[1])
+
+
 def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
     """Rows of a megabyte, written as fast as can be until the process is killed: the next one can read all that is there."""
     writer = (

@@ -12,6 +12,7 @@ import pytest
 from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from tests.harness import Ask, check, every_family, inputs_of, run, run_family, settings_for
+from tests.zoo import FAMILIES
 from tests.zoo import family as tiny_family
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
@@ -62,6 +63,21 @@ def test_no_request_leaves_anything_on_a_model(name: str) -> None:
     assert snapshot(model) == untouched
 
 
+def test_an_adapter_goes_with_the_last_reference_to_it() -> None:
+    """Nobody waits for the garbage collector with a model's weights."""
+    gc.collect()
+    gc.disable()
+    try:
+        for name in FAMILIES:
+            tiny = tiny_family(name)
+            adapter = adapter_for(tiny.registered)(tiny.build())
+            held = weakref.ref(adapter), weakref.ref(adapter.model)
+            del adapter
+            assert [one() for one in held] == [None, None], name
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("placement", list(Placement))
 def test_embeddings_and_pixels_are_let_go_of_after_prefill(
@@ -92,7 +108,7 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
     gc.collect()
     assert len(gone) > 2
     assert all(reference() is None for reference in gone)
-    assert row.prompt is None
+    assert row.prompt.encoded is None and row.prompt.cache is None
     while generator.has_work:
         generator.step()
     assert generator.rows.batch.nbytes == 0

@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 #: What MLX's allocators say on CPUs, Metal and CUDA: they raise RuntimeErrors.
 _NO_MEMORY = re.compile(
@@ -90,8 +91,39 @@ class RequestFailed(VLMBatchError, RuntimeError):
     """A request ended with an error; the message is the result's ``error``."""
 
 
-#: Characters of a value that a message shows, and of an error that a result's ``error`` has, at most.
-SHOWN_CHARACTERS, DESCRIBED_CHARACTERS = 100, 2000
+class RaisedAt(Exception):
+    """The traceback of a result's exception, as text: the exception's ``__cause__``."""
+
+    def __str__(self) -> str:
+        return f"\n{super().__str__()}"
+
+
+#: Characters at most of a value that a message shows, of a result's ``error``, and of its exception's traceback.
+SHOWN_CHARACTERS, DESCRIBED_CHARACTERS, TRACEBACK_CHARACTERS = 100, 2000, 20_000
+
+
+def let_go(error: BaseException) -> BaseException:
+    """Replace the traceback of an exception, and the exceptions that led to it, by their text; returns the exception.
+
+    A result's exception lives as long as the result. Its frames would hold their callers' frames, with all that is in them:
+    the arrays of a step, the engine and its model.
+    """
+    if error.__traceback__ is None and error.__context__ is None:
+        return error
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:  # it ends its request, and no other
+        text = ""
+    values = {
+        "__traceback__": None,
+        "__context__": None,
+        "__cause__": RaisedAt(printable(text[-TRACEBACK_CHARACTERS:])),
+    }
+    for name, value in values.items():
+        BaseException.__setattr__(error, name, value)  # also where the error's own class allows no change
+    if isinstance(error, AttributeError):
+        error.obj = None  # the object without the attribute
+    return error
 
 
 def describe(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from vlm_batch.checks import (
     non_empty_texts,
     put_pixels,
 )
-from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest, RequestFailed, describe, shown
+from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest, RequestFailed, describe, let_go, shown
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -544,7 +544,7 @@ class Result:
 
 def failed_result(request_id: str, error: BaseException) -> Result:
     """The end of a request of which nothing else is known."""
-    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=error)
+    return Result(request_id=request_id, finish_reason="error", error=describe(error), exception=let_go(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
-from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt, raised_in
+from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
@@ -145,7 +145,6 @@ class BatchGenerator:
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
         self._launched, self._untold, self.rows.forks = [], [], []
-        error = raised_in(error)
         for row in list(self.rows.by_id.values()):
             self.rows.end(row, "error", error)
         return self.rows.tell()
@@ -177,14 +176,14 @@ class BatchGenerator:
         rows.waiting.placed = rows.placed
         self.retry.set_apart()
         self.retry.keep_within_memory()
-        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups if len(group)]
+        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups]
         decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
         decoded = self._share_places(decoded)
         self._choose([part for part in decoded if not part.is_held])
         self._read(before)
         self._take_untold()
         self._choose(self._in_time([part for part in decoded if part.is_held]))
-        joined = self._join(self._next_forks())
+        joined = self._join(self._next_forks()) if rows.forks else []
         encoding = self._encode(bool(groups))
         prefilling = self.runner.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
@@ -196,7 +195,8 @@ class BatchGenerator:
             self._pace.record(seconds, tokens)
             are_waiting = bool(rows.waiting.prepared)
             self.scheduler.record(sum(map(len, groups)), seconds, tokens, are_waiting=are_waiting)
-        if not rows.is_active:
+        if not rows.is_active:  # no step may follow: nothing stays launched of rows that have ended
+            self._launched = []
             self.reuse.settle_ended()
         return rows.tell()
 
@@ -231,7 +231,7 @@ class BatchGenerator:
                 for index, row in enumerate(flight.rows):
                     if flight.is_for(index):
                         row.answer.advance(tokens, index)
-                        if row.is_last:  # its last token needs no further step
+                        if row.answer.num_sampled >= row.answer.max_tokens:  # its last token needs no further step
                             self._try(row, self.rows.leave, row)
                 self._launched.append(flight)
 
@@ -244,7 +244,7 @@ class BatchGenerator:
                     self._try(flight.rows[0], mx.eval, flight.arrays)
                 flight.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
             elif rows := flight.waiting:
-                found = attempt(rows, flight.read, is_shared=True)
+                found = attempt(rows, flight.sampled.read, is_shared=True)
                 if isinstance(found, Failed):
                     self.retry.settle(found)
                 else:
@@ -260,7 +260,9 @@ class BatchGenerator:
             if not are_finite[index]:
                 self.rows.end(row, "error", _not_finite(row))
                 continue
-            self.reuse.settle(row)
+            if row.reuse is not None and row.reuse.pending is not None:  # what its prompt left is sound
+                self.reuse.store(row.reuse.pending)
+                row.reuse.pending = None
             if not flight.is_known:
                 if row.answer.guide is None:
                     self._tell(row, tokens[index], logprobs.get(index))
@@ -308,7 +310,11 @@ class BatchGenerator:
         if not waiting.prepared:
             return 0.0
         live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
-        others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
+        # those whose beginnings others may wait for
+        others = [
+            *rows.prefilling.values(),
+            *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
+        ]
         free, whole = self._num_free(), self._line()
         ahead = [row for row in whole[free:] if row.request_id in waiting.prepared]
         line = [*whole[:free], *ahead[: self.scheduler.config.encode_ahead]]
@@ -316,29 +322,33 @@ class BatchGenerator:
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
             if row.losses != losses or row.status is Status.FINISHED or row.request_id not in waiting.prepared:
                 continue  # it failed, in a call with another; or it is a fork
-            if not row.is_encoded:
-                if self.reuse.waits_for(row, others):
+            if row.prompt.encoded is None:
+                if others and self.reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
                 if live and not runner.encoding.fits(picture_bytes(row)):
                     break  # nobody overtakes it: it is encoded once those beside it have ended
                 seconds = time.perf_counter() - begin
                 most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
                 if not most or (has_begun and place >= free):
-                    break
-                unencoded = [other for other in line[place:] if not other.is_encoded]
-                # Who found no memory alone is tried alone again: others of the same call would take the room.
-                those = self.reuse.new_ones([row] if row.was_alone else unencoded, others, most)
+                    break  # the step has done enough
+                those = [row]
+                if (
+                    most > 1 and not row.was_alone
+                ):  # who found no memory alone is alone again: others would take the room
+                    unencoded = [other for other in line[place:] if other.prompt.encoded is None]
+                    those = self.reuse.new_ones(unencoded, others, most)
                 made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
                 others += [part.rows[0] for part in made]
                 has_begun = True
-            if place < free and row.is_encoded:
-                if self.memory.fits(row, live):
-                    live.append(row)
-                    rows.place(row)
-                elif live:
-                    free = 0  # nobody overtakes it: it is the first in line
-                else:
-                    self._try(row, self.memory.check, row)
+            if place >= free or row.prompt.encoded is None:
+                continue  # it is encoded ahead, or has failed
+            if self.memory.fits(row, live):
+                live.append(row)
+                rows.place(row)
+            elif live:
+                free = 0  # nobody overtakes it: it is the first in line
+            else:
+                self._try(row, self.memory.check, row)
         return time.perf_counter() - begin
 
     def _next_forks(self) -> list[Part]:
@@ -346,8 +356,6 @@ class BatchGenerator:
         others."""
         rows = self.rows
         rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
-        if not rows.forks:
-            return []
         forks, live = dict(rows.forks), [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
         for row in [row for row in self._line()[: self._num_free()] if row in forks]:
@@ -370,7 +378,10 @@ class BatchGenerator:
         """The rows that could have a place now, the first in line first; of one client's, forks are before all others."""
         rows, waiting = self.rows, self.rows.waiting
         waiting.placed = rows.placed
-        others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
+        others = [
+            *rows.prefilling.values(),
+            *(row for row in waiting.prepared.values() if (row.prompt.encoded is not None)),
+        ]
         late = {row for row, _, _ in self._untold}
         forks = {row for row, _ in rows.forks if row not in late}
         prepared = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
@@ -386,7 +397,11 @@ class BatchGenerator:
             giver = self.scheduler.giver(placed, row.client)
             mine = [one for part in decoded for one in part.rows if one.client == giver and not one.is_suspect]
             held = [*rows.live(), *(one for one, _ in rows.forks if one is not row)]
-            if not mine or not (row.is_encoded or row in dict(rows.forks)) or not memory.fits(row, held):
+            if (
+                not mine
+                or not ((row.prompt.encoded is not None) or row in dict(rows.forks))
+                or not memory.fits(row, held)
+            ):
                 break
             last = rows.waiting.line(mine)[-1]
             decoded = [kept for part in decoded for kept in self._parked(part, last)]
@@ -409,7 +424,7 @@ class BatchGenerator:
         """Launch chunks; those that ended their rows' prompts."""
         last: dict[Row, Part] = {}  # whoever holds what an earlier chunk left has it copied
         done: list[Part] = []
-        for work in self.runner.group(plan):
+        for work in self.runner.group(plan) if len(plan) > 1 else plan:
             for part in self._run(work):
                 last[part.rows[0]] = part
                 if part.logits is not None:

@@ -20,8 +20,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.port import Loaders, Question
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.several import Several
-from vlm_batch.engine.work import raised_in
-from vlm_batch.errors import BatcherClosed, describe
+from vlm_batch.errors import BatcherClosed, describe, let_go
 from vlm_batch.handle import Handle
 from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
@@ -96,7 +95,7 @@ class EngineLoop:
         self._followed = 0  # messages since the last turn
         self._is_busy = False
         self._process = os.getpid()
-        self._gone: BatcherClosed | None = None  # why nothing is answered any more
+        self._gone: str | None = None  # why nothing is answered any more
         self._totals = _Totals()
         self._rate = Rate()
         self._watchdog = Watchdog()
@@ -125,7 +124,7 @@ class EngineLoop:
     def check_runs(self) -> None:
         """Raise BatcherClosed, with the reason, if nothing is answered any more."""
         if self._gone is not None:
-            raise self._gone
+            raise BatcherClosed(self._gone)
 
     def check_fits(self, question: Question) -> None:
         """Raise DoesNotFit for a prompt of which it is known already that its keys and values never fit."""
@@ -157,13 +156,12 @@ class EngineLoop:
         """End all live requests with an error, because the thread is gone: nobody may wait for it."""
         in_child = os.getpid() != self._process
         if self._gone is None:
-            said = (
+            self._gone = (
                 f"the batcher was made in another process ({self._process}); its thread is not in this one, and MLX does not "
                 "outlive a fork"
                 if in_child
                 else "the batcher is closed: its engine has stopped; make a new one"
             )
-            self._gone = BatcherClosed(said)
         while self._alive:
             try:
                 request_id, handle = self._alive.popitem()
@@ -171,7 +169,7 @@ class EngineLoop:
                 return
             if in_child:
                 handle.renew_lock()
-            handle.push(Event(request_id, result=failed_result(request_id, self._gone)))
+            handle.push(Event(request_id, result=failed_result(request_id, BatcherClosed(self._gone))))
 
     def stats(self) -> Stats:
         """A moment's view, taken without stopping the engine."""
@@ -289,7 +287,6 @@ class EngineLoop:
         while (row := waiting.next_to_prepare()) is not None:
             self._prepare(row)
         while (row := waiting.next_to_process()) is not None:
-            assert row.prompt is not None
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False
@@ -303,6 +300,7 @@ class EngineLoop:
 
     def _recover(self, error: BaseException) -> None:
         """End all requests of the engine with an error, whatever its state, so that the next request finds it empty."""
+        let_go(error)
         try:
             for event in self.generator.fail_all(error):
                 self._hand_out(event)
@@ -317,14 +315,13 @@ class EngineLoop:
         self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
-        assert row.prompt is not None
         question, row.prompt.question = row.prompt.question, None
         put = self._inbox.put  # a loader's thread holds this, and no engine
         try:
             when_read = partial(put, lambda loop: loop.generator.rows.waiting.note_read(row))
             row.prompt.loading = loading = self._loaders.start(question, when_read)
         except BaseException as error:
-            self.generator.rows.end(row, "error", raised_in(error))
+            self.generator.rows.end(row, "error", error)
             return
         if loading.is_read:
             self.generator.rows.waiting.note_read(row)
@@ -342,7 +339,8 @@ class EngineLoop:
             self._rate.count(time.perf_counter())
         if event.result is not None:
             del self._alive[event.request_id]
-            self._forget_several(event.request_id)
+            if several is not None:
+                self._forget_several(event.request_id)
             self._totals.add(event.result)
         handle.push(event)
 

@@ -47,7 +47,8 @@ class Retry:
             for row in rows:
                 self._rows.end(row, "error", error)
             return
-        is_alone = len(rows) == 1 and (batch.is_apart(rows[0]) or rows[0].is_suspect)
+        group = batch.of(rows[0])
+        is_alone = len(rows) == 1 and (rows[0].is_suspect or (group is not None and group.is_apart))
         found = dict.fromkeys([*rows, *batch.drop(rows)])
         lost = [row for row in found if row.status is not Status.FINISHED]  # others ended by an error of their own
         if is_want:
@@ -109,7 +110,6 @@ class Retry:
         if row.given is None:
             self._rows.end(row, "error", error)
             return
-        error.__traceback__ = None  # nobody is told of it, and it would hold the step in which it was raised
         self._rows.put_back(row)
         self.num_recomputed += 1
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 #: The character to which a tokenizer decodes an unfinished UTF-8 sequence.
 UNFINISHED = "\ufffd"
+#: Tokens that are held back at most while they end inside a character, which has four bytes at most: what goes on for longer is
+#: no text. So many of them are decoded again from then on, and so many characters at their end are still held back.
+MOST_HELD, DECODED_AGAIN, STILL_HELD = 32, 16, 3
 
 
 class Detokenizer:
@@ -20,53 +26,106 @@ class Detokenizer:
         self._tokens: list[int] = []
         self._context = 0  # tokens from here on are decoded again, so that spaces between words come out right
         self._emitted = 0  # tokens before this have been given out
+        self._given = 0  # characters of the text from the context on that have been
 
     def add(self, token: int) -> str:
         """The text that a token completes; empty while a character is unfinished."""
         self._tokens.append(token)
-        known, text = self._tail()
-        if len(text) <= len(known) or text.endswith(UNFINISHED):
-            return ""
-        self._context, self._emitted = self._emitted, len(self._tokens)
-        return text[len(known) :]
+        text = self._decode(self._tokens[self._context :])
+        unfinished = len(text) - len(text.rstrip(UNFINISHED))
+        context = self._emitted
+        if unfinished or len(text) <= self._given:
+            if len(self._tokens) - self._emitted <= MOST_HELD:
+                return ""
+            if not self._decode([token]) and self._decode(self._tokens[self._context : -1]) == text:
+                del self._tokens[-1]  # a token without a text, of which there may be thousands
+                return ""
+            context = len(self._tokens) - DECODED_AGAIN
+        held = min(unfinished, STILL_HELD)
+        piece = text[self._given : len(text) - held]
+        self._context, self._emitted = context, len(self._tokens)
+        self._given = len(self._decode(self._tokens[context:])) - held
+        return piece
 
     def finish(self) -> str:
         """The rest of the text, unfinished characters included."""
-        known, text = self._tail()
-        self._context = self._emitted = len(self._tokens)
-        return text[len(known) :]
+        text = self._decode(self._tokens[self._context :])
+        rest = text[self._given :]
+        self._given = max(self._given, len(text))
+        return rest
 
-    def _tail(self) -> tuple[str, str]:
-        return self._decode(self._tokens[self._context : self._emitted]), self._decode(self._tokens[self._context :])
+
+#: A beginning of stop strings: the first and the end of those in order that have it, and its length.
+_Beginning: TypeAlias = tuple[int, int, int]
 
 
 class StopStrings:
-    """Cuts a stream of pieces before the first stop string; what could become one is held back until it is decided."""
+    """Cuts a stream of pieces before the first stop string; what could become one is held back until it is decided.
+
+    The automaton of Aho and Corasick (1975). Its state is the longest end of the text that begins a stop string, so that a
+    character costs the same however long those are. States are made when the text comes to them.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
+        self._stops = sorted(set(stops))
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._root = self._state = (0, len(self._stops), 0)
+        #: For each beginning the longest other one that it ends with, and the longest stop string that it ends with.
+        self._links: dict[_Beginning, tuple[_Beginning, str]] = {self._root: (self._root, "")}
 
     def feed(self, piece: str) -> tuple[str, str | None]:
         """(text that is safe to give out, the stop string that matched or None)."""
-        if not self._stops:
+        before, held = self._state, self._state[2]
+        if not held and self._firsts.isdisjoint(piece):
             return piece, None
-        text = self._held + piece
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
-            self._held = ""
-            return text[:at], stop
-        held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        found: list[tuple[int, int, str]] = []  # where stop strings begin; of those of one place the longest is first
+        for end, character in enumerate(piece, held + 1):
+            self._state = self._next(self._state, character)
+            if stop := self._links[self._state][1]:
+                found.append((end - len(stop), -len(stop), stop))
+        if not found:
+            return self._text(before, piece, held + len(piece) - self._state[2]), None
+        self._state = self._root
+        begin, _, stop = min(found)
+        return self._text(before, piece, begin), stop
 
     def finish(self) -> str:
         """The text that was held back and became no stop string."""
-        held, self._held = self._held, ""
-        return held
+        (first, _, length), self._state = self._state, self._root
+        return self._stops[first][:length] if length else ""
+
+    def _text(self, before: _Beginning, piece: str, length: int) -> str:
+        """The first characters of what was held back and a piece. No more is copied than asked for."""
+        first, _, held = before
+        text = self._stops[first][: min(length, held)] if held else ""
+        return text + piece[: max(0, length - held)]
+
+    def _next(self, state: _Beginning, character: str) -> _Beginning:
+        """The state after a character."""
+        made: list[_Beginning] = []  # each ends with the next one
+        while (longer := self._longer(state, character)) not in self._links:
+            if longer is not None:
+                made.append(longer)
+            if state == self._root:
+                longer = self._root
+                break
+            state = self._links[state][0]
+        assert longer is not None
+        for one in reversed(made):
+            stop = self._stops[one[0]]
+            self._links[one] = longer, stop if len(stop) == one[2] else self._links[longer][1]
+            longer = one
+        return longer
+
+    def _longer(self, state: _Beginning, character: str) -> _Beginning | None:
+        """The beginning that is longer by a character; None if no stop string has it."""
+        first, end, length = state
+        key = partial(_character, length)
+        first = bisect_left(self._stops, character, first, end, key=key)
+        if first == end or _character(length, self._stops[first]) != character:
+            return None
+        return first, bisect_right(self._stops, character, first, end, key=key), length + 1
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that begins ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+def _character(at: int, text: str) -> str:
+    return text[at : at + 1]

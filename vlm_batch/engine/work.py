@@ -1,15 +1,16 @@
-"""Work of a step: what the scheduler plans, what a stage gives back where it failed, and exceptions as results keep them."""
+"""Work of a step: what the scheduler plans, and what a stage gives back where it failed."""
 
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
+
+from vlm_batch.errors import let_go
 
 if TYPE_CHECKING:
     from vlm_batch.engine.row import Row
@@ -64,22 +65,5 @@ def attempt(
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        found = raised_in(error)
-        let_go(found)  # the calls that it came through hold what they had made, which others need the room of
-        return Failed(rows, found, is_shared)
-
-
-def raised_in(error: BaseException) -> BaseException:
-    """An exception without the frame that caught it, which cannot be cleared while it runs."""
-    found = error.__traceback__
-    return error if found is None else error.with_traceback(found.tb_next)
-
-
-def let_go(error: BaseException) -> None:
-    """Have an exception hold nothing of the calls that it came through but where they were: it lives as long as its result."""
-    seen: set[int] = set()
-    here: BaseException | None = error
-    while here is not None and id(here) not in seen:
-        seen.add(id(here))
-        traceback.clear_frames(here.__traceback__)
-        here = here.__cause__ or here.__context__
+        # the calls that it came through hold what they had made, which others need the room of
+        return Failed(rows, let_go(error), is_shared)

@@ -17,8 +17,6 @@ from vlm_batch.runtime import threads
 
 #: Calls that were given up and have not come back. With so many, further ones are refused.
 MAX_LOST = 64
-#: Seconds after which an idle thread goes back to where all batchers take theirs from.
-IDLE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -41,7 +39,9 @@ class _Job:
 
 
 class Pool:
-    """Up to ``num_threads`` daemon threads that run calls in order, and do not wait for one that hangs.
+    """Up to ``num_threads`` of the process's threads that run calls in order, and do not wait for one that hangs.
+
+    A thread is taken when there is a call for it, and goes back when there is none.
 
     Clients take turns: whoever brings many calls has them wait behind one another, and not before others'.
 
@@ -59,7 +59,8 @@ class Pool:
         self._turns: dict[int, int] = {}  # of the clients whose calls wait or run: when each had its last one
         self._count = 0  # calls that have begun
         self._running: set[_Job] = set()
-        self._threads = self._idle = self._lost = 0
+        self._threads = 0
+        self._lost = 0  # threads whose call was given up and has not come back: they are the pool's no more
         self._has_watch = self._is_closed = False
 
     def submit(
@@ -76,10 +77,7 @@ class Pool:
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
-                if self._idle > len(self._waiting):
-                    self._changed.notify()
-                else:
-                    self._add_thread()
+                self._add_thread()
                 self._waiting.append(job)
         if refused:
             job.future.set_exception(
@@ -98,7 +96,6 @@ class Pool:
         with self._changed:
             self._is_closed = True
             waiting = list(self._waiting)
-            self._changed.notify_all()
         for job in waiting:
             job.cancel()
 
@@ -120,33 +117,17 @@ class Pool:
             self._threads += 1
 
     def _run(self) -> None:
-        while self._serve():  # a frame of its own: nothing of a call is held while the next one is waited for
+        while self._serve():  # a frame of its own: nothing of a call is held while the next one runs
             pass
 
     def _serve(self) -> bool:
         """Do the next call; whether the thread goes on."""
-        job = self._next()
-        if job is None:
-            return False
-        result, error = None, None
-        try:
-            result = job.call()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
-            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
-            error.__cause__ = raised
-        return self._end(job, result, error)
-
-    def _next(self) -> _Job | None:
-        """The next call; None if the thread may go."""
         with self._changed:
-            self._idle += 1
-            has_work = self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_SECONDS)
-            self._idle -= 1
-            if not has_work or not self._waiting:
+            if not self._waiting:
                 self._threads -= 1
-                return None
+                if not self._running:
+                    self._turns.clear()
+                return False
             job = self._waiting[0]
             if len(self._waiting) > 1:
                 job = min(self._waiting, key=lambda one: self._turns.get(one.client, 0))  # of equals the first
@@ -161,7 +142,15 @@ class Pool:
                         threads.start(self._watch, f"{self._name}-watch")
                         self._has_watch = True
                 self._changed.notify_all()
-            return job
+        result, error = None, None
+        try:
+            result = job.call()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
+            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
+            error.__cause__ = raised
+        return self._end(job, result, error)
 
     def _end(self, job: _Job, result: Any, error: Exception | None) -> bool:
         """Hand out a call's outcome; whether its thread is still one of the pool's."""
@@ -181,27 +170,26 @@ class Pool:
         return True
 
     def give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
-        """End a call without waiting for it. Nothing happens if it has ended."""
-        stranded: list[_Job] = []
+        """End a call without waiting for it. Nothing happens if it has ended, or runs without a limit."""
+        without_thread: list[_Job] = []
         with self._changed:
             if job.has_ended or (job in self._running and job.seconds is None):
                 return
             job.has_ended = True
-            if job in self._running:
-                self._running.discard(job)
-                self._lost += 1
-                self._threads -= 1
+            if job not in self._running:
+                self._waiting.remove(job)
+            else:
+                self._running.remove(job)
+                self._threads, self._lost = self._threads - 1, self._lost + 1
                 try:
                     if self._waiting and not self._is_closed:
                         self._add_thread()
-                except RuntimeError:
-                    stranded = list(self._waiting)
-            else:
-                self._waiting.remove(job)
+                except RuntimeError:  # the lost thread was the last one
+                    without_thread = list(self._waiting)
             self._changed.notify_all()
         job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
-        for other in stranded:
+        for other in without_thread:
             self.give_up(other, _no_thread)
 
     def _watch(self) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +30,11 @@ class _File:
 
 
 class RowFiles:
-    """The rows of one model and its settings, in files of ``max_bytes`` at most; the file used longest ago is removed first.
+    """The rows of one model and its settings, as files in a directory that other processes may share.
 
-    A file is written whole or not at all. One that a full disk or another program has damaged is ignored and removed. Other
-    files in the directory, those of other models included, are neither touched nor counted.
+    All files of rows in the directory, those of other models and processes too, have ``max_bytes`` together, but for one that
+    is being written; the file used longest ago is removed first. A file is written whole or not at all. One that a full disk
+    or another program has damaged is ignored and removed. No other file in the directory is touched or counted.
     """
 
     def __init__(self, directory: Path, max_bytes: int, identity: Identity) -> None:
@@ -51,14 +55,13 @@ class RowFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of this model's files."""
         return sum(file.nbytes for file in self._files.values())
 
     def put(self, row: SavedRow) -> None:
         """Write a row, unless a file has it already or it is of a kind that files do not know. A full disk is no error."""
         name = digest([row.keys, sorted(row.snapshots), self.identity.model, self.identity.settings]).hex() + SUFFIX
-        if name in self._files:
-            self._files.move_to_end(name)
+        if name in self._files and self._use(name):
             return
         if row.nbytes > self.max_bytes or not can_write(row):
             return
@@ -72,6 +75,7 @@ class RowFiles:
             ):  # it goes on from that one
                 self._drop(other)
         self._add(name, file)
+        self._use(name)
         self._make_room()
 
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
@@ -87,10 +91,21 @@ class RowFiles:
             except (InvalidCache, OSError):
                 self._drop(best)
                 continue
-            self._files.move_to_end(best)
-            with contextlib.suppress(OSError):
-                (self.directory / best).touch()
+            self._use(best)
             return row
+
+    def _use(self, name: str) -> bool:
+        """Note that a file is used now; False if another process has removed it."""
+        self._files.move_to_end(name)
+        try:
+            now = time.time_ns()
+            os.utime(self.directory / name, ns=(now, now))
+        except FileNotFoundError:
+            self._drop(name)
+            return False
+        except OSError:  # a directory that is only read
+            pass
+        return True
 
     def _take_up(self, path: Path) -> None:
         try:
@@ -102,8 +117,22 @@ class RowFiles:
             return
 
     def _make_room(self) -> None:
-        while self._files and self.nbytes > self.max_bytes:
-            self._drop(next(iter(self._files)))
+        """Remove the files that were used longest ago, by whichever process, until the rest are within the bound."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self.directory) as entries:
+            for entry in entries:
+                if fnmatchcase(entry.name, NAMES):
+                    with contextlib.suppress(OSError):  # removed meanwhile
+                        found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+        total = sum(nbytes for *_, nbytes in found)
+        for _, name, nbytes in sorted(found):
+            if total <= self.max_bytes:
+                return
+            total -= nbytes
+            if name in self._files:
+                self._drop(name)
+            else:
+                _remove(self.directory / name)
 
     def _add(self, name: str, file: _File) -> None:
         self._files[name] = file
