@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli import serve
 from vlm_batch.runtime.memory import usual_limit
-from vlm_batch.server.config import InvalidConfig, ServerConfig
+from vlm_batch.server import edge
+from vlm_batch.server.config import InvalidConfig, Key, ServerConfig, read_keys
 from vlm_batch.server.openai import wire_messages
 from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
 
@@ -366,10 +369,41 @@ def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
     wait_until(lambda: rows(server) == 0, "the slow request to end")
 
 
-def test_priorities_are_taken_from_a_header(server: Running) -> None:
-    assert server.chat("count to 3", headers={"X-Priority": "5"}).status == 200
+def test_priorities_are_taken_from_those_who_may_have_them(server: Running, tmp_path: Path) -> None:
     for wrong in ("1.5", "high", "1000", "--1", "", "-"):
         assert server.chat("count to 3", headers={"X-Priority": wrong}).status == 400
+    assert server.chat("count to 3", headers={"X-Priority": "0"}).status == 200
+    assert server.chat("count to 3", headers={"X-Priority": "5"}).status == 403
+    (tmp_path / "keys").write_text("# ours\nplain\n\ntrusted priority\n")
+    with serving(keys=read_keys(tmp_path / "keys"), api_key="shared") as keyed:
+        for key, status in (("plain", 403), ("shared", 403), ("trusted", 200), ("priority", 401), ("ours", 401)):
+            headers = {"X-Priority": "5", "Authorization": f"Bearer {key}"}
+            assert keyed.chat("count to 3", headers=headers).status == status, key
+
+
+@pytest.mark.parametrize("text", ["", "# none", "one two", "one priority more"])
+def test_keys_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(InvalidConfig, match="a key a line"):
+        read_keys(tmp_path / "keys")
+
+
+def test_a_client_with_many_answers_holds_up_no_other() -> None:
+    """Four requests of 16 answers each have all places; another client's answer comes while they run."""
+    with serving(keys=(Key("many"), Key("one"))) as keyed, ThreadPoolExecutor(4) as pool:
+        ask = partial(keyed.chat, "count to 9", headers={"Authorization": "Bearer many"}, n=16)
+        long = [pool.submit(ask, max_tokens=400, ignore_eos=True, min_tokens=400) for _ in range(4)]
+        wait_until(lambda: rows(keyed) == 16, "the many answers to have all places")
+        reply = keyed.chat("count to 5", headers={"Authorization": "Bearer one"})
+        assert reply.status == 200 and not any(one.done() for one in long)
+        assert reply.json["choices"][0]["message"]["content"] == "1 2 3 4 5"
+        assert [one.result(120).status for one in long] == [200] * 4
+
+
+def test_clients_are_told_apart_by_their_networks() -> None:
+    same = [edge._number(address) for address in ("2001:db8:1:2::1", "2001:db8:1:2:ffff::7")]
+    others = [edge._number(address) for address in ("2001:db8:1:3::1", "10.0.0.1", "10.0.0.2", "")]
+    assert len(set(same)) == 1 and len({*same, *others}) == 5
 
 
 # The wire ----------------------------------------------------------------------------------------------------------

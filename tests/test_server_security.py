@@ -429,7 +429,7 @@ def test_heads_that_do_not_come_are_not_waited_for(small: Running, monkeypatch: 
 def test_a_form_that_takes_long_to_check_holds_up_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, is_done = Forms.check, threading.Event()
 
-    def slowly(self: Forms, params: SamplingParams) -> bool:
+    def slowly(self: Forms, params: SamplingParams) -> int:
         assert params.form is None or is_done.wait(60)
         return checks(self, params)
 

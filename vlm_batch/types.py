@@ -401,6 +401,7 @@ class Request:
         params: how tokens are chosen, as ``SamplingParams`` or a mapping of its fields.
         request_id: the request's name; by default it is given one.
         priority: a higher one goes first.
+        client: who asks, as a number. Rows are shared out evenly among clients; priorities order the requests of each.
         cache: the state of a conversation that the prompt goes on with: only what is new is prefilled.
         return_cache: ask for that state, of prompt and answer, in ``Result.cache``.
 
@@ -419,6 +420,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
+    client: int = 0
     cache: PromptCache | None = None
     return_cache: bool = False
 
@@ -433,6 +435,9 @@ class Request:
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
+        if not is_whole(self.client):
+            raise InvalidRequest(f"client is {shown(self.client)}; it must be an integer")
+        object.__setattr__(self, "client", int(self.client))
         called = self.request_id
         if called is not None and not (isinstance(called, str) and called and "\0" not in called):
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_speed, amount_of_bytes, said_options
-from vlm_batch.server.config import MEGABYTE, ServerConfig
+from vlm_batch.server.config import MEGABYTE, ServerConfig, read_keys
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
@@ -38,6 +38,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     said = {one.name: vars(args)[one.name] for one in fields(ServerConfig) if one.name in vars(args)}
     said["model"] = str(args.model or default_checkpoint())
     said["api_key"] = args.api_key or environment.get(API_KEY) or None
+    said["keys"] = read_keys(args.keys) if args.keys else ()
     said["allow_dirs"] = tuple(Path(folder).expanduser() for folder in args.allow_dirs)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
     limit = args.max_memory_gb  # 0 is no limit
@@ -95,6 +96,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     _say(group, "--host", "host", "address to listen on (default: %(default)s)")
     _say(group, "--port", "port", "default: %(default)s; 0 takes a free one", type=int)
     _say(group, "--api-key", "api_key", f"the key that clients must send; better in {API_KEY}", metavar="KEY")
+    keys = "a file with a key for each client, one a line; 'priority' behind one lets it send X-Priority"
+    group.add_argument("--keys", type=Path, metavar="FILE", help=keys)
     _say(group, "--no-auth", "no_auth", "need no key although others can reach the server", action="store_true")
     name = "a name that clients may use for this server"
     group.add_argument("--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME", help=name)

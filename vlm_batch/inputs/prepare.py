@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -30,7 +31,7 @@ from vlm_batch.errors import (
 )
 from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Cancelled, is_data_uri, is_url
-from vlm_batch.inputs.grammar import Form, Forms
+from vlm_batch.inputs.grammar import LARGE, Form, Forms
 from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
     count_pixels,
@@ -106,6 +107,7 @@ class Lane(Enum):
     DISK = "disk"
     NETWORK = "network"
     LONG = "long prompt or large form"
+    FORM = "form that is not compiled yet"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Question:
     """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread.
 
     Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read, ``sampling`` which
-    frames of a video are taken. ``num_pixels`` are those of the pictures, and of the frames, that are at hand.
+    frames of a video are taken. ``num_pixels`` are those of the pictures, and of the frames, that are at hand, ``new_form``
+    the characters of a form that has still to be compiled.
     """
 
     prompt: str | None = None
@@ -126,8 +129,10 @@ class Question:
     thinking: Thinking | None = None
     pixels: PixelBounds | None = None
     num_pixels: int = 0
-    has_large_form: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    client: int = 0
+    new_form: int = 0
+    form: Form | None = None
 
     @property
     def least_tokens(self) -> int:
@@ -155,14 +160,16 @@ class Question:
     @property
     def takes_long(self) -> bool:
         """Whether preparing it takes long, whatever it waits for."""
-        return self.has_large_form or (self.prompt is not None and len(self.prompt) >= LONG_PROMPT)
+        return self.prompt is not None and len(self.prompt) >= LONG_PROMPT
 
     @cached_property
     def lane(self) -> Lane:
         """The slowest of what it waits for."""
         lanes = {lane_of(medium) for medium in self.media}
-        for lane in (Lane.NETWORK, Lane.LONG, Lane.DISK):
-            if lane in lanes or (lane is Lane.LONG and self.takes_long):
+        lanes |= {Lane.LONG} if self.takes_long or self.new_form >= LARGE else set()
+        lanes |= {Lane.FORM} if self.new_form else set()
+        for lane in (Lane.NETWORK, Lane.LONG, Lane.FORM, Lane.DISK):
+            if lane in lanes:
                 return lane
         return Lane.MEMORY
 
@@ -236,7 +243,7 @@ class Preparer:
         Raises InvalidRequest.
         """
         params, options = request.params, request.template
-        is_large = params.form is not None and self._forms.check(params)
+        new_form = 0 if params.form is None else self._forms.check(params)
         _check_types(request)
         if options is not None and (request.inputs is not None or request.token_ids is not None):
             refuse(options, "the prompt is final already; a chat template's arguments go with prompt or messages")
@@ -268,8 +275,9 @@ class Preparer:
             self._fetch,
             params,
             pixels=self._pixels(request),
-            has_large_form=is_large,
             sampling=self.processing.sampling,
+            client=request.client,
+            new_form=new_form,
         )
         question = replace(question, num_pixels=question.count_pixels())
         self._check_pixels(question.num_pixels)
@@ -386,6 +394,12 @@ class Preparer:
                 f"{said.format(f'{size:,}')}; {most:,} tokens fit, which are {most * per_token:,} at most"
             )
 
+    def compiled(self, question: Question, cancelled: Cancelled) -> Future[Form] | None:
+        """The form that a question's answer is held to, once it is compiled, beside all other work; None if it has none."""
+        if question.params.form is None:
+            return None
+        return self._forms.compiled(question.params, cancelled, question.client)
+
     # On a loader's thread
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -393,7 +407,7 @@ class Preparer:
         """Read a question's pictures and videos and run the processor. What comes out is evaluated: any thread may use it.
 
         Raises InvalidRequest for what cannot be read or does not fit, and OperationCancelled soon after ``cancelled`` is
-        set.
+        set. The question has its form, if it needs one.
         """
         self._check_pixels(question.num_pixels)
         try:
@@ -424,7 +438,7 @@ class Preparer:
             tuple(clip.size for clip in clips),
             kept=on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None,
             bad_words=tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words)))),
-            form=None if params.form is None else self._forms.compiled(params),
+            form=None if question.form is None else question.form.copy(question.client),
             thinking=question.thinking,
         )
 

@@ -114,7 +114,9 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         fetch=options.fetch,
         hashes=options.caches.max_bytes > 0,
     )
-    return Engine(EngineLoop(generator, Loaders(preparer.prepare), warm_up=options.warm_up), preparer)
+    return Engine(
+        EngineLoop(generator, Loaders(preparer.prepare, preparer.compiled), warm_up=options.warm_up), preparer
+    )
 
 
 def load_engine(

@@ -194,6 +194,8 @@ def _priority(request: Request) -> int:
     given = request.headers.get("x-priority", "0")
     if not re.fullmatch(r"-?[0-9]{1,3}", given) or abs(int(given)) > MAX_PRIORITY:
         raise ApiError(400, f"X-Priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}; higher goes first")
+    if int(given) and not _entry(request).has_priority:
+        raise ApiError(403, "X-Priority is taken with keys that are marked for it (vlm-batch serve --keys)")
     return int(given)
 
 

@@ -81,13 +81,14 @@ class Ask:
     pixels: Mapping[str, Any] = field(default_factory=dict)
     user: str | None = None
 
-    def requests(self, *, request_id: str, priority: int) -> list[Request]:
+    def requests(self, *, request_id: str, priority: int, client: int) -> list[Request]:
         """One request for each prompt, in their order; its answers share what is encoded and prefilled."""
         return [
             Request(
                 params=self.params,
                 request_id=f"{request_id}-{index}",
                 priority=priority,
+                client=client,
                 template=self.template,
                 **prompt,
                 **self.pixels,

@@ -208,13 +208,12 @@ class Exchange(ABC):
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Each event's choice and what it adds there. Raises ApiError as soon as one choice has failed."""
-        async with self._service.visit() as visit, self._naming_the_prompt():
+        async with self._service.visit(self._entry.number) as visit, self._naming_the_prompt():
             assert visit.loaded is not None
             ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
-            handles = await self._service.submit(
-                visit, ask.requests(request_id=visit.request_id, priority=self._priority)
-            )
+            asked = ask.requests(request_id=visit.request_id, priority=self._priority, client=self._entry.number)
+            handles = await self._service.submit(visit, asked)
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
                     choice = self._choices[index * ask.params.n + event.index]

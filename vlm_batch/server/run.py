@@ -184,7 +184,7 @@ def serve(config: ServerConfig, open_batcher: Callable[[], VLMBatcher]) -> bool:
     server = make_server(config, open_batcher)
     set_up_logs()
     _allow_connections()
-    if config.api_key is None and not config.is_loopback:
+    if not config.needs_key and not config.is_loopback:
         logger.warning("NO KEY IS NEEDED: everyone who can reach %s:%d can use this server", config.host, config.port)
     logger.info("serving %s on http://%s:%d", config.name, config.host, config.port)
     server.run()
