@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,7 +96,7 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     with reading(config), older_processor_files(path, model_type) as folder:
         images = None if keeps else load_image_processor(path, **options)
         read: Callable[..., Any] = AutoProcessor.from_pretrained
-        if model_type == "cohere2_vision" and find_spec("torchvision") is None:
+        if model_type == "cohere2_vision":
             from vlm_batch.models import _aya_vision
 
             read = _aya_vision.from_pretrained
