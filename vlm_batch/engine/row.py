@@ -34,6 +34,9 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+#: The parameters of a row that has ended.
+NO_PARAMS = SamplingParams()
+
 #: Losses after which a row stays apart for the rest of its life: what fails goes by who is beside it, and would go on so.
 ALWAYS_SUSPECT = 3
 
@@ -309,7 +312,7 @@ class Row:
 
     def clear(self) -> None:
         """Drop everything but the name: the row has ended, and a launched step may still hold it."""
-        self.status, self.params = Status.FINISHED, SamplingParams()
+        self.status, self.params = Status.FINISHED, NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), None, None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
