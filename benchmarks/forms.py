@@ -27,6 +27,7 @@ from vlm_batch.arrays import as_mlx  # noqa: E402
 from vlm_batch.engine.constraints import Guide  # noqa: E402
 from vlm_batch.engine.generator import BatchGenerator  # noqa: E402
 from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
+from vlm_batch.inputs.fetch import Cancelled  # noqa: E402
 from vlm_batch.inputs.grammar import Forms  # noqa: E402
 from vlm_batch.policy import policy_of  # noqa: E402
 from vlm_batch.types import SamplingParams  # noqa: E402
@@ -67,7 +68,7 @@ def gaps(adapter: Adapter, forms: Forms, extra: int, tokens: int, is_held: bool)
         row = new_row(str(index), Prompt(inputs=inputs), params)
         generator.rows.add(row)
         if is_held and index >= PLAIN:
-            form = forms.compiled(SamplingParams(json_schema=SCHEMA))
+            form = forms.compiled(SamplingParams(json_schema=SCHEMA), Cancelled()).result().copy()
             row.answer.guide = Guide.of(params, form, None, row.answer.end_ids)
     walls, works = [], []
     while len(generator.rows.batch) < PLAIN + extra:

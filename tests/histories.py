@@ -16,6 +16,7 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -84,8 +85,22 @@ def decode(ids: Sequence[int]) -> str:
 TEXT = AnswerText(decode, END_IDS)
 
 
+class Later(Future[None]):
+    """Is done when it was asked so many times whether it is."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._times = times
+
+    def done(self) -> bool:
+        self._times -= 1
+        if self._times < 0 and not super().done():
+            self.set_result(None)
+        return super().done()
+
+
 class Stairs:
-    """A form: six tokens, the n-th of which leaves n modulo 3."""
+    """A form: six tokens, the n-th of which leaves n modulo 3. Some of them take it longer than a step waits."""
 
     LENGTH = 6
 
@@ -96,10 +111,11 @@ class Stairs:
         for token in range(self.count % 3, PLAIN, 3):
             bits[token // 32] |= np.uint32(1 << (token % 32))
 
-    def consume(self, token: int) -> None:
+    def follow(self, token: int) -> Future[None]:
         if token % 3 != self.count % 3:
             raise ValueError(f"{token} is not the form's")
         self.count += 1
+        return Later(token % 4)
 
     def copy(self) -> Stairs:
         return Stairs(self.count)
@@ -667,6 +683,8 @@ class History:
             for row in flight.waiting
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         ]
+        untold = [row for row, _, _ in generator._untold if row.status is Status.DECODE]
+        last += [row for row in untold if row.answer.num_sampled >= row.answer.max_tokens]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
         assert set(everywhere) == set(generator.rows.by_id.values()), "a row is nowhere"

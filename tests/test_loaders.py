@@ -366,3 +366,17 @@ def test_the_process_ends_while_downloads_hang(site: str, ending: str) -> None:
     assert done.stdout.strip() == "1 2 3", done.stderr
     assert done.returncode == (130 if "Interrupt" in ending else 0) or done.returncode == -2, done.stderr
     assert time.monotonic() - started < 40
+
+
+def test_clients_take_turns() -> None:
+    """Calls that one client brings by the dozen wait behind each other, and not before another's."""
+    pool, order, go_on = Pool(1, "test"), list[str](), threading.Event()
+    first = pool.submit(lambda: go_on.wait(30), Cancelled(), client=1)
+    calls = [(f"many {at}", 1) for at in range(6)] + [("one", 2), ("two", 2), ("other", 3)]
+    done = [pool.submit(partial(order.append, name), Cancelled(), client=client) for name, client in calls]
+    go_on.set()
+    assert first.result(30)
+    for call in done:
+        call.result(30)
+    assert order == ["one", "other", "many 0", "two", *(f"many {at}" for at in range(1, 6))]
+    pool.close()

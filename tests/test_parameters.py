@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.harness import every_family, inputs_of, settings_for, shared_adapter
+from tests.histories import Later
 from tests.recording import record
 from tests.zoo import END_OF_TEXT, VOCABULARY
 from vlm_batch.arrays import as_mlx
@@ -47,10 +49,11 @@ class Residues:
         for token in range(len(self.seen) % 3, min(VOCABULARY, 32 * len(bits)), 3):
             bits[token // 32] |= np.uint32(1 << (token % 32))
 
-    def consume(self, token: int) -> None:
+    def follow(self, token: int) -> Future[None]:
         if token % 3 != len(self.seen) % 3:
             raise ValueError(f"{token} does not fit")
         self.seen.append(token)
+        return Later(token % 2)
 
     def copy(self) -> Residues:
         return Residues()

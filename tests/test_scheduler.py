@@ -112,6 +112,32 @@ def test_waiting_lifts_a_row_over_any_priority() -> None:
     assert SCHEDULER.urgency(*patient) < SCHEDULER.urgency(*urgent)
 
 
+def test_clients_get_places_by_turns() -> None:
+    """Whoever has the fewest is next, whatever others have asked for, and within a client the most urgent."""
+    many = [(1, float(at)) for at in range(6)]
+    assert SCHEDULER.share_out([*many, (2, 50.0), (2, 40.0), (3, 60.0)], {}) == [0, 7, 8, 1, 6, 2, 3, 4, 5]
+    assert SCHEDULER.share_out([*many[:2], (2, 50.0)], {1: 2}) == [2, 0, 1]
+    assert SCHEDULER.share_out([(1, 3.0), (1, 1.0), (1, 1.0)], {1: 9}) == [1, 2, 0]  # alone: as it always was
+    assert SCHEDULER.share_out([], {1: 1}) == []
+
+
+def test_who_has_most_places_gives_them_up_until_they_are_even() -> None:
+    placed = {1: 14, 2: 2}
+    given = 0
+    while (giver := SCHEDULER.giver(placed, 3)) is not None:
+        assert giver == 1
+        placed[1], placed[3], given = placed[1] - 1, placed.get(3, 0) + 1, given + 1
+    assert placed == {1: 8, 2: 2, 3: 7} or placed == {1: 7, 2: 2, 3: 7}
+    assert SCHEDULER.giver({1: 1, 2: 1}, 3) is None and SCHEDULER.giver({}, 3) is None
+    assert SCHEDULER.giver({1: 5}, 1) is None
+
+
+def test_the_prompts_of_one_client_do_not_keep_anothers_waiting() -> None:
+    rows = [PrefillRow(f"many {at}", 100, 0, waited=9.0, client=1) for at in range(5)]
+    plan = SCHEDULER.plan([*rows, PrefillRow("one", 100, 0, client=2)], 100)
+    assert plan[0].rows == ("one",)
+
+
 def test_places_are_bounded() -> None:
     assert [SCHEDULER.num_free(live) for live in (0, 3, 4, 5)] == [4, 1, 0, 0]
 

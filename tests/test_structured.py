@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.harness import inputs_of, shared_adapter
+from tests.harness import inputs_of, settings_for, shared_adapter
+from tests.histories import Later
 from tests.test_templates import with_template
 from vlm_batch import Request, SamplingParams, Template, VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.caches import Placement
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, new_row
@@ -234,6 +238,49 @@ def test_a_large_form_is_compiled_beside_the_others(batcher: VLMBatcher, monkeyp
     assert {handle.result(timeout=60).error for handle in large} == {None}
 
 
+def test_forms_are_compiled_beside_everything_else(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain requests, and those whose forms are known, wait for nobody's; the same form is compiled once, refused or not."""
+    known = {"choice": ["yes", "no"]}
+    batcher.submit(prompt="count to 3", params=known).result(timeout=60)
+    compiles, is_done, names = grammar.Forms._compile, threading.Event(), list[str]()
+
+    def slowly(self: grammar.Forms, name: str, text: str) -> grammar.Form:
+        assert is_done.wait(60)
+        names.append(text)
+        return compiles(self, name, text)
+
+    monkeypatch.setattr(grammar.Forms, "_compile", slowly)
+    wrong, right = {"regex": "(.*a){9}(.*b){9}[^a]{9999}x{9999}"}, {"regex": "a{1,20}"}
+    slow = [batcher.submit(prompt="count to 3", params=params) for params in [wrong, right] * 12]
+    try:
+        assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
+        assert batcher.submit(prompt="count to 3", params=known).result(timeout=60).parsed in ("yes", "no")
+        assert not any(handle.done() for handle in slow)
+        slow[1].cancel()  # the first who waits for a form: the others ask again
+    finally:
+        is_done.set()
+    ends = [handle.result(timeout=60) for handle in slow]
+    assert {end.finish_reason for end in ends[3::2]} == {"stop"}
+    assert len(names) == len(set(names)) == 2
+
+
+@pytest.mark.parametrize("depth", ["a", "xa"], ids=["at-once", "later"])
+def test_nested_repetition_costs_little(batcher: VLMBatcher, depth: str) -> None:
+    """A hundred characters that would have llguidance work for seconds: they are refused before."""
+    begin = time.process_time()
+    params = SamplingParams(regex=f"{depth[:-1]}(((a{{100}}){{100}}){{100}}){{100}}")
+    result = batcher.submit(prompt="count to 3", params=params).result(timeout=60)
+    assert isinstance(result.exception, InvalidParameters) and "too many expressions" in str(result.error)
+    assert time.process_time() - begin < 1.0
+
+
+def test_a_slow_token_is_the_requests_fault(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MOST_SECONDS", 0.0)
+    result = batcher.submit(prompt="count to 3", params=SamplingParams(regex="[a-z ]{9}")).result(timeout=60)
+    assert isinstance(result.exception, InvalidParameters) and "a token took over" in str(result.error)
+    assert batcher.submit(prompt="count to 3").result(timeout=60).text == "1 2 3"
+
+
 def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:
     schema = {
         "type": "object",
@@ -295,8 +342,9 @@ class AnyForm:
         self.noted.append("mask")
         bits[:] = 0xFFFFFFFF
 
-    def consume(self, token: int) -> None:
+    def follow(self, token: int) -> Future[None]:
         self.noted.append("token")
+        return Later(0)
 
     def copy(self) -> AnyForm:
         return self
@@ -323,3 +371,44 @@ def test_nobody_waits_for_a_mask() -> None:
         generator.step()
     steady = noted[noted.index("plain", 2) :]
     assert steady[:8] == ["plain", "token", "mask", "held"] * 2, noted
+
+
+class Stuck(AnyForm):
+    """Gets through three tokens, and then only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.held: list[Future[None]] = []
+
+    def follow(self, token: int) -> Future[None]:
+        super().follow(token)
+        if len(self.noted) < 5:
+            return Later(0)
+        self.held.append(Future())
+        return self.held[-1]
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_a_form_that_takes_long_holds_up_its_own_row_alone(placement: Placement) -> None:
+    """The others have all their tokens while it is at one of its own; then it goes on, to the same answer."""
+    texts: dict[str, tuple[int, ...]] = {}
+    for names in (["stuck"], ["stuck", "plain", "other"]):
+        generator, form = (
+            BatchGenerator(shared_adapter("qwen2_vl"), policy=settings_for(placement, max_rows=3)),
+            Stuck(),
+        )
+        for name in names:
+            params = SamplingParams(max_tokens=12, seed=len(name), temperature=1.0)
+            row = new_row(name, Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{len(name)}:6"))), params)
+            row.answer.guide = Guide.of(params, form, None, ()) if name == "stuck" else None
+            generator.rows.add(row)
+        order = []
+        while generator.has_work:
+            ends = [event for event in generator.step() if event.result is not None]
+            order += [event.request_id for event in ends]
+            for event in ends:
+                assert event.result is not None
+                assert texts.setdefault(event.request_id, event.result.token_ids) == event.result.token_ids
+            if form.held and len(order) == len(names) - 1:
+                form.held.pop().set_result(None)
+        assert order[-1] == "stuck" and len(texts["stuck"]) == 12

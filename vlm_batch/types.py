@@ -322,6 +322,8 @@ class Template:
         args: any other argument, by name.
         add_generation_prompt: begin the assistant's turn.
         continue_final_message: leave the chat's last turn open, so that the answer goes on with it.
+        escape_special_tokens: read special tokens' spellings in the chat, such as ``<|im_end|>``, as plain text; else a chat
+            that holds one of a turn's or a picture's is refused.
 
     Raises InvalidPrompt for a value of another type, and for an argument that is given twice.
     """
@@ -333,6 +335,7 @@ class Template:
     args: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    escape_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -352,7 +355,7 @@ class Template:
         put("args", dict(self.args))
         if twice := sorted(self.args.keys() & self._own.keys()):
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
-        for name in ("add_generation_prompt", "continue_final_message"):
+        for name in ("add_generation_prompt", "continue_final_message", "escape_special_tokens"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidPrompt(f"{name} is {shown(getattr(self, name))}; it must be True or False")
 
@@ -398,6 +401,7 @@ class Request:
         params: how tokens are chosen, as ``SamplingParams`` or a mapping of its fields.
         request_id: the request's name; by default it is given one.
         priority: a higher one goes first.
+        client: who asks, as a number. Rows are shared out evenly among clients; priorities order the requests of each.
         cache: the state of a conversation that the prompt goes on with: only what is new is prefilled.
         return_cache: ask for that state, of prompt and answer, in ``Result.cache``.
 
@@ -416,6 +420,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
+    client: int = 0
     cache: PromptCache | None = None
     return_cache: bool = False
 
@@ -430,6 +435,9 @@ class Request:
                 f"priority is {shown(self.priority)}; it must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
             )
         object.__setattr__(self, "priority", int(self.priority))
+        if not is_whole(self.client):
+            raise InvalidRequest(f"client is {shown(self.client)}; it must be an integer")
+        object.__setattr__(self, "client", int(self.client))
         called = self.request_id
         if called is not None and not (isinstance(called, str) and called and "\0" not in called):
             raise InvalidRequest(

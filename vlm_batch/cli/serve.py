@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_speed, amount_of_bytes, said_options
-from vlm_batch.server.config import MEGABYTE, ServerConfig
+from vlm_batch.server.config import MEGABYTE, ServerConfig, read_keys
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
@@ -38,6 +38,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     said = {one.name: vars(args)[one.name] for one in fields(ServerConfig) if one.name in vars(args)}
     said["model"] = str(args.model or default_checkpoint())
     said["api_key"] = args.api_key or environment.get(API_KEY) or None
+    said["keys"] = read_keys(args.keys) if args.keys else ()
     said["allow_dirs"] = tuple(Path(folder).expanduser() for folder in args.allow_dirs)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
     limit = args.max_memory_gb  # 0 is no limit
@@ -82,6 +83,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add_speed(group)
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     _say(group, "--enable-thinking", "enable_thinking", "think unless a request says otherwise", action="store_true")
+    plain = "read special tokens' spellings in chats as plain text (default: refuse such chats)"
+    _say(group, "--escape-special-tokens", "escape_special_tokens", plain, action="store_true")
     parser = "mlx_vlm.tools' parser (default: by chat template)"
     _say(group, "--tool-parser", "tool_parser", parser, metavar="NAME")
     shapes = "compute shapes that requests will bring while nobody asks (default: yes)"
@@ -93,6 +96,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     _say(group, "--host", "host", "address to listen on (default: %(default)s)")
     _say(group, "--port", "port", "default: %(default)s; 0 takes a free one", type=int)
     _say(group, "--api-key", "api_key", f"the key that clients must send; better in {API_KEY}", metavar="KEY")
+    keys = "a file with a key for each client, one a line; 'priority' behind one lets it send X-Priority"
+    group.add_argument("--keys", type=Path, metavar="FILE", help=keys)
     _say(group, "--no-auth", "no_auth", "need no key although others can reach the server", action="store_true")
     name = "a name that clients may use for this server"
     group.add_argument("--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME", help=name)
@@ -107,6 +112,8 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
     _say(group, "--max-videos", "max_videos", "in one request (default: %(default)s)", type=int, metavar="N")
     pixels = "of a picture (default: %(default)s)"
     group.add_argument("--max-image-pixels", type=int, default=89_478_485, metavar="N", help=pixels)
+    pixels = "of a request's pictures and frames together (default: %(default)s)"
+    group.add_argument("--max-request-pixels", type=int, default=500_000_000, metavar="N", help=pixels)
     least = "show the model smaller pictures larger, if a request does not say"
     group.add_argument("--min-pixels", type=int, metavar="N", help=least)
     most = "show the model larger pictures smaller, whatever a request says"

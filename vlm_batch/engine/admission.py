@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.memory import RowMemory, Sizes
@@ -23,8 +23,8 @@ from vlm_batch.runtime.threads import num_cores
 WITH_LOADERS = max(8, 2 * min(8, num_cores()))
 #: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
 VIDEOS_AHEAD = 4
-#: Bytes of a decoded pixel, which are there while a picture is processed.
-BYTES_PER_PIXEL = 3
+#: Bytes of a decoded pixel, which are there while a picture is processed: as decoded, and as the processor's array.
+BYTES_PER_PIXEL = 6
 #: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
 MOST_AHEAD = 4
 
@@ -36,7 +36,9 @@ class Admission:
         self.memory = memory
         self._scheduler = scheduler
         config = scheduler.config
-        self._inbox: dict[tuple[Hashable, bool], list[tuple[float, int, Row]]] = {}  # heaps, by lane and having videos
+        self._inbox: dict[
+            tuple[Hashable, bool, int], list[tuple[float, int, Row]]
+        ] = {}  # by lane, having videos, client
         self._arrivals = itertools.count()
         self.unprepared: set[Row] = set()  # not prepared yet, wherever they are
         self._reading: set[Row] = set()  # with the loaders
@@ -44,6 +46,7 @@ class Admission:
         self._processing: dict[Row, int] = {}  # with the loaders, and the bytes that they may come to
         self.prepared: dict[str, Row] = {}
         self._look_ahead, self._most_bytes = config.look_ahead, config.look_ahead_bytes
+        self.placed: Mapping[int, int] = {}  # rows that have places, by client, when the last step began
         self._sizes = {False: Sizes(max), True: Sizes(max)}  # without and with videos
 
     @property
@@ -56,8 +59,16 @@ class Admission:
         )
 
     def urgency(self, row: Row) -> float:
-        """A row's place in line: the smallest goes first."""
+        """A row's place in line among its client's: the smallest goes first."""
         return self._scheduler.urgency(row.priority, row.clock.submitted)
+
+    def line(
+        self, rows: Iterable[Row], first: Collection[Row] = (), placed: Mapping[int, int] | None = None
+    ) -> list[Row]:
+        """Rows in the order in which they get places beside those that are ``placed``; some are ``first`` of their client's."""
+        given = list(rows)
+        keys = [(row.client, (row not in first, self.urgency(row))) for row in given]
+        return [given[at] for at in self._scheduler.share_out(keys, self.placed if placed is None else placed)]
 
     def add(self, row: Row) -> None:
         """Take in a row: to be prepared, or with its processor's output."""
@@ -65,7 +76,7 @@ class Admission:
             self.prepared[row.request_id] = row
             return
         self.unprepared.add(row)
-        heap = self._inbox.setdefault((row.lane, row.has_videos), [])
+        heap = self._inbox.setdefault((row.lane, row.has_videos, row.client), [])
         heapq.heappush(heap, (self.urgency(row), next(self._arrivals), row))
 
     def remove(self, row: Row) -> None:
@@ -78,36 +89,42 @@ class Admission:
         self.prepared.pop(row.request_id, None)
 
     def next_to_prepare(self) -> Row | None:
-        """The most urgent row of the inbox that may be read now; it counts as being read from now on.
+        """The first row in line of the inbox that may be read now; it counts as being read from now on.
 
         Those of one lane hold up nobody of another.
         """
-        heaps = [heap for (lane, has_videos), heap in self._inbox.items() if self._has_room(lane, has_videos, heap)]
-        if not heaps:
-            return None
-        _, _, row = heapq.heappop(min(heaps))
-        self._reading.add(row)
-        return row
-
-    def _has_room(self, lane: Hashable, has_videos: bool, heap: list[tuple[float, int, Row]]) -> bool:
-        """Whether the first row of a lane's heap may be read now: loaders have few of its lane, few rows wait before it, and
-        those leave room."""
-        while heap and heap[0][2].status is Status.FINISHED:
-            heapq.heappop(heap)
-        if not heap:
-            return False
+        heads: dict[Row, list[tuple[float, int, Row]]] = {}
+        for key, heap in tuple(self._inbox.items()):
+            while heap and heap[0][2].status is Status.FINISHED:
+                heapq.heappop(heap)
+            if heap:
+                heads[heap[0][2]] = heap
+            else:
+                del self._inbox[key]
         most = self._look_ahead + self._scheduler.num_places
-        loading = [row for row in (*self._reading, *self._processing) if row.lane == lane]
-        waiting = [*loading, *self._read, *self.prepared.values()]
-        before = [row for row in waiting if self.urgency(row) <= heap[0][0]]
-        holds_files = any(row.prompt.nbytes for row in (*self._reading, *self._read) if row.lane == lane)
-        return (
-            len(loading) < WITH_LOADERS
-            and len(before) < most
-            and len(self.prepared) + len(self._read) < MOST_AHEAD * most
-            and not (has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD)
-            and not (holds_files and sum(row.prompt.nbytes for row in before) >= self._most_bytes)
-        )
+        if not heads or len(self.prepared) + len(self._read) >= MOST_AHEAD * most:
+            return None
+        before: list[Row] = []
+        for row in self.line([*self._reading, *self._processing, *self._read, *self.prepared.values(), *heads]):
+            if row not in heads:
+                before.append(row)
+            elif self._has_room(row, before):
+                heapq.heappop(heads[row])
+                self._reading.add(row)
+                return row
+        return None
+
+    def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
+        """Whether a row of the inbox may be read now, when those ``before`` it are with the loaders or prepared."""
+        working = [one for one in (*self._reading, *self._processing) if one.lane == row.lane]
+        waiting = {*working, *self._read, *self.prepared.values()}
+        if row.has_videos and sum(one.has_videos for one in waiting) >= VIDEOS_AHEAD:
+            return False
+        beside = [one for one in before if one in waiting]
+        files = any(one.prompt.nbytes for one in (*self._reading, *self._read) if one.lane == row.lane)
+        has_bytes = not files or sum(one.prompt.nbytes for one in beside) < self._most_bytes
+        most = self._look_ahead + self._scheduler.num_places
+        return len(working) < WITH_LOADERS and len(beside) < most and has_bytes
 
     def note_read(self, row: Row) -> None:
         """A row's pictures are in memory: it waits for room. Nothing happens if it ended meanwhile, or if that is known."""
@@ -116,23 +133,32 @@ class Admission:
             self._read.add(row)
 
     def next_to_process(self) -> Row | None:
-        """The most urgent row that was read and has room for what comes of it; it counts as being processed from now on.
+        """The first row in line that was read and has room for what comes of it; it counts as being processed from now on.
 
         Nobody goes before one that has no room yet, but for those that need none.
         """
         if not self._read:
             return None
         sizes = {row: self._expected(row) for row in self._read}
-        row = min(self._read, key=lambda row: (sizes[row] > 0, self.urgency(row)))
-        expected = sizes[row]
         ahead = {**self._processing, **{row: row.prompt.nbytes for row in self.prepared.values()}}
+        line = self.line([*ahead, *self._read])
+        row = min((one for one in line if one in self._read), key=lambda one: sizes[one] > 0)
+        expected = sizes[row]
         held = sum(ahead.values())
-        is_first = all(self.urgency(other) > self.urgency(row) for other, nbytes in ahead.items() if nbytes)
+        decoded = sum(self._decoded(other) for other in self._processing)
+        if decoded and decoded + self._decoded(row) > self._most_bytes:
+            return None  # for a moment, whoever is first: what is being decoded is let go of soon
+        is_first = not any(ahead.get(other) for other in line[: line.index(row)])
         if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
             return None
         self._read.remove(row)
         self._processing[row] = expected
         return row
+
+    def _decoded(self, row: Row) -> int:
+        """Bytes of a row's pictures while they are processed."""
+        loading = None if row.prompt is None else row.prompt.loading
+        return 0 if loading is None else BYTES_PER_PIXEL * loading.num_pixels
 
     def _expected(self, row: Row) -> int:
         """Bytes that a row that was read may take while it is processed and afterwards: more than there are if nobody knows."""
@@ -141,7 +167,7 @@ class Admission:
         if loading.known_nbytes is not None:
             return loading.known_nbytes
         seen = self._sizes[row.has_videos].expected(loading.num_pixels)
-        return self._most_bytes + 1 if seen is None else seen + BYTES_PER_PIXEL * loading.num_pixels
+        return self._most_bytes + 1 if seen is None else seen + self._decoded(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """A row's loading is done. Raises what reading or processing raised."""

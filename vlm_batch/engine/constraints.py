@@ -1,13 +1,14 @@
 """Rows whose next token depends on their last one: answers held to a form, and thinking that is to end.
 
 The engine must read such a row's token before it can choose the next one. The row's forward runs with the others'. Its token
-is chosen in a second, small launch, once the last token is known. The CPU works out the mask for that while the device runs
-the forward.
+is chosen in a second, small launch, once the last token is known. Other threads work out the mask for that while the device
+runs the forward; a row whose mask is late leaves the batch until it is there, and nobody else waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from enum import Enum
 from typing import Any, Protocol
 
@@ -21,8 +22,8 @@ from vlm_batch.types import SamplingParams
 class Form(Protocol):
     """A form that an answer is held to (``vlm_batch.inputs.grammar.Form`` says what each call does)."""
 
+    def follow(self, token: int) -> Future[None]: ...
     def fill(self, bits: np.ndarray) -> None: ...
-    def consume(self, token: int) -> None: ...
     def copy(self) -> Form: ...
     def read(self, text: str) -> Any: ...
     @property
@@ -41,7 +42,8 @@ class Phase(Enum):
 
 
 class Guide:
-    """The rule for one row's next token. ``feed`` takes each token; then ``allowed`` gives the tokens that may follow.
+    """The rule for one row's next token. ``feed`` takes each token and returns at once; after ``settle`` the other members tell
+    what that changed, and ``allowed`` gives the tokens that may follow.
 
     ``form`` holds the answer, from the end of thinking on; ``budget`` is how many tokens thinking may take.
     """
@@ -56,6 +58,7 @@ class Guide:
         self._thought: list[int] = []
         self._forced: list[int] = []  # what is left of the words that end thinking
         self._answer: list[int] = []  # the tokens that the form has seen
+        self._following: Future[None] | None = None  # what its form makes of the last of them
         self.phase = Phase.ANSWER
         if thinking is not None and thinking.is_open:
             self._think()
@@ -83,7 +86,7 @@ class Guide:
         return self.phase is Phase.ANSWER and self._form is not None and self._form.is_whole
 
     def feed(self, token: int) -> None:
-        """Take the row's next token. Raises ValueError for one that the form does not have."""
+        """Take the row's next token."""
         if self.phase is Phase.BEGINNING:
             assert self._thinking is not None
             if token == self._thinking.start[0]:
@@ -101,8 +104,19 @@ class Guide:
             if not self._forced:
                 self.phase = Phase.ANSWER
         elif self._form is not None and token not in self._end_ids:
-            self._form.consume(token)
+            self._following = self._form.follow(token)
             self._answer.append(token)
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        """Whether ``settle`` returns at once, or will within so many seconds, which are waited for."""
+        following = self._following
+        return following is None or following.done() or (seconds > 0 and bool(wait((following,), seconds).done))
+
+    def settle(self) -> None:
+        """Take in what came of the last token. Raises ValueError for one that the form does not have."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.result()
 
     def allowed(self, size: int) -> np.ndarray | None:
         """Bits of the tokens that may come next, (W,) uint32 for ``size`` tokens; None if all may."""

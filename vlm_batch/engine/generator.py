@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -38,6 +39,9 @@ from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
+
+#: Seconds that a step waits for rows' forms, which work while the device does: who is later misses the step.
+FORM_SECONDS = 0.01
 
 
 class BatchGenerator:
@@ -85,6 +89,7 @@ class BatchGenerator:
         self.retry = Retry(self.rows, self.scheduler, self.memory, self.reuse.budget)
         self.runner = Runner(self.adapter, self.rows, self.reuse, self._decoder, policy.max_prompt_tokens, kv, shapes)
         self._launched: list[Flight | Part] = []  # in the device's order; the next step reads it
+        self._untold: list[tuple[Row, int, TokenLogprobs | None]] = []  # tokens that their rows' forms are at
 
     def warm_up(self) -> Iterator[None]:
         """Run a forward of one of the shapes that requests will bring for each ``next``; nothing is left of it. Where rows keep
@@ -139,14 +144,14 @@ class BatchGenerator:
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every row with an error, and forget what was launched; their ends, and what was to be told before."""
-        self._launched, self.rows.forks = [], []
+        self._launched, self._untold, self.rows.forks = [], [], []
         for row in list(self.rows.by_id.values()):
             self.rows.end(row, "error", error)
         return self.rows.tell()
 
     def reset(self) -> None:
         """Forget every row, without events."""
-        self._launched, self.rows.forks = [], []
+        self._launched, self._untold, self.rows.forks = [], [], []
         for row in list(self.rows.by_id.values()):
             self.rows.forget(row)
         self.rows.tell()
@@ -168,13 +173,16 @@ class BatchGenerator:
         prompts."""
         begin, rows = time.perf_counter(), self.rows
         before, self._launched = self._launched, []
+        rows.waiting.placed = rows.placed
         self.retry.set_apart()
         self.retry.keep_within_memory()
         groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups]
         decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
+        decoded = self._share_places(decoded)
         self._choose([part for part in decoded if not part.is_held])
         self._read(before)
-        self._choose([part for part in decoded if part.is_held])
+        self._take_untold()
+        self._choose(self._in_time([part for part in decoded if part.is_held]))
         joined = self._join(self._next_forks()) if rows.forks else []
         encoding = self._encode(bool(groups))
         prefilling = self.runner.views(begin)
@@ -256,15 +264,42 @@ class BatchGenerator:
                 self.reuse.store(row.reuse.pending)
                 row.reuse.pending = None
             if not flight.is_known:
-                told = attempt([row], row.take, tokens[index], logprobs.get(index), self.text.decode)
-                if isinstance(told, Failed):
-                    self.retry.settle(told)
-                elif isinstance(told, Ending):
-                    self._try(row, self.rows.finish, row, told)
-                else:
-                    self.rows.events.append(told)
+                if row.answer.guide is None:
+                    self._tell(row, tokens[index], logprobs.get(index))
+                elif self._try(row, row.answer.guide.feed, tokens[index]):
+                    self._untold.append((row, tokens[index], logprobs.get(index)))
             elif row.answer.ending is not None and row.answer.known_token is None:  # it has said all of it again
                 self._try(row, self.rows.finish, row, row.answer.ending)
+
+    def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a token to its row, and tell of it."""
+        told = attempt([row], row.take, token, logprobs, self.text.decode)
+        if isinstance(told, Failed):
+            self.retry.settle(told)
+        elif isinstance(told, Ending):
+            self._try(row, self.rows.finish, row, told)
+        else:
+            self.rows.events.append(told)
+
+    def _take_untold(self) -> None:
+        """Append the tokens whose rows' forms have taken them, after waiting a little for those that have not."""
+        untold, self._untold = self._untold, []
+        until = time.perf_counter() + FORM_SECONDS
+        for row, token, logprobs in untold:
+            if row.status is Status.FINISHED or row.answer.guide is None:
+                continue
+            if row.answer.guide.is_ready(until - time.perf_counter()):
+                self._tell(row, token, logprobs)
+            else:
+                self._untold.append((row, token, logprobs))
+
+    def _in_time(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts whose rows' forms know what may be next; rows of others leave the batch until theirs do."""
+        late = {row for row, _, _ in self._untold}
+        for part in parts:
+            if part.rows[0] in late and part.rows[0].status is Status.DECODE:
+                self._try(part.rows[0], self.rows.park, part.rows[0], part.logits)
+        return [part for part in parts if part.rows[0] not in late]
 
     # Rows on their way to a place
 
@@ -280,13 +315,13 @@ class BatchGenerator:
             *rows.prefilling.values(),
             *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
-        free = self.scheduler.num_free(len(live))
-        line = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
-        line = sorted(line, key=waiting.urgency)[: free + self.scheduler.config.encode_ahead]
+        free, whole = self._num_free(), self._line()
+        ahead = [row for row in whole[free:] if row.request_id in waiting.prepared]
+        line = [*whole[:free], *ahead[: self.scheduler.config.encode_ahead]]
         has_begun = False
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
-            if row.losses != losses or row.status is Status.FINISHED:
-                continue  # it failed, in a call with another
+            if row.losses != losses or row.status is Status.FINISHED or row.request_id not in waiting.prepared:
+                continue  # it failed, in a call with another; or it is a fork
             if row.prompt.encoded is None:
                 if others and self.reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
@@ -296,10 +331,8 @@ class BatchGenerator:
                 most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
                 if not most or (has_begun and place >= free):
                     break  # the step has done enough
-                those = [row]
-                if (
-                    most > 1 and not row.was_alone
-                ):  # who found no memory alone is alone again: others would take the room
+                those = [row]  # who found no memory alone is alone again: others of the same call would take the room
+                if most > 1 and not row.was_alone:
                     unencoded = [other for other in line[place:] if other.prompt.encoded is None]
                     those = self.reuse.new_ones(unencoded, others, most)
                 made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
@@ -321,15 +354,69 @@ class BatchGenerator:
         others."""
         rows = self.rows
         rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
-        live = [*rows.batch.rows, *rows.prefilling.values()]
+        forks, live = dict(rows.forks), [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
-        for row, logits in rows.forks[: self.scheduler.num_free(len(live))]:
+        for row in [row for row in self._line()[: self._num_free()] if row in forks]:
             if live and not self.memory.fits(row, live):
                 break
             live.append(row)
-            taken.append(Part([row], logits))
-        rows.forks = rows.forks[len(taken) :]
+            taken.append(Part([row], forks.pop(row)))
+        rows.forks = list(forks.items())
         return taken
+
+    def _num_free(self) -> int:
+        """Free places but for those of rows whose forms are late."""
+        rows = self.rows
+        late = {row for row, _, _ in self._untold}
+        return self.scheduler.num_free(
+            len(rows.batch) + len(rows.prefilling) + sum(row in late for row, _ in rows.forks)
+        )
+
+    def _line(self) -> list[Row]:
+        """The rows that could have a place now, the first in line first; of one client's, forks are before all others."""
+        rows, waiting = self.rows, self.rows.waiting
+        waiting.placed = rows.placed
+        others = [
+            *rows.prefilling.values(),
+            *(row for row in waiting.prepared.values() if (row.prompt.encoded is not None)),
+        ]
+        late = {row for row, _, _ in self._untold}
+        forks = {row for row, _ in rows.forks if row not in late}
+        prepared = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
+        return waiting.line([*forks, *prepared], first=forks)
+
+    def _share_places(self, decoded: list[Part]) -> list[Part]:
+        """Park rows of clients who have more than their share, for who is next in line with fewer and has no place."""
+        rows, memory = self.rows, self.memory
+        if len({row.client for row in rows.by_id.values()}) < 2 or self._num_free():
+            return decoded
+        placed = rows.placed
+        for row in self._line()[: self.scheduler.config.encode_ahead]:
+            giver = self.scheduler.giver(placed, row.client)
+            mine = [one for part in decoded for one in part.rows if one.client == giver and not one.is_suspect]
+            held = [*rows.live(), *(one for one, _ in rows.forks if one is not row)]
+            if (
+                not mine
+                or not ((row.prompt.encoded is not None) or row in dict(rows.forks))
+                or not memory.fits(row, held)
+            ):
+                break
+            last = rows.waiting.line(mine)[-1]
+            decoded = [kept for part in decoded for kept in self._parked(part, last)]
+            placed[last.client] -= 1
+            placed[row.client] += 1
+        return decoded
+
+    def _parked(self, part: Part, last: Row) -> list[Part]:
+        """What is left of a part, of whose rows one gives up its place."""
+        if last not in part.rows or part.logits is None:
+            return [part]
+        at = part.rows.index(last)
+        self._try(last, self.rows.park, last, part.logits[at : at + 1])
+        others = [index for index in range(len(part.rows)) if index != at]
+        if not others:
+            return []
+        return [replace(part, rows=[part.rows[index] for index in others], logits=part.logits[mx.array(others)])]
 
     def _prefill(self, plan: Sequence[Work]) -> list[Part]:
         """Launch chunks; those that ended their rows' prompts."""

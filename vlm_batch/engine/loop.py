@@ -111,6 +111,7 @@ class EngineLoop:
             request.params,
             text=self.generator.text,
             priority=request.priority,
+            client=request.client,
             cache=request.cache,
             return_cache=request.return_cache,
         )

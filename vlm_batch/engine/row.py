@@ -34,6 +34,9 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+#: The parameters of a row that has ended.
+NO_PARAMS = SamplingParams()
+
 #: Losses after which a row stays apart for the rest of its life: what fails goes by who is beside it, and would go on so.
 ALWAYS_SUSPECT = 3
 
@@ -193,6 +196,7 @@ class Row:
     answer: Answer
     prompt: Prompt = field(default_factory=Prompt)
     priority: int = 0
+    client: int = 0  # who asks
     lane: Hashable = None  # what its loading waits for
     has_videos: bool = False
     status: Status = Status.WAITING
@@ -217,6 +221,11 @@ class Row:
             and len(self.answer.token_ids) <= self.suspected[1]
         )
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether it was taken out of the decoding batch, and goes on from where it was."""
+        return self.status is Status.WAITING and self.answer.num_sampled > 0
+
     def suspect(self) -> None:
         """Note that the forward that failed gave one of the tokens that are not read yet, or the next one; after several
         losses, that it may be any."""
@@ -240,8 +249,8 @@ class Row:
     def take(
         self, token: int, logprobs: TokenLogprobs | None, decode: Callable[[Sequence[int]], str]
     ) -> Event | Ending:
-        """Append a token, with the text that it completes: what is told of it, or the end of the answer. Raises what its form
-        or ``decode`` raises."""
+        """Append a token that its guide has been fed, with the text that it completes: what is told of it, or the end of the
+        answer. Raises what its form or ``decode`` raises."""
         answer, guide = self.answer, self.answer.guide
         self.clock.first_token = self.clock.first_token or time.perf_counter()
         answer.token_ids.append(token)
@@ -249,7 +258,7 @@ class Row:
             answer.logprobs.append(logprobs)
         is_stop = token in answer.end_ids
         if guide is not None:
-            guide.feed(token)
+            guide.settle()
             answer.is_whole = guide.is_whole
             if guide.is_whole or is_stop:
                 answer.parsed = guide.parsed(decode)
@@ -303,7 +312,7 @@ class Row:
 
     def clear(self) -> None:
         """Drop everything but the name: the row has ended, and a launched step may still hold it."""
-        self.status, self.params = Status.FINISHED, SamplingParams()
+        self.status, self.params = Status.FINISHED, NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), None, None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
@@ -327,6 +336,7 @@ def new_row(
     *,
     text: AnswerText = NO_TEXT,
     priority: int = 0,
+    client: int = 0,
     cache: PromptCache | None = None,
     return_cache: bool = False,
     given: Mapping[str, Any] | None = None,
@@ -334,7 +344,7 @@ def new_row(
     """A row that waits, with a seed of its own if its parameters name none. Of ``given``, a processor's output, by default
     its prompt's, it keeps a copy on the host to begin again from, if that is not too large."""
     seed = fresh_seed() if params.seed is None else params.seed
-    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority)
+    row = Row(request_id, params, seed, new_answer(params, text), prompt, priority, client)
     if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
     if cache is not None or return_cache:
@@ -358,7 +368,8 @@ def fork(row: Row) -> list[Row]:
     """
     for sibling in row.siblings:
         sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
-        sibling.facts, sibling.clock, sibling.priority = row.facts, replace(row.clock), row.priority
+        sibling.facts, sibling.clock = row.facts, replace(row.clock)
+        sibling.priority, sibling.client = row.priority, row.client
         sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history

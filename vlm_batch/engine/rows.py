@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 
 import mlx.core as mx
 
@@ -20,8 +21,8 @@ from vlm_batch.types import Event, FinishReason
 class Rows:
     """The rows of an engine. Each waits, is in prefill, is a fork, or decodes; or its last token is on its way.
 
-    ``waiting`` has those without a place, ``prefilling`` and ``batch`` those with one. ``forks`` are further answers to
-    prefilled prompts, with those prompts' logits (1, V): they wait for a place and nothing else.
+    ``waiting`` has those without a place, ``prefilling`` and ``batch`` those with one. ``forks`` have the logits (1, V) that
+    their next token is chosen from, and wait for a place: further answers to prefilled prompts, and rows that were parked.
     """
 
     def __init__(self, waiting: Admission, batch: DecodeGroups, scheduler: Scheduler, reuse: Reuse) -> None:
@@ -53,7 +54,12 @@ class Rows:
 
     def live(self) -> list[Row]:
         """The rows that have places, the first in line first."""
-        return sorted(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), key=self.waiting.urgency)
+        return self.waiting.line(dict.fromkeys([*self.batch.rows, *self.prefilling.values()]), placed={})
+
+    @property
+    def placed(self) -> Counter[int]:
+        """The number of rows that have places, by client."""
+        return Counter(row.client for row in (*self.batch.rows, *self.prefilling.values()))
 
     def place(self, row: Row) -> None:
         """Give an encoded row a place: its prompt is prefilled from now on."""
@@ -71,15 +77,25 @@ class Rows:
         caches, row.prompt = row.prompt.cache, Prompt()
         assert caches is not None
         self.prefilling.pop(row.request_id, None)
-        self.waiting.memory.learn(caches, row.facts.length)
+        self.waiting.memory.learn(caches, row.facts.length + row.answer.num_fed)
         self.batch.join(row, caches, others)
+
+    def park(self, row: Row, logits: mx.array) -> None:
+        """Take a row out of the decoding batch, with its caches and the logits (1, V) of its last forward: it goes on from them
+        when it joins again."""
+        group = self.batch.of(row)
+        assert group is not None
+        cache = group.take(row)
+        self.batch.leave(row)
+        row.status, row.prompt = Status.WAITING, Prompt(cache=cache, prefilled=row.facts.length)
+        self.forks.append((row, logits))
 
     def leave(self, row: Row) -> None:
         """Free a row's place; its caches go with it, where they are wanted."""
         group, book = self.batch.of(row), row.reuse
-        if group is not None and book is not None and book.is_wanted:
+        if book is not None and book.is_wanted and (group is not None or row.is_parked):
             with if_it_can_be(book):
-                book.left = group.take(row)
+                book.left = row.prompt.cache if group is None else group.take(row)
         self.batch.leave(row)
 
     def put_back(self, row: Row) -> None:
@@ -100,7 +116,7 @@ class Rows:
     def end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a row that is not complete, with the siblings that are to have its prompt."""
         cache = None
-        if reason == "cancelled" and row.status is Status.DECODE:
+        if reason == "cancelled" and (row.status is Status.DECODE or row.is_parked):
             with contextlib.suppress(Exception):  # it was cancelled, whatever comes of its caches
                 cache = self._saved(row)
         if error is not None:
@@ -111,7 +127,7 @@ class Rows:
         for sibling in row.siblings:
             self.events.append(Event(sibling.request_id, result=sibling.result(reason, error=error)))
             sibling.clear()
-        if row.status is Status.DECODE:
+        if row.status is Status.DECODE or row.is_parked:
             self._scheduler.end()
         self.forget(row)
 

@@ -182,8 +182,8 @@ class Runner:
                 together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
                 stops = (*stops, *range(together, length, together))
             waited = max(0.0, now - row.clock.submitted)
-            atomic = prompt.encoded.atomic
-            found.append(PrefillRow(name, length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends))
+            atomic, at, client = prompt.encoded.atomic, (length, prompt.prefilled), row.client
+            found.append(PrefillRow(name, *at, atomic, stops, row.priority, waited, prompt.ends, client))
         return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:

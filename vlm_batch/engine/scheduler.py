@@ -3,15 +3,20 @@
 Decoding goes first: every live row gets its token in each step. The rest of the step's time goes to prefill. Chunks end where
 the model allows it, and are as long as fits between two tokens of the rows that decode. A free place is filled at once.
 
-Rows wait for places by priority, then by age. Rows that have a place are prefilled by priority, then by the time that they
-have waited for each token that is left of their prompts (highest response ratio next): short prompts do not wait behind long
-ones, and long ones do not wait for ever. Age lifts a row by one priority for every ``ageing_seconds``, so nothing starves.
+Clients, which are numbers here, share places evenly: the next one is for the client that has the fewest, and who has more
+gives one up to who waits with fewer. A client's rows wait for places by priority, then by age. Rows that have a place are
+prefilled by priority, then by the time that they have waited for each token that is left of their prompts (highest response
+ratio next): short prompts do not wait behind long ones, and long ones do not wait for ever. Age lifts a row by one priority
+for every ``ageing_seconds``, so nothing starves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vlm_batch.engine.limit import RowLimit
 from vlm_batch.engine.shapes import chunk_end, padded_length
@@ -35,6 +40,7 @@ class PrefillRow:
     priority: int = 0
     waited: float = 0.0
     ends: tuple[int, ...] = ()
+    client: int = 0
 
 
 class Scheduler:
@@ -104,7 +110,10 @@ class Scheduler:
         chunks: list[Work] = []
         pad_to = self.config.pad_to
         least = self.config.smallest_chunk if pad_to else 0
-        for row in sorted(prefill, key=self._prefill_urgency):
+        order = self.share_out(
+            [(row.client, self._prefill_urgency(row)) for row in prefill], Counter(row.client for row in prefill)
+        )
+        for row in [prefill[at] for at in order]:
             if row.done == row.length:  # found whole: it needs no budget, and waits for none
                 chunks.append(Work(Kind.PREFILL, (row.request_id,), row.done, row.done))
             while budget > 0 and row.done < row.length:
@@ -125,6 +134,33 @@ class Scheduler:
                 budget -= end - row.done
                 row = replace(row, done=end)
         return tuple(chunks)
+
+    def share_out(self, rows: Sequence[tuple[int, Any]], placed: Mapping[int, int]) -> list[int]:
+        """The order in which rows, each of a client and with an urgency of which the smallest goes first, get places.
+
+        Next is always the client with the fewest, counted from those that it has ``placed``, and of equals the most urgent.
+        """
+        lines: dict[int, deque[int]] = {}
+        for at in sorted(range(len(rows)), key=lambda at: rows[at][1]):
+            lines.setdefault(rows[at][0], deque()).append(at)
+        heap = [(placed.get(client, 0), rows[line[0]][1], line[0], client) for client, line in lines.items()]
+        heapq.heapify(heap)
+        order = []
+        while heap:
+            count, _, at, client = heap[0]
+            order.append(lines[client].popleft())
+            if lines[client]:
+                following = lines[client][0]
+                heapq.heapreplace(heap, (count + 1, rows[following][1], following, client))
+            else:
+                heapq.heappop(heap)
+        return order
+
+    def giver(self, placed: Mapping[int, int], client: int) -> int | None:
+        """The client who gives a place to a row of another, because it has the most and then still no fewer; None if nobody
+        does."""
+        most = max(placed, key=lambda one: (placed[one], one), default=client)
+        return most if placed.get(most, 0) > placed.get(client, 0) + 1 else None
 
     def urgency(self, priority: int, submitted: float) -> float:
         """The key that sorts waiting rows, the smallest first; it stays the same while a row waits.

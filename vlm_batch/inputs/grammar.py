@@ -1,60 +1,83 @@
 """Forms that answers are held to: JSON schemas, regular expressions, grammars and choices, compiled by llguidance.
 
-A form is compiled once for each tokenizer, on a loader's thread, and copied for each request. What it says of a next token
-is a bit for each token, made on the CPU; the engine applies it (``vlm_batch.engine.constraints``).
+A form is compiled once for each tokenizer, and copied for each request. What it says of a next token is a bit for each token,
+made on the CPU; the engine applies it (``vlm_batch.engine.constraints``).
+
+A hundred characters can ask for seconds of work. So forms are compiled, and followed, on a few threads of their own, on which
+clients take turns. llguidance lets go of Python's lock meanwhile, and stops where its limits are reached.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.processors import copy_for_thread
+from vlm_batch.runtime import threads
 from vlm_batch.types import SamplingParams
 
 #: Compiled forms that are kept.
 MOST_KEPT = 64
 #: Characters of a form at most, as llguidance reads it, and those from which on it counts as large: some kinds (an object
-#: with thousands of properties that may lack) take seconds to compile.
+#: with thousands of properties that may lack) take tenths of a second to compile.
 MOST_CHARACTERS, LARGE = 2**17, 2**13
+#: Threads that compile forms, and that follow them: two at least, so that one slow form stops no other.
+NUM_THREADS = max(2, min(4, threads.num_cores() // 2))
+#: Seconds that a token may take: whoever needs more ends. llguidance's limits end what would take much more.
+MOST_SECONDS = 2.0
+#: llguidance's "fuel" for a form's lexer, which goes with what nested repetitions cost, and much less with the length of honest
+#: forms: for any form, and for each of its characters. 200,000 are a quarter of a second.
+FUEL, FUEL_A_CHARACTER, MOST_FUEL = 60_000, 16, 1_000_000
+#: Its limits of one step, and of states, of which each takes a kilobyte or two.
+_STEP: Any = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000}
 #: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Form:
-    """An answer's state in its form. ``read`` makes the parsed value of a whole answer's text."""
+    """An answer's state in its form. ``read`` makes the parsed value of a whole answer's text.
 
-    def __init__(self, matcher: LLMatcher, num_words: int, name: str, read: Callable[[str], Any]) -> None:
-        self._matcher = matcher
-        self._bits = np.zeros(num_words, dtype=np.uint32)
+    ``start`` is the form at its beginning, which all copies share, and ``bits`` are the tokens that may begin it. Its steps run
+    on threads of ``pool``; between ``follow`` and the end of what that returns nothing else may be asked.
+    """
+
+    def __init__(self, start: LLMatcher, bits: np.ndarray, name: str, read: Callable[[str], Any], pool: Pool) -> None:
+        self._start = self._matcher = start
+        self._first = self._bits = bits
         self._name = name
         self._read = read
+        self._pool = pool
+        self._client = 0
 
-    def copy(self) -> Form:
-        """A copy for another request, independent of this one."""
-        return Form(self._matcher.deep_copy(), len(self._bits), self._name, self._read)
+    def copy(self, client: int | None = None) -> Form:
+        """A copy for another answer, at its beginning; ``client`` is whose turn its steps take."""
+        made = Form(self._start, self._first, self._name, self._read, self._pool)
+        made._client = self._client if client is None else client
+        return made
+
+    def follow(self, token: int) -> Future[None]:
+        """Take the next token, and find those that may come then. What that comes to raises InvalidParameters for a token that
+        does not fit, and where the form is too complex."""
+        return self._pool.submit(partial(self._step, token), Cancelled(), client=self._client)
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next: bit i of (W,) uint32 for token i. Raises InvalidParameters if the form is lost."""
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        self._check()
+        """Write which tokens may come next: bit i of (W,) uint32 for token i."""
         known = min(len(bits), len(self._bits))  # a model may have more columns than tokens, or fewer
         bits[:known], bits[known:] = self._bits[:known], 0
-
-    def consume(self, token: int) -> None:
-        """Take the next token. Raises InvalidParameters for one that does not fit, and where the form is too complex."""
-        self._matcher.consume_token(token)
-        self._check()
 
     @property
     def is_whole(self) -> bool:
@@ -70,15 +93,24 @@ class Form:
         """The parsed value of an answer."""
         return self._read(text)
 
-    def _check(self) -> None:
+    def _step(self, token: int) -> None:
+        if self._matcher is self._start:
+            self._matcher, self._bits = self._start.deep_copy(), np.zeros_like(self._first)
+        begin = time.perf_counter()
+        self._matcher.consume_token(token)
+        if not self._matcher.is_stopped():  # as it is where it has an error
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             raise InvalidParameters(f"{self._name} cannot be followed further: {_said(self._matcher.get_error())}")
+        if time.perf_counter() - begin > MOST_SECONDS:
+            raise InvalidParameters(f"{self._name} cannot be followed further: a token took over {MOST_SECONDS:g} s")
 
 
 def check_form(params: SamplingParams) -> None:
     """Refuse a form that is none, whatever the model. Raises InvalidParameters with what is wrong with it."""
     if params.form is not None:
-        _raise_for(params, LLMatcher.validate_grammar(_sized_grammar(params)))
+        text = _sized_grammar(params)
+        _raise_for(params, LLMatcher.validate_grammar(text, limits=_limits(text)))
 
 
 def _raise_for(params: SamplingParams, said: str) -> None:
@@ -87,56 +119,65 @@ def _raise_for(params: SamplingParams, said: str) -> None:
 
 
 class Forms:
-    """The forms of one model's answers. ``check`` is for any thread, ``compiled`` for loaders' threads."""
+    """The forms of one model's answers; every method is for any thread."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self._tokenizer = copy_for_thread(tokenizer)  # written out while other threads encode
         self._end_ids = list(end_ids)
+        self._compiling = Pool(NUM_THREADS, "vlm-batch-form", is_awaited=True)
+        self._compiling_large = Pool(1, "vlm-batch-large-form", is_awaited=True)
+        self._following = Pool(NUM_THREADS, "vlm-batch-mask", is_awaited=True)
         self._lock = Lock()  # of what is kept; nothing is compiled within it
-        self._compiled: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Future[Form]] = OrderedDict()  # refused ones too
         self._checked: OrderedDict[str, str] = OrderedDict()
         self._vocabulary_lock = Lock()
         self._vocabulary: LLTokenizer | None = None
 
-    def check(self, params: SamplingParams) -> bool:
+    def check(self, params: SamplingParams) -> int:
         """Refuse a form that is none, or too large. Raises InvalidParameters with what is wrong with it.
 
-        Returns whether it is so large that compiling it may take long.
+        Returns how many characters have still to be compiled: all of them, or none.
         """
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise InvalidParameters(f"{params.form}: this model's tokenizer is not one that forms can be compiled for")
+        assert params.form is not None
         text = _sized_grammar(params)
         with self._lock:
-            said = self._checked.get(text)
+            said, found = self._checked.get(text), self._compiled.get((params.form, text))
         if said is None:
-            said = LLMatcher.validate_grammar(text)
+            said = LLMatcher.validate_grammar(text, limits=_limits(text))
             with self._lock:
                 _keep(self._checked, text, said)
         _raise_for(params, said)
-        return len(text) >= LARGE
+        return len(text) if found is None or not found.done() else 0
 
-    def compiled(self, params: SamplingParams) -> Form:
-        """A request's form, at its beginning. Raises InvalidParameters."""
+    def compiled(self, params: SamplingParams, cancelled: Cancelled, client: int = 0) -> Future[Form]:
+        """A request's form, at its beginning, or that it is refused: what it returns raises InvalidParameters then.
+
+        Forms that are the same are compiled once, by the turn of the ``client`` who came first. If that request is
+        ``cancelled`` before its turn, all who wait for the form get OperationCancelled, and may ask again.
+        """
         name = params.form
         assert name is not None
-        text = _grammar(params)
+        key = (name, _grammar(params))
         with self._lock:
-            found = self._compiled.get((name, text))
-        if found is None:
-            found = self._compile(name, text)
+            found = self._compiled.get(key)
+        if found is None or (found.done() and isinstance(found.exception(), OperationCancelled)):
+            pool = self._compiling_large if len(key[1]) >= LARGE else self._compiling
+            found = pool.submit(partial(self._compile, *key), cancelled, client=client)
         with self._lock:
-            _keep(self._compiled, (name, text), found)
-            return found.copy()
+            _keep(self._compiled, key, found)
+        return found
 
     def _compile(self, name: str, text: str) -> Form:
         vocabulary = self._words()
-        matcher = LLMatcher(vocabulary, text, log_level=0)
+        matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits(text))
+        bits = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
             raise InvalidParameters(f"{name}: {_said(matcher.get_error())}")
-        num_words = -(-vocabulary.vocab_size // 32)
-        made = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
-        made.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
-        return made
+        return Form(matcher, bits, name, json.loads if name == "json_schema" else str, self._following)
 
     def _words(self) -> LLTokenizer:
         """The tokenizer as llguidance reads it, made once."""
@@ -144,6 +185,11 @@ class Forms:
             if self._vocabulary is None:
                 self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids or None)
             return self._vocabulary
+
+
+def _limits(text: str) -> LLParserLimits:
+    """What compiling and following a form may cost."""
+    return LLParserLimits(initial_lexer_fuel=min(FUEL + FUEL_A_CHARACTER * len(text), MOST_FUEL), **_STEP)
 
 
 def _sized_grammar(params: SamplingParams) -> str:

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from vlm_batch.arrays import num_bytes
 from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
+from vlm_batch.inputs.grammar import Form
 from vlm_batch.inputs.images import fetch_image
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
@@ -128,14 +130,22 @@ class Loading:
 class Loaders:
     """Read and prepare questions; each lane in the order in which its questions are started.
 
-    ``prepare`` is ``Preparer.prepare``, called on up to ``num_threads`` threads (a core each by default). The engine's loop
+    ``prepare`` is ``Preparer.prepare``, called on up to ``num_threads`` threads (a core each by default), once ``compiled``,
+    which is ``Preparer.compiled``, has the question's form. The engine's loop
     calls ``start``, calls ``process`` when there is room for what will come of it, is woken by ``Loading.when_done``, and
     calls ``Loading.cancel`` for a request that was cancelled before it was taken in. It decides how many are started, and
     counts those of each ``Question.lane`` apart: what waits for a network may not take the places of what does not.
     """
 
-    def __init__(self, prepare: Callable[[Question, Cancelled], Prepared], *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[Question, Cancelled], Prepared],
+        compiled: Callable[[Question, Cancelled], Future[Form] | None] = lambda question, cancelled: None,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
         self._prepare = prepare
+        self._compiled = compiled
         num_loaders = NUM_LOADERS if num_threads is None else num_threads
         self._work = Pool(num_loaders, "vlm-batch-loader", is_awaited=True)
         self._long_work = Pool(1, "vlm-batch-long-prompt", is_awaited=True)
@@ -164,6 +174,7 @@ class Loaders:
                     loading.cancelled,
                     seconds=policy.seconds + GRACE_SECONDS,
                     late=partial(late_error, medium, policy),
+                    client=question.client,
                 )
                 reading.add_done_callback(partial(self._was_read, loading, at))
         except BaseException as error:
@@ -173,10 +184,33 @@ class Loaders:
         return loading
 
     def process(self, loading: Loading) -> None:
-        """Have what was read processed; returns at once."""
+        """Have what was read processed, and the answer's form compiled before that; returns at once."""
+        try:
+            compiling = self._compiled(loading.question, loading.cancelled)
+        except BaseException as error:
+            loading.end(error)
+            return
+        if compiling is None:
+            self._process(loading)
+        else:
+            compiling.add_done_callback(partial(self._was_compiled, loading))
+
+    def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
+        try:
+            loading.question = replace(loading.question, form=compiling.result())
+            self._process(loading)
+        except OperationCancelled as error:
+            if loading.done():
+                loading.end(error)
+            else:  # another's request for the same form was cancelled
+                self.process(loading)
+        except BaseException as error:
+            loading.end(error)
+
+    def _process(self, loading: Loading) -> None:
         pool = self._long_work if loading.question.takes_long else self._work
         try:
-            working = pool.submit(partial(self._prepared, loading), loading.cancelled)
+            working = pool.submit(partial(self._prepared, loading), loading.cancelled, client=loading.question.client)
             working.add_done_callback(lambda done: loading.end(done.exception() or done.result()))
         except BaseException as error:
             loading.end(error)

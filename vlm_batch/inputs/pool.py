@@ -28,6 +28,7 @@ class _Job:
     cancelled: Cancelled
     seconds: float | None
     late: Callable[[], Exception]
+    client: int = 0
     future: Future[Any] = field(default_factory=Future)
     deadline: float | None = None
     has_ended: bool = False
@@ -42,6 +43,8 @@ class Pool:
 
     A thread is taken when there is a call for it, and goes back when there is none.
 
+    Clients take turns: whoever brings many calls has them wait behind one another, and not before others'.
+
     A call that has not begun ends when its request is cancelled. One with a limit of ``seconds`` ends then in any case,
     and that long after it began; its thread is written off until it comes back, and another takes its place. Where
     ``is_awaited``, the interpreter does not end before a call that has begun.
@@ -53,6 +56,8 @@ class Pool:
         self._name = name
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
+        self._turns: dict[int, int] = {}  # of the clients whose calls wait or run: when each had its last one
+        self._count = 0  # calls that have begun
         self._running: set[_Job] = set()
         self._threads = 0
         self._lost = 0  # threads whose call was given up and has not come back: they are the pool's no more
@@ -65,9 +70,10 @@ class Pool:
         *,
         seconds: float | None = None,
         late: Callable[[], Exception] = TimeoutError,
+        client: int = 0,
     ) -> Future[Any]:
         """Run ``call`` as soon as a thread is free; ``late`` makes the exception of a call that took too long."""
-        job = _Job(self, call, cancelled, seconds, late)
+        job = _Job(self, call, cancelled, seconds, late, client)
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
@@ -119,8 +125,15 @@ class Pool:
         with self._changed:
             if not self._waiting:
                 self._threads -= 1
+                if not self._running:
+                    self._turns.clear()
                 return False
-            job = self._waiting.popleft()
+            job = self._waiting[0]
+            if len(self._waiting) > 1:
+                job = min(self._waiting, key=lambda one: self._turns.get(one.client, 0))  # of equals the first
+            self._waiting.remove(job)
+            self._count += 1
+            self._turns[job.client] = self._count
             self._running.add(job)
             if job.seconds is not None:
                 job.deadline = time.monotonic() + job.seconds

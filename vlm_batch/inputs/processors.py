@@ -28,7 +28,7 @@ def with_pillow(processor: Any) -> Any:
     transformers takes torchvision where it is installed. Its pixels are up to one of 255 levels away from Pillow's, and tokens
     then differ. mlx-vlm's own processors have Pillow, and so has whoever has no torch.
     """
-    part = getattr(processor, "image_processor", None)
+    part: Any = getattr(processor, "image_processor", None)
     if getattr(part, "backend", None) == "torchvision":
         kind = getattr(transformers, f"{type(part).__name__}Pil", None)
         if kind is None:  # transformers has it for torchvision alone
@@ -50,7 +50,7 @@ def without_text_options(processor: Any) -> Any:
     mlx-vlm calls a processor with ``padding=True`` (utils.py:1766), and several of its processors pass all options on
     (llava/processing_llava.py:90); transformers 5 raises TypeError for one that a picture's part does not know.
     """
-    part = getattr(processor, "image_processor", None)
+    part: Any = getattr(processor, "image_processor", None)
     if not isinstance(part, BaseImageProcessor):
         return processor
     theirs = type(part)

@@ -114,7 +114,9 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         fetch=options.fetch,
         hashes=options.caches.max_bytes > 0,
     )
-    return Engine(EngineLoop(generator, Loaders(preparer.prepare), warm_up=options.warm_up), preparer)
+    return Engine(
+        EngineLoop(generator, Loaders(preparer.prepare, preparer.compiled), warm_up=options.warm_up), preparer
+    )
 
 
 def load_engine(
@@ -192,7 +194,7 @@ def load_model(
 
 
 def _misfit(model_type: str | None, said: str) -> str:
-    """What is wrong with a folder, by what mlx-vlm's loader said of it: its tensors are counted once config.json was read."""
+    """Say what is wrong with a folder, by what mlx-vlm's loader said of it: its tensors are counted once config.json was read."""
     if not said.startswith(("Received ", "Missing ", "Expected shape ")):  # mlx.nn.Module.load_weights
         return f"config.json does not describe a whole {model_type} model"
     return (

@@ -7,6 +7,7 @@ rest: its file finds our functions in the place of four of its own, on a thread 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import sys
@@ -28,6 +29,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
+from vlm_batch.loading.settings import Watch, readable, serve_settings, text_of
 from vlm_batch.models import package_of
 from vlm_batch.models._fitting import fitted
 from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, TENSORS, corrected
@@ -47,7 +49,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
 
     Raises UnsupportedModel, and what the loader raises for a damaged checkpoint.
     """
-    read = read_config(path, **options)
+    written = mlx_vlm.utils.load_config(path, **options)
+    read, watch = readable(copy.deepcopy(written)), Watch()  # mlx-vlm's loader changes what it is given
     rules = TENSORS.get(str(get_model_type(read)), Tensors())
     lying: Weights = {}
 
@@ -60,6 +63,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     def load_model_weights(
         theirs: Callable[..., nn.Module], model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any
     ) -> nn.Module:
+        watch.end()
+        serve_settings(model, written, watch)
         put = fitted(model, rules.finish(lying, weights, read), read)
         lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         if rules.unread and not any(name.startswith(rules.unread) for name in put):
@@ -69,14 +74,15 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
                 if name.startswith(rules.unread)
             }
             put |= {name: mx.zeros(value.shape) for name, value in unread.items()}
-        if not any(
-            name.endswith(".scales") for name in put
-        ):  # what mlx-vlm's convert makes of few bits still says them
+        # What mlx-vlm's convert makes of few bits still says them.
+        if not any(name.endswith(".scales") for name in put):
             config = without("quantization")(config)
         return theirs(model, config, put, *args, **kwargs)
 
-    with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights):
-        check_rope(read, path)
+    ours: dict[str, Callable[..., Any]] = {"apply_generation_config_defaults": watch.configs}
+    with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights, **ours):
+        if text_of(written) is None:
+            check_rope(read, path)
         model: nn.Module = mlx_vlm.utils.load_model(path, **options)
     if not in_float32:
         keep_type(model)

@@ -12,9 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.rope_utils import initialize_rope
 
-from vlm_batch.errors import UnsupportedModel
 from vlm_batch.models._rules import Config, Weights
 
 #: Families whose adapters read several layers of the tower side by side.
@@ -23,15 +21,11 @@ _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def fitted(model: nn.Module, weights: Weights, config: Config) -> Weights:
-    """The weights (as mlx-vlm names them) for a model, whose layers are first made to fit what ``config`` asks for.
-
-    Raises UnsupportedModel.
-    """
+    """The weights (as mlx-vlm names them) for a model, whose layers are first made to fit what ``config`` asks for."""
     text: Config = config.get("text_config") or config
     language: Any = getattr(model, "language_model", model)
     _put_biases(model, weights, text)
     _put_head_widths(language, text)
-    _put_positions(language, text)
     _put_layers_of_the_tower(model, config)
     return _put_heads(language, weights, config)
 
@@ -80,19 +74,6 @@ def _put_head_widths(language: nn.Module, text: Config) -> None:
             attention.scale = width**-0.5
         if hasattr(attention, "head_dim"):
             attention.head_dim = width
-
-
-def _put_positions(language: nn.Module, text: Config) -> None:
-    """Scaled positions that a class refuses (``_layouts.set_aside``), by mlx-vlm's own functions for them."""
-    if (scaling := text.get("rope_set_aside")) is None:
-        return
-    most = text.get("max_position_embeddings")
-    for attention, _ in _attentions(language):
-        plain = attention.rope
-        try:
-            attention.rope = initialize_rope(plain.dims, plain.base, plain.traditional, dict(scaling), most)
-        except (KeyError, ValueError) as error:
-            raise UnsupportedModel(f"this model's positions cannot be read: {error}") from error
 
 
 def _put_layers_of_the_tower(model: nn.Module, config: Config) -> None:

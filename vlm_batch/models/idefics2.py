@@ -43,6 +43,7 @@ class TanhGELU(nn.GELU):
 class Idefics2(PlacingAdapter, Idefics3):
     """Pictures keep their own shape; a perceiver makes the same number of latents of each."""
 
+    embeddings = "embed_tokens"
     input_keys = frozenset({"pixel_values", "pixel_attention_mask"})
 
     @classmethod
@@ -62,11 +63,9 @@ class Idefics2(PlacingAdapter, Idefics3):
 
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
 
-    embeddings = "embed_tokens"
-
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Pictures have their own sizes, and padding beside a larger one."""
-        return Adapter.count_placeholders(self, ids, extra)
+        Adapter.check_placeholders(self, ids, extra)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """The latents of each picture, one at a time; what is zero throughout is no picture."""

@@ -32,14 +32,13 @@ class MiniCPMO(SlicedAdapter):
     #: The processor's outputs for audio, empty without any.
     ignored = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Upstream leaves out what does not fit (minicpmo.py:438)."""
-        found = super().count_placeholders(ids, extra)
+        super().check_placeholders(ids, extra)
         needed = int(self.config.query_num)
         for first, end in (bound for request in slice_bounds(extra) for bound in request.tolist()):
             if end - first != needed:
                 raise InvalidPrompt(f"a slice needs {needed} placeholder tokens; the prompt has {end - first}")
-        return found
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         audio = inputs.get("audio_features")

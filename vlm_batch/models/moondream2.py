@@ -78,7 +78,7 @@ class Moondream2(Adapter):
 
         return with_published_crops(processor)
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Upstream replaces the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
@@ -88,7 +88,6 @@ class Moondream2(Adapter):
             raise InvalidPrompt(
                 f"the picture needs {needed} placeholder tokens; the prompt has {same} alike ones after BOS"
             )
-        return None
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """BOS and the picture, if there is one."""

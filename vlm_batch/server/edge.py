@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -17,7 +18,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.config import Key, ServerConfig
 from vlm_batch.server.errors import ApiError, JsonResponse
 from vlm_batch.server.metrics import Metrics
 
@@ -36,6 +37,10 @@ RETRY = 1
 #: Paths that need no key: whether the server lives, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
+#: Paths that take a body, which is JSON.
+BODIES = frozenset({"/v1/chat/completions", "/v1/completions"})
+#: Requests that are answered at a time, waiting ones included.
+MAX_REQUESTS = 2048
 
 _SAFE_ID = re.compile(r"[\w.:-]{1,128}")
 _HEADERS = {
@@ -76,6 +81,8 @@ class Entry:
     method: str
     path: str
     client: str
+    number: int = 0  # the client's, as the engine knows it
+    has_priority: bool = False  # whether it may say which of its requests go first
     began: float = field(default_factory=time.perf_counter)
     status: int = 0
     said: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +109,9 @@ class Edge:
         self._config = config
         self._metrics = metrics
         self._held = Held(config.max_held)
-        self._key = None if config.api_key is None else _digest(config.api_key.encode())
+        self._num_open = 0
+        keys = [*([] if config.api_key is None else [Key(config.api_key)]), *config.keys]
+        self._keys = [(_digest(key.text.encode()), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +122,9 @@ class Edge:
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         entry = Entry(request_id, scope["method"], scope["path"], client, held=self._held)
-        scope[ENTRY] = entry
+        # What can be read can be asked for without its body, which uvicorn leaves out by its own scope.
+        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], ENTRY: entry}
+        self._num_open += 1
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -122,7 +133,9 @@ class Edge:
             await send(message)
 
         try:
-            self._check(scope, headers)
+            key = self._check(scope, headers)
+            entry.has_priority = key is not None and key.has_priority
+            entry.number = self._config.keys.index(key) if key in self._config.keys else _number(client)
             await self._app(scope, _Body(receive, self._config.max_body, entry.hold).receive, sending)
         except Exception as error:
             answer = _answer_to(error, entry)
@@ -130,31 +143,47 @@ class Edge:
                 raise
             await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
+            self._num_open -= 1
             self._held.give(entry.num_held)
             route = scope.get("route")  # what strangers make up is no label of a metric
             self._metrics.responded("other" if route is None else str(route.path), entry.status)
             access.info(entry.line())
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError for a request that may not come in."""
+    def _check(self, scope: Scope, headers: Headers) -> Key | None:
+        """The key that a request came in with, if it needs one. Raises ApiError for one that may not come in."""
         hosts = self._config.hosts
         if hosts is not None and _host(headers.get("host", "")) not in hosts:
             raise ApiError(403, "this server does not answer under that host name (--allowed-host adds one)")
         path = scope["path"]
-        if self._key is not None and path not in OPEN and not path.startswith(OPEN_FOLDER):
+        found: Key | None = None
+        if self._keys and path not in OPEN and not path.startswith(OPEN_FOLDER):
             kind, _, given = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._key):
+            said = _digest(given.strip().encode("latin-1"))
+            known = [key for digest, key in self._keys if hmac.compare_digest(said, digest)]
+            found = known[-1] if known and kind.lower() == "bearer" else None
+            if found is None:
                 raise ApiError(
-                    401, "a valid API key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
+                    401,
+                    "a valid API key is needed: Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
                 )
-        if scope["method"] != "POST":
-            return
+        if self._num_open > MAX_REQUESTS and path not in OPEN:  # those who ask whether the server lives are told
+            raise ApiError(
+                503, "too many requests are open; try again in 5 s", code="busy", headers={"Retry-After": "5"}
+            )
+        if "transfer-encoding" in headers and "content-length" in headers:  # two readers of it may see two requests
+            wrong = "the body has a Content-Length beside a Transfer-Encoding; send one"
+            raise ApiError(400, wrong, headers={"Connection": "close"})
+        if scope["method"] != "POST" or path not in BODIES:
+            return found
         # Pages of other sites can post forms and plain text without being asked back, but not JSON.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be JSON, with Content-Type: application/json")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body:
             raise _too_large(self._config.max_body)
+        return found
 
 
 class _Body:
@@ -207,6 +236,16 @@ def _host(header: str) -> str:
     """A ``Host`` header without its port."""
     host, _, port = header.rpartition(":")
     return (host if host and port.isdecimal() else header).lower()
+
+
+def _number(address: str) -> int:
+    """A number for an address; one for a whole network of IPv6, which is one client's. The first ones are the keys'."""
+    try:
+        host = ipaddress.ip_address(address)
+        address = str(host if host.version == 4 else ipaddress.ip_network((host, 64), strict=False))
+    except ValueError:
+        pass  # no address: a socket of the system's
+    return (1 << 32) + int.from_bytes(_digest(address.encode())[:8], "big")
 
 
 def _digest(key: bytes) -> bytes:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from vlm_batch.errors import BatcherClosed, InvalidRequest
+from vlm_batch.inputs.fetch import Cancelled
+from vlm_batch.inputs.pool import Pool
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.config import ServerConfig
@@ -50,6 +52,7 @@ class Loaded:
 class Visit:
     """One HTTP request's stay with the model: its handles, once it has submitted them."""
 
+    client: int = 0
     loaded: Loaded | None = None
     handles: list[Handle] = field(default_factory=list)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the engine's: a client's own may come twice
@@ -85,7 +88,7 @@ class Service:
         self._stopping = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit")
         # Checking a form may take a second.
-        self._form_worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-submit-form")
+        self._form_worker = Pool(1, "vlm-batch-submit-form")
         self._visits: set[Visit] = set()
         self._last_used = time.monotonic()
         self._ends: deque[float] = deque(maxlen=RECENT)
@@ -145,19 +148,19 @@ class Service:
                 await asyncio.gather(task, return_exceptions=True)
         await self._unload()
         self._worker.shutdown(wait=False)
-        self._form_worker.shutdown(wait=False)
+        self._form_worker.close()
 
     # Requests
     # -----------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def visit(self) -> AsyncIterator[Visit]:
+    async def visit(self, client: int = 0) -> AsyncIterator[Visit]:
         """One HTTP request's stay: the model for so long, and the end of whatever it leaves unfinished.
 
         Raises ApiError: 429 when the server is too busy, 503 without a model.
         """
-        self._admit()
-        visit = Visit()
+        self._admit(client)
+        visit = Visit(client)
         self._visits.add(visit)
         expiring = asyncio.get_running_loop().call_later(self.config.request_seconds, visit.expire)
         try:
@@ -179,8 +182,11 @@ class Service:
             for request in requests:
                 visit.handles.append(batcher.submit_request(request))
 
-        worker = self._form_worker if any(request.params.form for request in requests) else self._worker
-        submitting = asyncio.get_running_loop().run_in_executor(worker, submit_all)
+        submitting: asyncio.Future[None]
+        if any(request.params.form for request in requests):
+            submitting = asyncio.wrap_future(self._form_worker.submit(submit_all, Cancelled(), client=visit.client))
+        else:
+            submitting = asyncio.get_running_loop().run_in_executor(self._worker, submit_all)
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
@@ -199,13 +205,19 @@ class Service:
         self._ends.append(time.monotonic())
         self.metrics.ended(result, shares_prompt=shares_prompt)
 
-    def _admit(self) -> None:
-        """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long."""
+    def _admit(self, client: int) -> None:
+        """Raise ApiError 429 if so many wait, or so much memory is taken, that one more would wait too long.
+
+        A client that has less than an even part of the queue does not find it full.
+        """
         stats = self.stats()
         waiting = sum(not visit.handles for visit in self._visits)  # on their way to the engine
         if stats is not None:
             waiting += stats.queued + stats.waiting
-        if waiting >= self.config.max_queue:
+        clients = [visit.client for visit in self._visits]
+        num_clients = len({*clients, client})
+        has_share = num_clients == 1 or clients.count(client) * num_clients >= self.config.max_queue
+        if waiting >= self.config.max_queue and has_share:
             raise self._busy(f"{waiting} requests wait already", waiting)
         limit = self.config.max_memory
         if limit is not None and waiting and (held := mx.get_active_memory()) > limit:
