@@ -194,7 +194,7 @@ def load_model(
 
 
 def _misfit(model_type: str | None, said: str) -> str:
-    """Say what is wrong with a folder, by what mlx-vlm's loader said of it: its tensors are counted once config.json was read."""
+    """Say what is wrong with a folder, by what mlx-vlm's loader said of it; it counts tensors after config.json."""
     if not said.startswith(("Received ", "Missing ", "Expected shape ")):  # mlx.nn.Module.load_weights
         return f"config.json does not describe a whole {model_type} model"
     return (
