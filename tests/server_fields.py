@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlm_batch.server.openai import REFUSED
-from vlm_batch.server.wire import ChatRequest, CompletionRequest, Wire
+from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
 HEAD = "| field | `/v1/chat/completions` | `/v1/completions` |\n| --- | --- | --- |\n"
 
 
-def field_status(model: type[Wire]) -> dict[str, str]:
-    """Each field of a body, and "honoured", "refused" or "one value" (refused unless it asks for nothing)."""
+def field_status(model: type[Common]) -> dict[str, str]:
+    """Each field of a body, and "honoured", "refused", or "nothing" (refused unless it asks for nothing)."""
     status = dict.fromkeys(model.model_fields, "honoured")
-    status |= dict.fromkeys(("store", "service_tier", "modalities", "echo"), "one value")
-    status = {name: value for name, value in status.items() if name in model.model_fields}
-    return status | dict.fromkeys(REFUSED, "refused")
+    return status | dict.fromkeys(REFUSED, "refused") | dict.fromkeys(model.nothing, "nothing")
 
 
 def table() -> str:

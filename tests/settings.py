@@ -36,12 +36,27 @@ def longrope(pairs: int) -> dict[str, Any]:
     """Positions with short and long factors."""
     return {
         "rope_type": "longrope",
-        "rope_theta": 100.0,
         "short_factor": factors(1.0, pairs),
         "long_factor": factors(2.0, pairs),
         "original_max_position_embeddings": ORIGINAL_LENGTH,
     }
 
+
+def scaled(kind: str, **more: Any) -> dict[str, Any]:
+    """Scaled positions beside what the family's folder says."""
+    return {
+        "text_config": {"rope_parameters": {"rope_type": kind, "factor": 4.0, **more}, "max_position_embeddings": 64}
+    }
+
+
+YARN = scaled("yarn", original_max_position_embeddings=16)
+LLAMA3 = scaled("llama3", original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0)
+LINEAR = scaled("linear")
+WINDOW = 9
+ALL_SLIDE = {"text_config": {"sliding_window": WINDOW}}
+QWEN_SLIDES = {
+    "text_config": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0, "layer_types": None}
+}
 
 #: Settings that are served as transformers has them.
 APPLIED = {
@@ -50,6 +65,36 @@ APPLIED = {
         {"text_config": {"rope_parameters": longrope(8), "max_position_embeddings": 512}},
         ("text:1:5", "text:5:40", "text:2:14", "image:3:0", "text:3:24", "image:4:1"),
     ),
+    **{
+        f"yarn_{name}": Case(name, YARN)
+        for name in (
+            *("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "glm4v", "mistral3", "idefics2", "qwen2_5_vl", "glm_ocr"),
+            *("llava", "internvl", "qwen3_vl"),
+        )
+    },
+    "yarn_said": Case("llava_onevision", scaled("yarn", original_max_position_embeddings=16, attention_factor=1.5)),
+    **{f"linear_{name}": Case(name, LINEAR) for name in ("lfm2_vl", "aya_vision", "paligemma", "qwen3_5")},
+    **{f"llama3_{name}": Case(name, LLAMA3) for name in ("llava", "smolvlm", "glm4v_moe")},
+    **{f"window_{name}": Case(name, ALL_SLIDE) for name in ("idefics2", "llava_next", "pixtral", "mistral3")},
+    **{f"window_{name}": Case(name, QWEN_SLIDES) for name in ("qwen2_vl", "qwen2_5_vl", "internvl", "llava_onevision")},
+    "projector_llava": Case("llava", {"projector_hidden_act": "relu"}),
+    "projector_llava_onevision": Case("llava_onevision", {"projector_hidden_act": "silu"}),
+    **{
+        f"tower_{name}": Case(name, {"vision_config": {"hidden_act": "relu"}})
+        for name in ("llava", "idefics3", "mllama")
+    },
+}
+
+#: Settings that are refused -> what is said.
+REFUSED = {
+    "qwen2_5_vl's tower": (
+        Case("qwen2_5_vl", {"vision_config": {"hidden_act": "gelu"}}),
+        r'vision_config.hidden_act: "gelu"',
+    ),
+    "internvl's layer": (Case("internvl", {"vision_feature_layer": -2}), "vision_feature_layer: -2"),
+    "florence2's scale": (Case("florence2", {"text_config": {"scale_embedding": True}}), "scale_embedding: true"),
+    "llava's decoder": (Case("llava", {"text_config": {"hidden_act": "gelu"}}), r'text_config.hidden_act: "gelu"'),
+    "pixtral's tower": (Case("pixtral", {"vision_config": {"hidden_act": "gelu"}}), "it computes 'silu'"),
 }
 
 
@@ -57,7 +102,7 @@ def merged(config: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, An
     """A configuration with a change, part by part."""
     found = dict(config)
     for name, value in change.items():
-        is_part = name.endswith("_config") and isinstance(value, Mapping)
+        is_part = name.endswith(("_config", "rope_parameters")) and isinstance(value, Mapping)
         found[name] = merged(found.get(name) or {}, value) if is_part else value
     return found
 

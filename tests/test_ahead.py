@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import random
+import struct
+import sys
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from tests.harness import settings_for, shared_adapter
-from vlm_batch import SamplingParams, VLMBatcher, assets
+from vlm_batch import InvalidImage, Limits, SamplingParams, Video, VLMBatcher, assets
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.memory import Sizes
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
+from vlm_batch.inputs import prepare
 from vlm_batch.inputs.fetch import Fetched
-from vlm_batch.inputs.images import count_pixels
+from vlm_batch.inputs.images import count_pixels, size_of_file
 from vlm_batch.inputs.loaders import Loading
 from vlm_batch.inputs.prepare import Prepared, Question
 
@@ -100,11 +105,11 @@ class Waiting:
 def test_the_first_of_its_size_goes_alone_and_then_as_many_as_fit() -> None:
     engine = Waiting()
     for index in range(8):
-        engine.add(str(index), FakeLoading(num_pixels=40, becomes=230))
+        engine.add(str(index), FakeLoading(num_pixels=20, becomes=230))
     assert engine.read() == list("01234567")
     assert engine.process() == ["0"]  # nobody knows yet what will come of it
     engine.take_in("0")
-    assert engine.process() == ["1", "2"]  # 230 are held, and each takes 230 and 3 a pixel
+    assert engine.process() == ["1", "2"]  # 230 are held, and each takes 230 and 6 a pixel
     engine.take_in("1", "2")
     assert engine.process() == []
     assert engine.admission.nbytes == engine.held() == 690
@@ -248,6 +253,23 @@ def check(engine: Waiting) -> None:
     assert engine.admission.nbytes >= sum(sizes)
 
 
+def test_decoded_pixels_are_bounded_whoever_is_first() -> None:
+    """A picture that becomes little is large while it is decoded: no two are so beyond the bound, and one alone always goes."""
+    engine = Waiting()
+    engine.add("first", FakeLoading(num_pixels=90, becomes=10))
+    engine.read()
+    engine.take_in(*engine.process())
+    for name, priority in (("a", 0), ("b", 5), ("larger than the bound", 9)):
+        engine.add(name, FakeLoading(num_pixels=1000 if "larger" in name else 100, becomes=10), priority=priority)
+    engine.read()
+    assert engine.process() == ["larger than the bound"]
+    engine.take_in("larger than the bound")
+    engine.end("larger than the bound")
+    assert engine.process() == ["b"]  # 600 of 1,000 bytes: "a" has its turn when those are let go
+    engine.take_in("b")
+    assert engine.process() == ["a"]
+
+
 def test_sizes_go_by_the_next_larger_picture() -> None:
     sizes = Sizes(max)
     assert sizes.expected(5) is None
@@ -266,6 +288,59 @@ def test_pixels_are_counted_by_the_header(tmp_path: Path) -> None:
     assert [count_pixels(one) for one in (picture, data, np.zeros((20, 30, 3), np.uint8))] == [600] * 3
     assert [count_pixels(one) for one in ("a.png", b"no picture", np.zeros(3))] == [0] * 3
     assert Question(images=("a.png",)).with_media([data]).num_pixels == 600
+    frames = Video([picture] * 10, max_frames=4)
+    assert Question(images=("a.png",), videos=(frames,)).with_media([data, frames]).num_pixels == 5 * 600
+
+
+def bomb(side: int) -> bytes:
+    """A picture of so many pixels of which there is little more than the header: decoding it raises."""
+    file = BytesIO()
+    Image.effect_noise((side, side), 50).save(file, "PNG")
+    return file.getvalue()[:1000]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[VLMBatcher]:
+    with VLMBatcher(str(CHECKPOINT), limits=Limits(request_pixels=1_000_000)) as batcher:
+        yield batcher
+
+
+def test_a_requests_pixels_are_bounded_before_any_is_decoded(
+    model: VLMBatcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: decoded.append(1))
+    data = bomb(600)
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    said = r"pictures and frames have 1,080,000 pixels together; at most 1,000,000 are read \(Limits.request_pixels\)"
+    for pictures in ([data] * 3, [uri] * 3, [uri, data, BytesIO(data)]):
+        with pytest.raises(InvalidImage, match=said):
+            model.submit(pictures, DESCRIBE)
+    (tmp_path / "a.png").write_bytes(data)
+    result = model.submit([str(tmp_path / "a.png")] * 3, DESCRIBE).result()
+    assert result.finish_reason == "error"
+    assert isinstance(result.exception, InvalidImage)
+    assert "1,080,000 pixels together" in str(result.error)
+    assert not decoded
+
+
+def test_an_icon_is_not_decoded_to_count_its_pixels(tmp_path: Path) -> None:
+    within = bomb(3000)
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(within), 22) + within
+    (tmp_path / "a.ico").write_bytes(icon)
+    assert count_pixels(icon) == 9_000_000  # its picture is cut short: decoding it would raise
+    assert size_of_file(str(tmp_path / "a.ico")) == (3000, 3000)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the C library gives back by itself")
+def test_what_was_decoded_is_given_back(model: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(prepare, "MANY_PIXELS", 500_000)
+    monkeypatch.setattr(prepare, "trim", lambda: trimmed.append(1))
+    model.submit(Image.new("RGB", (100, 100)), DESCRIBE, params={"max_tokens": 1}).result()
+    assert not trimmed
+    model.submit(Image.new("RGB", (800, 800)), DESCRIBE, params={"max_tokens": 1}).result()
+    assert trimmed
 
 
 def test_what_was_read_counts_until_it_is_processed() -> None:

@@ -182,3 +182,63 @@ def test_what_shapes_tell_is_refused_at_submit(name: str) -> None:
     for change in ("one more", "none", "no picture"):
         with pytest.raises(InvalidPrompt, match=r"\d placeholder|placeholder tokens; the prompt has \d"):
             adapter.check_inputs(as_numpy(_changed(name, change)))
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_tile_with_padding_is_refused(name: str) -> None:
+    """transformers hides it from attention (modeling_idefics3.py, Idefics3VisionTransformer); mlx-vlm's tower does not."""
+    adapter, given = shared_adapter(name), {**inputs_of(name, "image:1:1")}
+    adapter.check_inputs(given)
+    mask = given["pixel_attention_mask"].copy()
+    mask[0, 0, 8:] = 0
+    with pytest.raises(InvalidPrompt, match=f"{name} takes whole tiles, as its processor makes them"):
+        adapter.check_inputs({**given, "pixel_attention_mask": mask})
+
+
+def test_an_idefics2_picture_that_is_smaller_than_a_patch() -> None:
+    given = {**inputs_of("idefics2", "image:1:1")}
+    mask = given["pixel_attention_mask"].copy()
+    mask[0, 0, 3:] = 0
+    with pytest.raises(InvalidPrompt, match=r"own pixels are 3x20, less than a patch of 4"):
+        shared_adapter("idefics2").encode(as_mlx({**given, "pixel_attention_mask": mask}))
+
+
+@pytest.mark.parametrize("change", ["one more", "one less", "others", "no picture"])
+@pytest.mark.parametrize("name", ["minicpmo", "minicpmv4_6", "molmo", "moondream2", "moondream3"])
+def test_places_that_a_processor_names_hold_the_placeholders(name: str, change: str) -> None:
+    """Families that are told by position where features go look at no id, so nothing but this counts the placeholders."""
+    adapter, given = shared_adapter(name), {**inputs_of(name, "image:1:2")}
+    ids = given["input_ids"]
+    (picture,) = adapter.pictures(mx.array(ids), as_mlx({key: given[key] for key in given.keys() - {"input_ids"}}))
+    adapter.check_inputs(given)
+    if change == "no picture":
+        for key in given.keys() & {"pixel_values", "tgt_sizes"}:
+            del given[key]
+        if name.startswith("moondream"):
+            pytest.skip("without a picture its zeros are text")
+    elif change == "one more":
+        last = picture.end - (name == "minicpmo")  # a slice ends in a mark of its own
+        given["input_ids"] = np.insert(ids, last, ids[0, last - 1], axis=1)
+    elif change == "one less":
+        given["input_ids"] = np.delete(ids, picture.start, axis=1)
+    else:
+        given["input_ids"] = ids.copy()
+        given["input_ids"][0, picture.start + 1] = 5
+    with pytest.raises(InvalidPrompt, match=r"placeholder tokens|holds no picture"):
+        adapter.check_inputs(given)
+    with pytest.raises(InvalidPrompt, match=r"placeholder tokens|holds no picture"):
+        adapter.encode(as_mlx(given))
+
+
+def test_slices_without_a_place_in_the_prompt() -> None:
+    """mlx-vlm answers without them (minicpmo.py:415, minicpmv4_6.py:372), or with a part of their features."""
+    for name in ("minicpmo", "minicpmv4_6"):
+        adapter, given = shared_adapter(name), {**inputs_of(name, "image:1:1")}
+        with pytest.raises(InvalidPrompt, match=r"slices \(tgt_sizes\); the prompt has room for 0 \(image_bound\)"):
+            adapter.check_inputs({key: given[key] for key in given.keys() - {"image_bound"}})
+    given = {**inputs_of("minicpmo", "image:1:0")}
+    ((bounds,),) = given["image_bound"]
+    short = {**given, "image_bound": [np.array([[bounds[0], bounds[1] - 1]])]}
+    short["input_ids"] = np.delete(given["input_ids"], bounds[0], axis=1)
+    with pytest.raises(InvalidPrompt, match=r"a slice needs \d placeholder tokens; the prompt has \d"):
+        shared_adapter("minicpmo").check_inputs(short)

@@ -17,7 +17,7 @@ from tests.reuse_cases import request
 from tests.test_kv_quant import IMAGE, TEXT, UNIFORM, check, generator
 from vlm_batch.adapters import few_bits
 from vlm_batch.adapters.attention import attention
-from vlm_batch.adapters.few_bits import Kind
+from vlm_batch.adapters.few_bits import Variant
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantized import Layout, SlabStates, of_slab
@@ -47,11 +47,11 @@ def kind(
     scales: mx.Dtype | None = None,
     mask: mx.Dtype | None = mx.bool_,
     is_by_row: bool = True,
-) -> Kind:
+) -> Variant:
     """A kind of attention; keys and values are heads of one slab, but where values have a depth of their own."""
     keys, own = Layout(group, bits, depth), Layout(group, bits, values or depth)
     halves = (keys, 0, kv_heads), (own, 0 if values else kv_heads, kv_heads)
-    return Kind(depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row)
+    return Variant(depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row)
 
 
 KINDS = {
@@ -74,7 +74,7 @@ KINDS = {
 
 @needs_compiler
 @pytest.mark.parametrize("one", KINDS.values(), ids=KINDS)
-def test_the_kernels_are_attention(one: Kind) -> None:
+def test_the_kernels_are_attention(one: Variant) -> None:
     """Over rows of one span and of several, with NaN behind each of them."""
     assert few_bits.is_served(one)
     assert few_bits.farthest(one, emulated.run, lengths=(300, 1, 128), columns=320) <= ROUNDING[one.dtype]
@@ -142,13 +142,13 @@ def test_the_policy_has_slabs_in_few_bits_attended_by_the_kernel(
 ) -> None:
     """Rows that come and go are the rows alone."""
     found: list[mx.array | None] = []
-    right = few_bits.attended
+    right = few_bits.attend_where_right
 
     def attended(*args: Any) -> mx.array | None:
         found.append(right(*args))
         return found[-1]
 
-    monkeypatch.setattr(few_bits, "attended", attended)
+    monkeypatch.setattr(few_bits, "attend_where_right", attended)
     policy = settings_for(Placement.SLAB, few_bits="kernel")
     engine = generator("qwen2_vl", UNIFORM, policy=policy)
     asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
@@ -158,11 +158,11 @@ def test_the_policy_has_slabs_in_few_bits_attended_by_the_kernel(
     assert all(answer is not None for answer in found)
 
 
-def _broken(call: few_bits.Call, arrays: Any) -> list[mx.array]:
+def _broken(call: few_bits.Launch, arrays: Any) -> list[mx.array]:
     raise RuntimeError("Failed to compile kernel: few_bits.cu(3): error: no such thing")
 
 
-def _wrong(call: few_bits.Call, arrays: Any) -> list[mx.array]:
+def _wrong(call: few_bits.Launch, arrays: Any) -> list[mx.array]:
     return [mx.ones(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
 
 
@@ -189,7 +189,7 @@ def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: p
     """The step fails and its rows begin again; the kernel is tried once more then."""
     asked = []
 
-    def wants(call: few_bits.Call, arrays: Any) -> list[mx.array]:
+    def wants(call: few_bits.Launch, arrays: Any) -> list[mx.array]:
         asked.append(call)
         raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
 
@@ -201,7 +201,7 @@ def test_want_of_memory_says_nothing_of_the_kernel(on_cuda: None, monkeypatch: p
             attention(queries, keys, values, None, one.scale, mask)
         assert len(asked) == tries
     others = values._replace(scales=values.scales.astype(mx.bfloat16))
-    assert few_bits.attended(queries, keys, others, one.scale, mask) is None  # its types are another kernel's
+    assert few_bits.attend_where_right(queries, keys, others, one.scale, mask) is None  # its types are another kernel's
 
 
 def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +220,13 @@ def test_what_the_kernels_are_not_written_for_is_unpacked(on_cuda: None, monkeyp
         assert float(mx.abs(found - right).max()) < 1e-5
     assert not few_bits.is_served(kind(4, 2, 288))
     assert not few_bits.is_served(kind(4, 2, 64)._replace(scales=mx.float64))
-    assert few_bits.attended(queries, keys, values, one.scale, mx.zeros((2, 1, 1, 39))) is None
+    assert few_bits.attend_where_right(queries, keys, values, one.scale, mx.zeros((2, 1, 1, 39))) is None
 
 
 def test_a_graph_has_no_kernels_that_the_step_has_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a graph fuses over slabs in few bits is what it fuses over exact ones, so that it is made by default."""
 
-    def on_device(call: few_bits.Call, arrays: Sequence[mx.array]) -> list[mx.array]:
+    def on_device(call: few_bits.Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
         total = arrays[0].sum()
         return [mx.broadcast_to(total, shape) for shape in call.shapes]
 

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,12 +23,14 @@ from tests.checkpoints import write_checkpoint
 from tests.zoo import END_OF_TEXT, VOCABULARY, Trace, family
 from vlm_batch import InvalidPrompt, Request, Result, SamplingParams, UnsupportedModel, VLMBatcher
 from vlm_batch.arrays import as_numpy
+from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.loading import adapt, load_model
 from vlm_batch.loading.checkpoints import older_processor_files, read_model
 from vlm_batch.models._aya_vision import best_grid as cohere_grid
 from vlm_batch.models._layouts import corrected
 from vlm_batch.models._llama4_pictures import TileProcessor
 from vlm_batch.models._llama4_pictures import best_grid as llama_grid
+from vlm_batch.models.aya_vision import AyaVision
 
 STEPS = 6
 ANSWER = SamplingParams(max_tokens=STEPS, ignore_eos=True)
@@ -261,6 +264,7 @@ QWEN_MARKS = {"<|vision_start|>": 128, "<|vision_end|>": 129, "<|image_pad|>": 1
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 GLM_MARKS = {"<|begin_of_image|>": 128, "<|end_of_image|>": 129, "<|image|>": 130, "<|video|>": 131}
 GLM_PICTURE = "<|begin_of_image|><|image|><|end_of_image|>"
+AYA_MARKS = {"<|IMG_PATCH|>": 128, "<|START_OF_IMG|>": 129, "<|END_OF_IMG|>": 130, "<|BREAK|>": 131}
 GRIDS: dict[str, Any] = {
     "patch_size": 4,
     "merge_size": 2,
@@ -286,10 +290,22 @@ LFM = {
 }
 #: By the zoo's names of the families.
 PROCESSORS = {
+    "aya_vision": Saved(
+        AYA_MARKS,
+        "<image>",
+        "AyaVisionProcessor",
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 4},
+        {"patch_size": 4, "img_size": 16, "downsample_factor": 2, "image_token": "<image>", "tile_token": "TILE"}
+        | {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
+        | {"img_patch_token": "<|IMG_PATCH|>", "img_line_break_token": "<|BREAK|>", "tile_global_token": "TILE_GLOBAL"},
+        {"image_token": "<|IMG_PATCH|>"},
+    ),
     "qwen2_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen2VLProcessor", "Qwen2VLImageProcessor", GRIDS),
     "qwen2_5_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", GRIDS),
     "qwen3_vl": Saved(QWEN_MARKS, QWEN_PICTURE, "Qwen3VLProcessor", "Qwen2VLImageProcessor", GRIDS),
     "glm4v": Saved(GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS),
+    "glm4v_moe": Saved(GLM_MARKS, GLM_PICTURE, "Glm4vProcessor", "Glm4vImageProcessor", GRIDS),
     "glm_ocr": Saved(GLM_MARKS, GLM_PICTURE, "Glm46VProcessor", "Glm46VImageProcessor", GRIDS),
     "lfm2_vl": Saved(
         {"<image>": 130, "<|image_start|>": 128, "<|image_end|>": 129},
@@ -367,6 +383,52 @@ def test_a_saved_folder_takes_pictures(name: str, tmp_path: Path) -> None:
         assert result.ok, result.error
         assert result.usage.image_tokens > 0
         assert list(result.token_ids) == family(name).greedy(model, given, STEPS).tokens
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pictures_are_computed_with_pillow(name: str, tmp_path: Path) -> None:
+    """Whether torch and torchvision are installed or not: transformers takes them where they are."""
+    saved, folder = PROCESSORS[name], write_checkpoint(tmp_path / name, name)
+    write_tokenizer(folder, saved.markers, saved.picture, **saved.named)
+    write_processor(folder, saved.whole, {"image_processor_type": saved.part, **saved.pictures}, **saved.settings)
+    with VLMBatcher(folder) as batcher:
+        part = batcher._preparer.processing.processor.image_processor
+    assert getattr(part, "backend", None) != "torchvision"
+    assert not getattr(part, "use_transformers_backend", False)
+
+
+class Torchvision:
+    """Stands in for a part of transformers' that has torchvision, under that part's name."""
+
+    backend = "torchvision"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.to_dict = lambda: dict(settings)
+
+
+class Whole:
+    """A processor with a part for pictures."""
+
+    def __init__(self, part: Any) -> None:
+        self.image_processor = part
+
+
+def test_a_part_with_torchvision_becomes_the_one_with_pillow() -> None:
+    """Also of a processor that the caller has loaded."""
+    sizes = {"size": {"shortest_edge": 64, "longest_edge": 1024}, "patch_size": 4, "merge_size": 2}
+    image = picture(37, 29)
+    for name in ("Glm4vImageProcessor", "GotOcr2ImageProcessor", "DeepseekVLImageProcessor"):
+        settings = sizes if name.startswith("Glm") else {"size": {"height": 16, "width": 16}}
+        given = Whole(type(name, (Torchvision,), {})(settings))
+        part = with_pillow(given).image_processor
+        assert type(part).__name__ == f"{name}Pil"
+        expected = getattr(transformers, f"{name}Pil")(**settings)([image])["pixel_values"]
+        np.testing.assert_array_equal(np.asarray(part([image])["pixel_values"]), np.asarray(expected))
+        assert type(given.image_processor).__name__ == name
+    cohere = type("Cohere2VisionImageProcessor", (Torchvision,), {})({"size": {"height": 16, "width": 16}})
+    part = AyaVision.processor(with_pillow(Whole(cohere))).image_processor
+    assert part.backend != "torchvision"
+    assert part.size["height"] == 16
 
 
 def test_a_processor_that_cannot_be_read_says_what_is_wrong_with_it(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_stop_strings_cut_the_text_of_their_row_only() -> None:
 def test_the_models_context_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine()
     length = inputs(TEXT)["input_ids"].shape[1]
-    monkeypatch.setattr(type(generator.adapter), "max_context", length + 3)
+    monkeypatch.setattr(generator.adapter, "max_context", length + 3)
     generator.insert("fits", inputs(TEXT), SamplingParams(max_tokens=50))
     generator.insert("does_not", inputs(OTHER), SamplingParams(max_tokens=50))
     results = finish(generator)

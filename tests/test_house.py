@@ -138,3 +138,21 @@ def test_the_history_is_read() -> None:
 
 def test_the_script_can_be_run() -> None:
     assert (Path(house.__file__).parent.parent / "scripts" / "house").stat().st_mode & 0o111
+
+
+#: Files whose functions a request calls only if it asks for what they do, and functions of other files.
+ASKED_FOR = {
+    *("engine/constraints.py", "engine/logprobs.py", "engine/several.py", "engine/compiled.py", "engine/trial.py"),
+    *("inputs/grammar.py", "inputs/videos.py", "store/prompt.py", "store/files.py", "store/directory.py"),
+}
+ASKED_FOR_BY_NAME = {"_allowed", "fork", "waits_for", "new_ones", "_encode_pictures", "group", "begin_again"}
+
+
+def test_a_request_calls_nothing_that_it_does_not_ask_for() -> None:
+    """One picture and three tokens: no penalties, forms, log-probabilities, further answers or videos, and nobody
+    beside it."""
+    passed = [
+        (str(Path(file).relative_to(PACKAGE)), name.split(":")[1]) for file, name in house.way_of_a_request().functions
+    ]
+    assert passed
+    assert not [one for one in passed if one[0] in ASKED_FOR or one[1] in ASKED_FOR_BY_NAME]

@@ -247,3 +247,20 @@ def test_one_undecoded_picture_from_many_threads() -> None:
         with Image.open(FIXTURES / "receipt.jpg") as picture, ThreadPoolExecutor(8) as pool:
             held = list(pool.map(own_image, [picture] * 8))
             assert all(np.array_equal(np.asarray(found), expected) for found in pool.map(load_image, held))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("turned", [1, 6])
+def test_transparent_pictures_are_laid_on_white_in_strips_as_they_would_be_whole(mode: str, turned: int) -> None:
+    picture = Image.effect_noise((30, 700), 80).convert("RGB").convert(mode)
+    if mode == "P":
+        picture.info["transparency"] = bytes(range(256))
+    else:
+        picture.putalpha(Image.effect_noise(picture.size, 80))
+    exif = Image.Exif()
+    exif[0x112] = turned
+    file = BytesIO()
+    picture.save(file, "PNG", exif=exif)
+    upright = (picture.transpose(Image.Transpose.ROTATE_270) if turned == 6 else picture).convert("RGBA")
+    whole = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("RGB")
+    assert np.array_equal(np.asarray(load_image(file.getvalue())), np.asarray(whole))

@@ -77,20 +77,6 @@ def test_an_older_folder_answers_as_transformers(name: str, tmp_path: Path) -> N
             assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
 
 
-@pytest.mark.parametrize("is_older", [False, True], ids=["5", "4"])
-@pytest.mark.parametrize("name", ["idefics2", "idefics3", "smolvlm", "aya_vision", "paligemma", "glm_ocr"])
-def test_scaled_positions_that_no_class_reads_are_refused(name: str, is_older: bool, tmp_path: Path) -> None:
-    """Also where they lie in ``rope_scaling``, as transformers 4 wrote them."""
-    folder = write_checkpoint(tmp_path / name, name, is_older=is_older)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    place = "rope_scaling" if is_older else "rope_parameters"
-    scaled = {"rope_type": "yarn", "factor": 4.0, **({} if is_older else {"rope_theta": 100.0})}
-    config["text_config"][place] = scaled
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UnsupportedModel, match="has yarn positions, which mlx-vlm's class of it does not know"):
-        read_model(folder, in_float32=True)
-
-
 @pytest.mark.parametrize("name", [*FROM_ONE, "falcon_h1", "gemma3", "qwen2_5_vl"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
 def test_a_half_precision_folder_answers_as_one_of_its_values(name: str, dtype: mx.Dtype, tmp_path: Path) -> None:
@@ -112,6 +98,31 @@ def test_falcon_h1_has_its_multipliers(tmp_path: Path) -> None:
             trace = tiny.greedy(model, inputs, STEPS)
             assert trace.tokens == recorded[f"{request}/tokens"].tolist(), request
             assert apart(trace.logprobs, recorded[f"{request}/logprobs"]) < TOLERANCE, request
+
+
+def test_falcon_h1s_biases_have_the_multipliers_of_what_they_are_added_to(tmp_path: Path) -> None:
+    """Biases of ones, in every projection: a multiplier of an output multiplies them, one of an input does not."""
+    kinds = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+    folder = write_checkpoint(tmp_path / "model", "falcon_h1", config={**MULTIPLIERS, **kinds})
+    tensors = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    named = {key: value for key, value in tensors.items() if key.endswith("_proj.weight")}
+    tensors |= {key.replace(".weight", ".bias"): mx.ones(value.shape[0]) for key, value in named.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
+    layer = loaded(folder).language_model.model.layers[0]
+    found: dict[str, tuple[Any, Any]] = {
+        "q": (layer.self_attn.q_proj, [1.0]),
+        "k": (layer.self_attn.k_proj, [0.4]),
+        "v": (layer.self_attn.v_proj, [1.0]),
+        "o": (layer.self_attn.o_proj, [0.8]),
+        "gate": (layer.feed_forward.gate_proj, [1.5]),
+        "up": (layer.feed_forward.up_proj, [1.0]),
+        "down": (layer.feed_forward.down_proj, [0.6]),
+        "in": (layer.mamba.in_proj, np.repeat([0.9, 1.1, 0.8, 1.2, 1.3], [32, 32, 8, 8, 4])),
+        "out": (layer.mamba.out_proj, [0.7]),
+    }
+    for name, (module, right) in found.items():
+        np.testing.assert_allclose(module.bias, np.broadcast_to(right, module.bias.shape), rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "minicpmv4_6"])

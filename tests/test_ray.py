@@ -245,3 +245,16 @@ def test_an_actor_answers_several_batches_at_once() -> None:
     assert order == [2, 200]
     assert set(OUTPUT_COLUMNS) <= set(long) and list(short["num_generated_tokens"]) == [2, 2, 2]
     assert list(long["num_generated_tokens"]) == [200] * 3 and list(long["__inference_error__"]) == [""] * 3
+
+
+def test_a_column_that_is_misspelt_is_its_rows_error() -> None:
+    """A row of text has no picture on purpose, a column of another name by mistake."""
+    actor = Answer(str(default_checkpoint()), params={"max_tokens": 2})
+
+    async def errors(**cells: Any) -> list[str]:
+        batch = {name: np.array([value], dtype=object) for name, value in cells.items()}
+        return [error async for out in actor(batch) for error in out["__inference_error__"]]
+
+    assert asyncio.run(errors(image=None, prompt="count to 3")) == [""]
+    (said,) = asyncio.run(errors(img="a.png", prompt="describe"))
+    assert "the dataset has no column of images, but 'img'" in said

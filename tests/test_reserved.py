@@ -13,11 +13,12 @@ from typing import Any
 import mlx_vlm
 import pytest
 from mlx_vlm.prompt_utils import apply_chat_template
+from PIL import Image
 
 from vlm_batch import Template
 from vlm_batch.assets import CHECKOUT
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processing import ESCAPE, Processing
 from vlm_batch.inputs.reserved import ReservedWords, _marks_of
 from vlm_batch.models import adapter_for, families
 
@@ -302,3 +303,32 @@ def test_every_familys_processor_with_such_words_is_there() -> None:
                 marks = {word for kind in processors_of(folder) for word in _marks_of(kind)}
                 named = {word for word in marks if "\\" not in word or r"\d+" in word}
                 assert not named or folder in WRITTEN, f"{folder}: {sorted(named)}"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "qwen3_5", "aya_vision"])
+def test_an_escaped_spelling_is_plain_text(name: str) -> None:
+    """The tokens say the same text and none of them is special; pictures, and text without spellings, are as without it."""
+    processing, reserved, image_ids = of(name)
+    special = [*sorted(reserved.words.turns | reserved.words.placeholders), "<|image_1|>", "<|im_<|im_end|>end|>"]
+    typed = "so " + " ".join(special) + " end"
+    escaped = reserved.escaped([{"role": "user", "content": typed}])
+    reserved.check_chat(escaped)  # nothing is left to be refused
+    assert escaped[0]["role"] == "user"
+    assert escaped[0]["content"].replace(ESCAPE, "") == typed
+    picture = Image.new("RGB", (40, 40))
+    copy = processing.copy()
+    plain, held = (
+        made(processing.render([{"role": "user", "content": said}], 1), [picture])
+        for made, said in ((processing.inputs, "so end"), (copy.escaped_inputs, escaped[0]["content"]))
+    )
+    ids, without = held["input_ids"][0].tolist(), plain["input_ids"][0].tolist()
+    of_special = {token for token, word in processing.tokenizer.added_tokens_decoder.items() if word.special}
+    assert [token for token in ids if token in of_special | image_ids] == [
+        token for token in without if token in of_special | image_ids
+    ]
+    said = processing.tokenizer.decode(ids, skip_special_tokens=False)
+    assert all(word in said for word in special)
+    assert ESCAPE not in said
+    assert {key: value.shape for key, value in held.items() if key == "pixel_values"} == {
+        key: value.shape for key, value in plain.items() if key == "pixel_values"
+    }

@@ -31,6 +31,8 @@ from vlm_batch.cli import serve
 from vlm_batch.runtime.memory import usual_limit
 from vlm_batch.server import edge
 from vlm_batch.server.config import InvalidConfig, Key, ServerConfig, read_keys
+from vlm_batch.server.openai import wire_messages
+from vlm_batch.server.wire import ChatRequest, Common, CompletionRequest
 
 DESCRIBED = {
     "red_circle.png": "a red circle",
@@ -412,7 +414,7 @@ def test_clients_are_told_apart_by_their_networks() -> None:
     [
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"nonsense": 1}, "nonsense"),
-        ({"functions": []}, "use tools"),
+        ({"functions": [{}]}, "use tools"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n is 0"),
         ({"n": 1000}, "n is 1000"),
@@ -424,7 +426,7 @@ def test_clients_are_told_apart_by_their_networks() -> None:
         ({"store": True}, "store"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -(2**64)}, "seed"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type"),
@@ -472,12 +474,131 @@ def test_an_answer_goes_on_with_the_last_turn(server: Running) -> None:
     assert reply.json["choices"][0]["message"]["content"] == unbegun.text
 
 
-def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
+def test_fields_that_ask_for_nothing_are_taken(server: Running, client: openai.OpenAI) -> None:
     neutral = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],
-        "n": None, "user": "me", "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tool_choice": "auto",
+        "n": None, "user": "me", "parallel_tool_calls": True, "tool_choice": "auto", "top_k": -1, "metadata": {"run": "7"},
+        "structured_outputs": None, "stream_options": None, "seed": -1, "best_of": 1.0,
     }  # fmt: skip
-    assert server.chat("count to 3", **neutral).json["choices"][0]["message"]["content"] == "1 2 3"
+    values = {name: given[0] for name, given in ChatRequest.nothing.items() if given}
+    asked = {**neutral, **values}
+    assert server.chat("count to 3", **asked).json["choices"][0]["message"]["content"] == "1 2 3"
+    unset = dict.fromkeys(set(ChatRequest.model_fields) - {"messages"} | set(ChatRequest.nothing))
+    assert server.chat("count to 3", **unset).json["choices"][0]["message"]["content"] == "1 2 3"
+    of_texts = {name: given[0] for name, given in CompletionRequest.nothing.items() if given}
+    unset = dict.fromkeys(set(CompletionRequest.model_fields) - {"prompt"} | set(CompletionRequest.nothing))
+    for more in (of_texts, unset):
+        assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2, **more}).status == 200
+    answer = client.chat.completions.create(
+        model="qwen2_vl", messages=[{"role": "user", "content": "count to 3"}], extra_body=values, store=False, n=1
+    )
+    assert (answer.choices[0].message.content, answer.choices[0].message.refusal) == ("1 2 3", None)
+    assert answer.system_fingerprint
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_more_than_nothing_is_refused_by_name(server: Running, kind: type[Common]) -> None:
+    least, path = ({"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")
+    if kind is CompletionRequest:
+        least, path = {"prompt": "x"}, "/v1/completions"  # type: ignore[dict-item]
+    for name in kind.nothing:
+        for value in ("other", 7, True if name != "store" and False not in kind.nothing[name] else 1):
+            if value is True and True in kind.nothing[name]:
+                continue
+            reply = server.ask("POST", path, {**least, name: value})
+            assert (reply.status, reply.error["param"]) == (400, name), (name, value, reply.body)
+            assert name in reply.error["message"]
+
+
+def test_messages_as_openais_clients_write_them(server: Running) -> None:
+    """Names, refusals, reasoning, and whatever an answer of this server held."""
+    first = server.chat("count to 3").json["choices"][0]["message"]
+    turns = [
+        {"role": "system", "content": "x", "name": "rules"},
+        {"role": "user", "content": "count to 3", "name": "Ada"},
+        {**first, "annotations": None, "tool_calls": None, "reasoning": "so", "reasoning_content": "so", "name": "Bob"},
+        {"role": "user", "content": "count to 3"},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": [picture("red_circle.png"), text("count to 3")]},
+    ]
+    turns[-1]["content"][0]["image_url"]["detail"] = "low"  # type: ignore[index]
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": turns, "max_tokens": 3})
+    assert reply.status == 200, reply.body
+    body = ChatRequest.model_validate({"messages": turns})
+    assert [turn.get("content") for turn in wire_messages(body)][4:6] == ["no", [{"type": "text", "text": "no"}]]
+
+
+def test_the_form_of_an_answer_by_vllms_name(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    for form, right in (
+        ({"json": schema}, '{"a": 1}'), ({"json": json.dumps(schema)}, '{"a": 1}'), ({"regex": "ab+c"}, None),
+        ({"choice": ["4"]}, "4"), ({"grammar": 'start: "xyz"'}, "xyz"),
+    ):  # fmt: skip
+        reply = server.chat("count to 3", structured_outputs=form, max_tokens=60)
+        assert reply.status == 200, reply.body
+        said = reply.json["choices"][0]["message"]["content"]
+        assert right is None or json.loads(said) == json.loads(right) if right and right[0] == "{" else said.strip()
+    for wrong in ({"regex": "a", "choice": ["b"]}, {"whitespace_pattern": " "}):
+        reply = server.chat("count to 3", structured_outputs=wrong)
+        assert (reply.status, str(reply.error["param"]).split(".")[0]) == (400, "structured_outputs")
+    assert server.chat("count to 3", structured_outputs={"regex": "a"}, guided_regex="a").status == 400
+
+
+def test_a_negative_seed_is_a_seed(server: Running) -> None:
+    drawn = [
+        server.chat("count to 9", temperature=3.0, seed=seed).json["choices"][0]["message"]["content"]
+        for seed in (-5, -5, 2**64 - 5, -6)
+    ]
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+    assert server.chat("x", seed=-(2**63) - 1).error["param"] == "seed"
+
+
+def test_errors_name_what_the_client_wrote(server: Running, client: openai.OpenAI) -> None:
+    turn = {"role": "user", "content": "x"}
+    for fields, param in (
+        ({"stop": [1]}, "stop[0]"), ({"messages": [turn, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"), ({"messages": [{"role": "no"}]}, "messages[0]"),
+        ({"messages": [{**turn, "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"tools": [{"type": "function", "function": {"x": 1}}]}, "tools[0].function.name"),
+    ):  # fmt: skip
+        reply = server.ask("POST", "/v1/chat/completions", {"messages": [turn], **fields})
+        assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    for path, body, field in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+        ("/v1/completions", {"prompt": "word " * 5000}, "prompt"),
+    ):
+        error = server.ask("POST", path, body).error
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(model="qwen2_vl", messages=[{"role": "user", "content": "word " * 5000}])
+    assert (found.value.code, found.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_every_error_has_the_envelope(server: Running) -> None:
+    asked = [
+        ("GET", "/nowhere"), ("GET", "/v1/models/"), ("DELETE", "/v1/models"), ("PATCH", "/v1/chat/completions"),
+        ("POST", "/health"), ("GET", "/v1/models/other"), ("POST", "/v1/chat/completions"), ("GET", "/health/"),
+    ]  # fmt: skip
+    for method, path in asked:
+        reply = server.ask(method, path)
+        assert reply.status >= 400
+        assert set(reply.error) == {"message", "type", "param", "code"}, (method, path)
+        assert "location" not in reply.headers
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+        raw.sendall(b"no HTTP at all\r\n\r\n")
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_head_is_get_without_its_body(server: Running) -> None:
+    for path in ("/health", "/ready", "/v1/models", "/metrics", "/", "/page/app.js"):
+        got, headed = server.ask("GET", path), server.ask("HEAD", path)
+        assert (headed.status, headed.body) == (200, b"")
+        assert headed.headers["content-type"] == got.headers["content-type"]
+    assert server.ask("HEAD", "/v1/chat/completions").status == 405
 
 
 def test_bodies_that_are_none(server: Running) -> None:

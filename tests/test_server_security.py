@@ -20,7 +20,8 @@ from tests.serving import IMAGES, Reply, Running, serving, text, wait_until
 from vlm_batch.inputs import fetch
 from vlm_batch.inputs.fetch import FetchPolicy
 from vlm_batch.inputs.grammar import Forms
-from vlm_batch.server import edge, run
+from vlm_batch.server import bodies, edge, run
+from vlm_batch.server.bodies import read_body
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.errors import without_paths
 from vlm_batch.server.media import policy_of
@@ -477,7 +478,7 @@ def test_counts_are_bounded(small: Running) -> None:
 
 def test_a_prompt_beyond_the_context_is_refused(server: Running) -> None:
     reply = server.chat("repeat: " + "a " * 5000)
-    assert (reply.status, reply.error["code"]) == (400, "PromptTooLong")
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_bomb_of_a_picture_is_refused(server: Running) -> None:
@@ -495,6 +496,116 @@ def test_connections_that_say_nothing_stop_nobody(server: Running) -> None:
     finally:
         for connection in idle:
             connection.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HT", b"POST /v1/chat/completions HTTP/1.1\r\n"], ids=len)
+def test_connections_without_a_request_make_room(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    """However many a client opens and leaves: the oldest of them go, and nobody else waits."""
+    monkeypatch.setattr(run, "MAX_PER_ADDRESS", 20)
+    if said.startswith(b"POST"):
+        said += b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    with serving() as running:
+        held = []
+        for _ in range(60):
+            held.append(socket.create_connection(("127.0.0.1", running.port), timeout=5))
+            held[-1].sendall(said)
+        begin = time.monotonic()
+        assert running.ask("GET", "/health").status == 200
+        assert running.chat("count to 3").status == 200
+        assert time.monotonic() - begin < 20  # not HEAD_SECONDS, nor BODY_SECONDS
+        wait_until(lambda: len(running.server.server_state.connections) <= 20, "the oldest to be closed")
+        held[0].settimeout(5)
+        with suppress(ConnectionResetError):
+            assert held[0].recv(1) == b""
+        for connection in held:
+            connection.close()
+
+
+def test_places_are_shared_out_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peer:
+        def __init__(self, address: str, *, is_waited_for: bool = True) -> None:
+            self.address, self.is_waited_for, self.is_open = address, is_waited_for, True
+            self.transport = self
+
+        def abort(self) -> None:
+            self.is_open = self.is_waited_for = False
+
+    monkeypatch.setattr(run, "MAX_CONNECTIONS", 10)
+    monkeypatch.setattr(run, "MAX_PER_ADDRESS", 6)
+    monkeypatch.setattr(run, "RESERVED", 2)
+    places: Any = run.Places()
+    peers: list[Peer] = []
+
+    def come(address: str, **how: Any) -> Peer:
+        peers.append(Peer(address, **how))
+        places.add(peers[-1])
+        for one in [one for one in peers if not one.is_open]:
+            places.remove(one)
+            peers.remove(one)
+        return peers[-1]
+
+    first = [come("a") for _ in range(6)]
+    places.note(first[0])
+    seventh = come("a")
+    assert [one.is_open for one in (*first, seventh)] == [True, False, True, True, True, True, True]
+    others = [come("b") for _ in range(4)]
+    assert (come("c").is_open, first[2].is_open) == (True, False), "of the address that has most"
+    for one in peers:
+        one.is_waited_for = False
+    assert all(one.is_open for one in others)
+    assert [come("d").is_open for _ in range(2)] == [True, True], "kept for those who ask whether it lives"
+    last = Peer("d", is_waited_for=False)
+    places.add(last)
+    assert not last.is_open
+
+
+def test_probes_are_answered_when_all_else_is_full(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "MAX_REQUESTS", 0)
+    assert server.ask("GET", "/health").status == 200
+    assert server.ask("GET", "/ready").status == 200
+    refused = server.chat("count to 3")
+    assert (refused.status, refused.error["code"]) == (503, "busy")
+
+
+def test_a_body_with_two_lengths_closes_the_connection(server: Running) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+        raw.sendall(
+            head + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"
+        )
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b" 400 " in answer.splitlines()[0]
+    assert b"Transfer-Encoding; send one" in answer
+
+
+def test_a_slash_too_many_leads_nowhere(server: Running) -> None:
+    for path in ("/v1/models/", "/health/", "/v1/chat/completions/"):
+        reply = server.ask("GET", path, headers={"Host": "localhost"})
+        assert (reply.status, reply.headers.get("location")) == (404, None)
+
+
+def test_a_form_with_files_gets_its_hint(server: Running) -> None:
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    for path, hint in (("/v1/audio/transcriptions", "no audio"), ("/v1/files", "data URIs")):
+        reply = server.ask("POST", path, b"--x--", headers=kind)
+        assert (reply.status, hint in reply.error["message"]) == (404, True)
+    assert server.ask("POST", "/v1/chat/completions", b"--x--", headers=kind).status == 415
+
+
+def test_large_bodies_are_read_beside_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, str]] = []
+
+    def noted(data: bytes, kind: Any) -> Any:
+        read.append((len(data), threading.current_thread().name))
+        return read_body(data, kind)
+
+    monkeypatch.setattr(bodies, "read_body", noted)
+    server.chat("count to 3", max_tokens=1)
+    server.chat("count to 3", max_tokens=1, allowed_token_ids=list(range(500)) * 100)
+    assert read[0][1] == "test-server"
+    assert read[1][0] > 100_000
+    assert read[1][1].startswith("vlm-batch-bodies")
 
 
 def test_a_storm_of_clients_that_leave_leaves_nothing_behind(server: Running) -> None:
@@ -544,7 +655,11 @@ def nested(depth: int) -> str:
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
         {"bad_words": ["x y"] * 1025},
         {"guided_choice": ["x"] * 5000},
-        {"documents": [{}] * 70_000},
+        {"documents": [{}] * 1025},
+        {"documents": [{"a": {str(index): 1 for index in range(200_000)}}]},
+        {"chat_template_kwargs": {str(index): 1 for index in range(200)}},
+        {"chat_template_kwargs": {"a": [1] * 20_000}},
+        {"metadata": {str(index): "x" for index in range(17)}},
         {"allowed_token_ids": [1] * 300_000},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -642,8 +757,8 @@ def test_refusals_speak_the_language_of_the_wire(server: Running) -> None:
         ("x", {"chat_template_kwargs": {"zzz": True}}, None, "does not read"),
         ("x", {"allowed_token_ids": [99999]}, "allowed_token_ids", "this model has"),
         ("x", {"logit_bias": {"99999": 1}}, "logit_bias", "this model has"),
-        ("word " * 5000, {}, None, "the model's context holds"),
-        ([text("x"), {"type": "image_url", "image_url": large}], {}, None, "image"),
+        ("word " * 5000, {}, "messages", "the model's context holds"),
+        ([text("x"), {"type": "image_url", "image_url": large}], {}, "messages", "image"),
     ]  # fmt: skip
     ours = ("template=", "FetchPolicy", "SamplingParams", "json_schema:", "regex:", "Template(", "Limits.")
     for content, fields, param, said in asked:

@@ -141,6 +141,19 @@ def test_an_answer_that_is_cut_off_is_no_call(client: Any) -> None:
     assert cut.choices[0].finish_reason == "length"
 
 
+def test_the_tools_that_are_allowed(server: Running) -> None:
+    def choice(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    asked = {"tools": [WEATHER, CLOCK], "max_tokens": 200}
+    reply = server.chat("count to 3", **asked, tool_choice=choice("required", "weather"))
+    assert {call["function"]["name"] for call in reply.json["choices"][0]["message"]["tool_calls"]} == {"weather"}
+    assert server.chat("count to 3", **asked, tool_choice=choice("auto", "clock")).status == 200
+    reply = server.chat("count to 3", **asked, tool_choice=choice("auto", "other"))
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from mlx_vlm.models import rope_utils
 
+from tests.checkpoints import layout, names, older, write_checkpoint
 from tests.exact_cases import GRID, JOINED, Arrival, Way, engine_of
 from tests.exact_cases import play as play_exactly
 from tests.harness import TOLERANCE, Answer, Ask, inputs_of, run
-from tests.settings import APPLIED, NUM_TOKENS, SETTINGS, factors, write_case
+from tests.settings import ALL_SLIDE, APPLIED, NUM_TOKENS, REFUSED, SETTINGS, Case, factors, merged, write_case
 from tests.zoo import apart
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.longrope import ROW_ROPES
@@ -24,6 +25,7 @@ from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import adapt
 from vlm_batch.loading.checkpoints import read_model
 from vlm_batch.loading.exactness import Joint, prove
@@ -102,10 +104,55 @@ def test_a_prompt_goes_on_from_another_only_if_it_has_its_factors() -> None:
     assert tuple(keys[0].answer) != tuple(keys[1].answer)
 
 
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 24}
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
-LONG = {"rope_type": "longrope", "short_factor": factors(1.0, 4), "long_factor": factors(2.0, 4)}
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_is_passed_over_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    case, said = REFUSED[name]
+    with pytest.raises(UnsupportedModel, match=said):
+        read_model(write_case(tmp_path, case), in_float32=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["yarn_idefics2", "yarn_glm_ocr", "yarn_qwen2_5_vl", "linear_aya_vision", "linear_paligemma", "llama3_smolvlm"],
+)
+def test_older_folders_have_scaled_positions_too(name: str, tmp_path: Path) -> None:
+    """Where they lie in ``rope_scaling``, as transformers 4 wrote them."""
+    case = APPLIED[name]
+    said = older(merged(layout(case.family)["files"]["config.json"], case.change))
+    assert "rope_parameters" not in said["text_config"]
+    model = read_model(write_checkpoint(tmp_path, case.family, config=said), in_float32=True)
+    answers = run(adapt(model), lambda key: inputs_of(case.family, key), all_at_once(name))
+    check(name, answers)
+
+
+def test_scaled_positions_of_a_class_that_spells_its_rotation_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="has yarn positions, which mlx-vlm's class of it does not know"):
+        read_model(write_case(tmp_path, Case("ernie4_5_moe_vl", APPLIED["yarn_glm4v"].change)), in_float32=True)
+
+
+@pytest.mark.parametrize("name", sorted(names()))
+def test_settings_of_no_effect_are_not_refused(name: str, tmp_path: Path) -> None:
+    """Words' ids, what training reads, and what is the default anyway."""
+    common: dict[str, Any] = {"use_cache": False, "initializer_range": 0.5, "attention_dropout": 0.1}
+    common |= {"pad_token_id": 3, "torch_dtype": "bfloat16", "architectures": ["Other"], "nobody_knows_this": 7}
+    config = layout(name)["files"]["config.json"]
+    inner = ("text_config", "vision_config") if name != "glm_ocr" else ()  # its class takes nothing else
+    parts = {part: common for part in inner if part in config}
+    read_model(write_case(tmp_path, Case(name, {**common, **parts})), in_float32=True)
+
+
+def test_where_some_layers_slide_the_window_bounds_prompt_and_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = read_model(write_case(tmp_path, Case("paligemma2", ALL_SLIDE)), in_float32=True)
+    assert "sliding_window of 9 tokens" in caplog.text
+    assert adapt(model).max_context == 9
+
+
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 24}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
+LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": factors(1.0, 4), "long_factor": factors(2.0, 4)}
 
 
 @pytest.mark.parametrize(

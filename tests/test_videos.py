@@ -21,7 +21,18 @@ from PIL import Image
 
 from tests.harness import TOLERANCE, Ask, difference, inputs_of, oracle, run, run_family, shared_adapter
 from tests.zoo import Inputs, family
-from vlm_batch import InvalidParameters, InvalidPrompt, InvalidVideo, Limits, SamplingParams, Video, VLMBatcher, assets
+from vlm_batch import (
+    InvalidImage,
+    InvalidParameters,
+    InvalidPrompt,
+    InvalidVideo,
+    Limits,
+    RequestFailed,
+    SamplingParams,
+    Video,
+    VLMBatcher,
+    assets,
+)
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import Clip, Sampling, load_video
@@ -238,6 +249,26 @@ def test_all_frames_together_are_bounded_before_they_are_decoded(film: Path) -> 
     assert load_video(film, max_pixels=36_864).size == (6, 96, 64)
     assert load_video(Video(film, max_frames=4), max_pixels=30_000).size == (4, 96, 64)
     assert load_video(film, max_pixels=None).size == (6, 96, 64)
+
+
+def test_no_frame_is_decoded_of_a_video_that_is_too_large(film: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header says how large its frames are, and how many there will be."""
+    monkeypatch.setattr("vlm_batch.inputs.videos._Capture.skip", lambda capture: pytest.fail("a frame was decoded"))
+    with pytest.raises(InvalidVideo, match="36,864 pixels; at most 36,863 are read"):
+        load_video(film, max_pixels=36_863)
+    with pytest.raises(InvalidVideo, match=r"a frame of .* has 96 x 64 = 6,144 pixels; at most 6,143 are read"):
+        load_video(Video(film, max_pixels=100), max_image_pixels=6_143)
+
+
+def test_the_frames_of_a_video_count_among_the_requests_pixels(film: Path) -> None:
+    data, frame = film.read_bytes(), Image.new("RGB", (96, 64))
+    uri = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    sources: list[Any] = [film, str(film), data, uri, [frame] * 6, np.zeros((6, 64, 96, 3), np.uint8)]
+    with VLMBatcher(CHECKPOINT, limits=Limits(request_pixels=80_000)) as small:
+        for source in sources:
+            with pytest.raises((InvalidImage, RequestFailed), match="86,016 pixels together"):
+                small.submit(Image.new("RGB", (192, 64)), ASK, videos=[Video(source)] * 2).result().raise_for_error()
+            assert small.submit(None, ASK, videos=[Video(source)] * 2).result().ok
 
 
 @pytest.mark.parametrize(

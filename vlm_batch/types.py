@@ -322,6 +322,8 @@ class Template:
         args: any other argument, by name.
         add_generation_prompt: begin the assistant's turn.
         continue_final_message: leave the chat's last turn open, so that the answer goes on with it.
+        escape_special_tokens: read special tokens' spellings in the chat, such as ``<|im_end|>``, as plain text; else a chat
+            that holds one of a turn's or a picture's is refused.
 
     Raises InvalidPrompt for a value of another type, and for an argument that is given twice.
     """
@@ -333,6 +335,7 @@ class Template:
     args: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    escape_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -352,7 +355,7 @@ class Template:
         put("args", dict(self.args))
         if twice := sorted(self.args.keys() & self._own.keys()):
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
-        for name in ("add_generation_prompt", "continue_final_message"):
+        for name in ("add_generation_prompt", "continue_final_message", "escape_special_tokens"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidPrompt(f"{name} is {shown(getattr(self, name))}; it must be True or False")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.few_bits import Call
+from vlm_batch.adapters.few_bits import Launch
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ TYPES = {
 UNWRITTEN = float("nan")
 
 
-def run(call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
+def run(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
     """The results of a call on arrays that lie row by row."""
     code = source_of(call, tuple(array.dtype for array in arrays))
     library = _built(code)
@@ -54,7 +54,7 @@ def run(call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
     ]
 
 
-def source_of(call: Call, dtypes: Sequence[mx.Dtype]) -> str:
+def source_of(call: Launch, dtypes: Sequence[mx.Dtype]) -> str:
     """A call's kernel as C++, with the signature that MLX makes for it."""
     body, parameters, arguments = call.kernel.body, [], []
     for i, (name, dtype) in enumerate(zip(call.kernel.inputs, dtypes, strict=True)):

@@ -19,6 +19,8 @@ PATCH, PER_SIDE, LATENTS, VISION_HEADS = 4, 6, 5, 2
 IMAGE, FENCE = PLAIN, PLAIN + 1
 #: (high, wide) pixels: as many patches as there are learned positions, fewer, and a part of a patch.
 SIZES = ((24, 24), (12, 20), (14, 24))
+#: Of two pictures beside each other: parts of a patch that are filled up with padding, in both directions.
+BESIDE = ((24, 19), (14, 22))
 
 
 def build() -> nn.Module:
@@ -80,8 +82,8 @@ def image(seed: int, size: int) -> Inputs:
 
 
 def two_images(seed: int) -> Inputs:
-    """Two pictures, of which the second is padded."""
-    return _request(seed, [SIZES[0], SIZES[1]], 4)
+    """Two pictures, each padded: whole patches alone are theirs."""
+    return _request(seed, BESIDE, 4)
 
 
 def _states(tower: nn.Module, picture: mx.array) -> mx.array:
@@ -104,8 +106,7 @@ def greedy(model: nn.Module, inputs: Inputs, num_tokens: int) -> Trace:
     if "pixel_values" in arrays:
         found = []
         for picture, mask in zip(arrays["pixel_values"][0], inputs["pixel_attention_mask"][0], strict=True):
-            high, wide = (-(-int(mask.any(axis=axis).sum()) // PATCH) * PATCH for axis in (1, 0))
-            high, wide = min(high, mask.shape[0] // PATCH * PATCH), min(wide, mask.shape[1] // PATCH * PATCH)
+            high, wide = (int(mask.any(axis=axis).sum()) // PATCH * PATCH for axis in (1, 0))
             found.append(model.connector(_states(model.vision_model, picture[:, :high, :wide]))[0])
         embeds = put_pictures(embeds, arrays["input_ids"], IMAGE, mx.concatenate(found))
 

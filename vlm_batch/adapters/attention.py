@@ -49,7 +49,7 @@ def attention(
             return kernels.attend_codes(queries, keys, values, scale)
         return attend_quantized(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, SlabStates):
-        found = few_bits.attended(queries, keys, values, scale, mask) if sinks is None else None
+        found = few_bits.attend_where_right(queries, keys, values, scale, mask) if sinks is None else None
         if found is not None:
             return found
         keys, values = unpacked(keys, values)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -93,7 +94,7 @@ class Adapter:
         self._longest_short = longest_short(self.language)
         self.hook_functions()
         if self.last_hidden is not None:
-            cut_answer(part_of(self.language, self.last_hidden))
+            cut_answer(attrgetter(self.last_hidden)(self.language))
         remember_features(self, None)
 
     def hook_functions(self) -> None:
@@ -207,15 +208,15 @@ class Adapter:
         """Refuse a processor's output (numpy) that can be known not to fit, without MLX: on the submitter's thread."""
         extra = self._known_inputs(inputs)
         if type(self).expand_ids is Adapter.expand_ids:
-            self._check_placeholders(inputs["input_ids"], extra)
+            self.check_placeholders(inputs["input_ids"], extra)
 
-    def _check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Refuse ids (1, L), numpy or not, with room for more or for less than the pictures. Raises InvalidPrompt."""
         marks, is_any = list(self.image_token_ids), has_pictures(extra)
         given = int(np.isin(np.array(ids)[0], marks).sum())
         if given and not is_any:
             raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
-        needed = self.count_placeholders(ids, extra) if is_any else None
+        needed = self.count_placeholders(extra) if is_any else None
         if not marks:  # the processor tells where pictures stand
             if needed:
                 raise InvalidPrompt(
@@ -227,10 +228,9 @@ class Adapter:
         if needed is not None and given != needed:
             raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
-        """Count the positions of a prompt (1, L) that its pictures' features take, by shapes and sizes alone; None where
-        nothing but the model's own merge tells, which then refuses another number. Raises InvalidPrompt for inputs that name
-        other places than the ids'."""
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """Count the positions of a prompt that its pictures' features take, by shapes and sizes alone; None where nothing
+        but the model's own merge tells, which then refuses another number."""
         return None
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
@@ -393,7 +393,7 @@ class Adapter:
         ids = self.expand_ids(inputs["input_ids"], extra)
         # without a picture, nothing takes a mark's place
         check_tokens(ids, self._num_words, self.image_token_ids if extra else frozenset())
-        self._check_placeholders(ids, extra)
+        self.check_placeholders(ids, extra)
         return ids, extra
 
     @contextmanager

@@ -92,7 +92,7 @@ def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: 
 
 
 @dataclass(frozen=True)
-class Call:
+class Launch:
     """One kernel's arguments beside its arrays, as ``mx.fast.cuda_kernel`` takes them; the grid is in threads."""
 
     kernel: Kernel
@@ -103,8 +103,8 @@ class Call:
     dtypes: tuple[mx.Dtype, ...]
 
 
-class Kind(NamedTuple):
-    """Facts by which kernels differ: for each kind they are built anew."""
+class Variant(NamedTuple):
+    """Facts by which kernels differ: for each they are built anew."""
 
     scale: float
     heads: int  # of queries
@@ -118,27 +118,32 @@ class Kind(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def calls_of(kind: Kind, rows: int, columns: int) -> tuple[Call, Call]:
-    """The two calls, of spans and of their sums."""
-    (layout, first_k, kv_heads), (layout_v, first_v, _) = kind.keys, kind.values
-    share = kind.heads // kv_heads
+def launches_of(variant: Variant, rows: int, columns: int) -> tuple[Launch, Launch]:
+    """The two launches, of spans and of their sums."""
+    (layout, first_k, kv_heads), (layout_v, first_v, _) = variant.keys, variant.values
+    share = variant.heads // kv_heads
     tiles, spans, wide = -(-share // MOST_HEADS), -(-columns // SPAN), layout_v.depth
     template = {
-        **{"T": kind.dtype, "S": kind.scales, "M": kind.dtype if kind.mask is None else kind.mask},
-        **{"BITS": layout.bits, "GROUP": layout.group_size, "DEPTH_K": kind.depth, "DEPTH_V": wide},
+        **{"T": variant.dtype, "S": variant.scales, "M": variant.dtype if variant.mask is None else variant.mask},
+        **{"BITS": layout.bits, "GROUP": layout.group_size, "DEPTH_K": variant.depth, "DEPTH_V": wide},
         **{"SHARE": share, "HEADS": -(-share // tiles), "FIRST_K": first_k, "FIRST_V": first_v},
-        **{"IS_MASKED": kind.mask is not None, "BY_ROW": kind.is_by_row},
+        **{"IS_MASKED": variant.mask is not None, "BY_ROW": variant.is_by_row},
     }
-    shapes = ((rows, kind.heads, spans, wide), (rows, kind.heads, spans, 2))
+    shapes = ((rows, variant.heads, spans, wide), (rows, variant.heads, spans, 2))
     grid = (THREADS * spans, kv_heads * tiles, rows)
-    first = Call(
-        span_kernel(kind.scale), tuple(template.items()), grid, (THREADS, 1, 1), shapes, (mx.float32, mx.float32)
+    first = Launch(
+        span_kernel(variant.scale), tuple(template.items()), grid, (THREADS, 1, 1), shapes, (mx.float32, mx.float32)
     )
-    merged = {"T": kind.dtype, "DEPTH_V": wide, "SIDES": SIDES}
+    merged = {"T": variant.dtype, "DEPTH_V": wide, "SIDES": SIDES}
     block = round_up(wide, LANES) * SIDES
-    out = ((rows, kind.heads, 1, wide),)
-    last = Call(
-        merge_kernel(), tuple(merged.items()), (rows * kind.heads * block, 1, 1), (block, 1, 1), out, (kind.dtype,)
+    out = ((rows, variant.heads, 1, wide),)
+    last = Launch(
+        merge_kernel(),
+        tuple(merged.items()),
+        (rows * variant.heads * block, 1, 1),
+        (block, 1, 1),
+        out,
+        (variant.dtype,),
     )
     return first, last
 
@@ -156,29 +161,33 @@ def _built(kernel: Kernel) -> Callable[..., list[mx.array]]:
     return made  # type: ignore[no-any-return]
 
 
-#: A device: a call's results for its arrays.
-Run = Callable[[Call, Sequence[mx.array]], list[mx.array]]
+#: A device: a launch's results for its arrays.
+Run = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
 
 
-def _on_device(call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
-    return _built(call.kernel)(
+def _on_device(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+    return _built(launch.kernel)(
         inputs=list(arrays),
-        template=list(call.template),
-        grid=call.grid,
-        threadgroup=call.threads,
-        output_shapes=list(call.shapes),
-        output_dtypes=list(call.dtypes),
+        template=list(launch.template),
+        grid=launch.grid,
+        threadgroup=launch.threads,
+        output_shapes=list(launch.shapes),
+        output_dtypes=list(launch.dtypes),
     )
 
 
-def attended(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> mx.array | None:
+def attend_where_right(
+    queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
+) -> mx.array | None:
     """``attend`` where the kernels are written for such arrays, and have been seen to be right on this device; else None."""
     if device() is not Device.CUDA or queries.shape[2] != 1 or not fits_mask(mask, queries.shape[0], keys.columns):
         return None
     if keys.scales.dtype != values.scales.dtype:
         return None
-    kind = kind_of(queries, keys, values, scale, mask)
-    return _attend(kind, queries, keys, values, mask, _on_device) if is_served(kind) and _is_right(kind) else None
+    variant = variant_of(queries, keys, values, scale, mask)
+    return (
+        _attend(variant, queries, keys, values, mask, _on_device) if is_served(variant) and _is_right(variant) else None
+    )
 
 
 def attend(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any, run: Run) -> mx.array:
@@ -187,21 +196,21 @@ def attend(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float
     ``mask`` (B or 1, 1, 1, C) is bool (True attends) or added to the scores; what it hides is not read. None and "causal" hide
     nothing. ``run`` is the device.
     """
-    return _attend(kind_of(queries, keys, values, scale, mask), queries, keys, values, mask, run)
+    return _attend(variant_of(queries, keys, values, scale, mask), queries, keys, values, mask, run)
 
 
-def _attend(kind: Kind, queries: mx.array, keys: SlabStates, values: SlabStates, mask: Any, run: Run) -> mx.array:
-    first, last = calls_of(kind, queries.shape[0], keys.columns)
-    sums, stats = run(first, [queries, *keys.parts, *values.parts, queries if kind.mask is None else mask])
+def _attend(variant: Variant, queries: mx.array, keys: SlabStates, values: SlabStates, mask: Any, run: Run) -> mx.array:
+    first, last = launches_of(variant, queries.shape[0], keys.columns)
+    sums, stats = run(first, [queries, *keys.parts, *values.parts, queries if variant.mask is None else mask])
     return run(last, [sums, stats])[0]
 
 
-def kind_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Kind:
-    """The kind of such attention."""
+def variant_of(queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any) -> Variant:
+    """The variant of such attention."""
     masked, is_by_row = (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
     _, heads, _, depth = queries.shape
     one, other = ((states.layout, states.first, states.heads) for states in (keys, values))
-    return Kind(float(scale), heads, depth, one, other, queries.dtype, keys.scales.dtype, masked, is_by_row)
+    return Variant(float(scale), heads, depth, one, other, queries.dtype, keys.scales.dtype, masked, is_by_row)
 
 
 def fits_mask(mask: Any, rows: int, columns: int) -> bool:
@@ -212,20 +221,20 @@ def fits_mask(mask: Any, rows: int, columns: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def is_served(kind: Kind) -> bool:
+def is_served(variant: Variant) -> bool:
     """Whether the kernels are written for such widths and types."""
-    (layout, _, kv_heads), (layout_v, _, kv_heads_v) = kind.keys, kind.values
+    (layout, _, kv_heads), (layout_v, _, kv_heads_v) = variant.keys, variant.values
     widest = max(round_up(one.depth, one.group_size) for one in (layout, layout_v))
-    is_alike = layout[:2] == layout_v[:2] and kv_heads == kv_heads_v and kind.heads % kv_heads == 0
-    types = {kind.dtype, kind.scales} | ({kind.mask} - {None, mx.bool_})
-    return is_alike and kind.depth == layout.depth and widest <= WIDEST and types <= set(TYPES)
+    is_alike = layout[:2] == layout_v[:2] and kv_heads == kv_heads_v and variant.heads % kv_heads == 0
+    types = {variant.dtype, variant.scales} | ({variant.mask} - {None, mx.bool_})
+    return is_alike and variant.depth == layout.depth and widest <= WIDEST and types <= set(TYPES)
 
 
 @lru_cache(maxsize=64)
-def _is_right(kind: Kind) -> bool:
+def _is_right(variant: Variant) -> bool:
     """Whether the kernels can be built, and answer as other attention does; said if not."""
     try:
-        far = farthest(kind, _on_device)
+        far = farthest(variant, _on_device)
     except Exception as error:
         if is_out_of_memory(error):  # it says nothing of the kernel: the rows begin again, and it is tried again
             raise
@@ -237,19 +246,21 @@ def _is_right(kind: Kind) -> bool:
     return True
 
 
-def farthest(kind: Kind, run: Run, lengths: Sequence[int] = (300, 131), columns: int = 320, seed: int = 0) -> float:
+def farthest(
+    variant: Variant, run: Run, lengths: Sequence[int] = (300, 131), columns: int = 320, seed: int = 0
+) -> float:
     """The most by which the kernels differ from exact attention over rows of such lengths, with NaN behind each.
 
     Without a mask a row has all columns, and rows that share a mask have the first one's length.
     """
-    queries, keys, values, mask = example(kind, lengths, columns, seed)
-    found = attend(queries, keys, values, kind.scale, mask, run).astype(mx.float32)
-    share = kind.heads // keys.heads
+    queries, keys, values, mask = example(variant, lengths, columns, seed)
+    found = attend(queries, keys, values, variant.scale, mask, run).astype(mx.float32)
+    share = variant.heads // keys.heads
     whole_k, whole_v = (mx.repeat(_in_full(one), share, axis=1) for one in (keys, values))
     worst = 0.0
     for row in range(len(lengths)):
-        length = columns if kind.mask is None else lengths[row if kind.is_by_row else 0]
-        scores = queries[row].astype(mx.float32) * kind.scale @ whole_k[row, :, :length].swapaxes(-1, -2)
+        length = columns if variant.mask is None else lengths[row if variant.is_by_row else 0]
+        scores = queries[row].astype(mx.float32) * variant.scale @ whole_k[row, :, :length].swapaxes(-1, -2)
         right = mx.softmax(scores, axis=-1) @ whole_v[row, :, :length]
         far = float(mx.abs(found[row] - right).max())
         worst = far if far != far else max(worst, far)  # NaN stays
@@ -259,33 +270,33 @@ def farthest(kind: Kind, run: Run, lengths: Sequence[int] = (300, 131), columns:
 
 
 def example(
-    kind: Kind, lengths: Sequence[int], columns: int, seed: int
+    variant: Variant, lengths: Sequence[int], columns: int, seed: int
 ) -> tuple[mx.array, SlabStates, SlabStates, mx.array | None]:
-    """Queries, keys, values and mask of a kind: rows of such lengths, NaN behind them."""
+    """Queries, keys, values and mask of a variant: rows of such lengths, NaN behind them."""
     random = np.random.RandomState(seed)
     rows = len(lengths)
-    ends = np.array(lengths if kind.is_by_row else [lengths[0]] * rows)
-    behind = mx.array(np.arange(columns)[None] >= (columns if kind.mask is None else ends[:, None]))  # (B, C)
+    ends = np.array(lengths if variant.is_by_row else [lengths[0]] * rows)
+    behind = mx.array(np.arange(columns)[None] >= (columns if variant.mask is None else ends[:, None]))  # (B, C)
 
     def slab(which: tuple[Layout, int, int], heads: int) -> tuple[mx.array, ...]:
         layout = which[0]
         array = mx.array(random.standard_normal((rows, heads, columns, layout.depth)).astype(np.float32))
-        packed, scales, biases = quantize(array.astype(kind.scales), layout.group_size, layout.bits).parts
-        return packed, mx.where(behind[:, None, :, None], mx.array(mx.nan, kind.scales), scales), biases
+        packed, scales, biases = quantize(array.astype(variant.scales), layout.group_size, layout.bits).parts
+        return packed, mx.where(behind[:, None, :, None], mx.array(mx.nan, variant.scales), scales), biases
 
-    whole = [slab(which, which[1] + which[2]) for which in (kind.keys, kind.values)]
-    slabs = [whole[1]] * 2 if kind.values[1] else whole  # values behind the keys in one slab
-    keys, values = (of_slab(parts, *which) for parts, which in zip(slabs, (kind.keys, kind.values), strict=True))
-    queries = mx.array(random.standard_normal((rows, kind.heads, 1, kind.depth)).astype(np.float32) * 2)
+    whole = [slab(which, which[1] + which[2]) for which in (variant.keys, variant.values)]
+    slabs = [whole[1]] * 2 if variant.values[1] else whole  # values behind the keys in one slab
+    keys, values = (of_slab(parts, *which) for parts, which in zip(slabs, (variant.keys, variant.values), strict=True))
+    queries = mx.array(random.standard_normal((rows, variant.heads, 1, variant.depth)).astype(np.float32) * 2)
     mask = None
-    if kind.mask is not None:
-        hidden = behind[: rows if kind.is_by_row else 1, None, None]
+    if variant.mask is not None:
+        hidden = behind[: rows if variant.is_by_row else 1, None, None]
         mask = (
             ~hidden
-            if kind.mask == mx.bool_
-            else mx.where(hidden, mx.array(mx.finfo(kind.mask).min, kind.mask), mx.array(0, kind.mask))
+            if variant.mask == mx.bool_
+            else mx.where(hidden, mx.array(mx.finfo(variant.mask).min, variant.mask), mx.array(0, variant.mask))
         )
-    return queries.astype(kind.dtype), keys, values, mask
+    return queries.astype(variant.dtype), keys, values, mask
 
 
 def _in_full(states: SlabStates) -> mx.array:

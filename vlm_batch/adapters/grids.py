@@ -27,7 +27,7 @@ class GridAdapter(Adapter):
     def processor(cls, processor: Any) -> Any:
         return with_part(processor, "image_processor", with_quick_patches)
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         """As many as patches make when they are merged, and none for a picture without a grid: upstream drops the pictures
         that the prompt has no room for."""
         grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
@@ -88,15 +88,10 @@ class MRoPEAdapter(GridAdapter):
 
     def videos_as_pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[mx.array, dict[str, Any]]:
         """Ids (1, L) and inputs in which pictures and videos are pictures, in the order of the prompt."""
-        image, video = (self.marker(kind) for kind in ("image", "video"))
         parts: list[tuple[int, mx.array, list[list[int]]]] = []
-        for marker, pixels, grid in (
-            (image, "pixel_values", "image_grid_thw"),
-            (video, "pixel_values_videos", "video_grid_thw"),
-        ):
-            grids = np.array(extra.get(grid, np.zeros((0, 3), np.int32))).tolist()
+        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             row = 0
-            for first, (t, h, w) in zip(self.starts(ids, marker, grids), grids, strict=True):
+            for first, (t, h, w) in self.placed(ids, extra, kind):
                 parts.append((first, extra[pixels][row : row + t * h * w], [[1, h, w]] * t))
                 row += t * h * w
         parts.sort(key=lambda part: part[0])
@@ -105,18 +100,20 @@ class MRoPEAdapter(GridAdapter):
             "pixel_values": mx.concatenate([pixels for _, pixels, _ in parts]),
             "image_grid_thw": mx.array([grid for *_, grids in parts for grid in grids], dtype=mx.int32),
         }
-        return mx.where(ids == video, image, ids), {**others, **pictures}
+        return mx.where(ids == self.marker("video"), self.marker("image"), ids), {**others, **pictures}
 
-    def starts(self, ids: mx.array, marker: int, grids: Sequence[Sequence[int]]) -> list[int]:
-        """The place of each grid's first placeholder. Raises InvalidPrompt if there are more or fewer of them."""
-        places = np.flatnonzero(np.array(ids)[0] == marker)
-        needed = [int(np.prod(grid)) // self.merged for grid in grids]
+    def placed(self, ids: mx.array, extra: Mapping[str, Any], kind: str) -> list[tuple[int, list[int]]]:
+        """(place of its first placeholder, grid) of each "image" or "video". Raises InvalidPrompt if there are more or fewer
+        placeholders than they need."""
+        grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
+        places = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
+        needed = [t * h * w // self.merged for t, h, w in grids]
         if sum(needed) != len(places):
-            noun = "videos" if marker == self.marker("video") else "pictures"
+            noun = "videos" if kind == "video" else "pictures"
             raise InvalidPrompt(
                 f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
             )
-        return [int(places[count]) for count in np.cumsum([0, *needed])[: len(needed)]]
+        return [(int(places[count]), grid) for count, grid in zip(np.cumsum([0, *needed]), grids, strict=False)]
 
     def marker(self, kind: str) -> int:
         """The placeholder id of a picture or video."""
@@ -135,13 +132,9 @@ class MRoPEAdapter(GridAdapter):
         What follows a picture or video begins after the largest of its positions, on whatever axis that is.
         """
         side = int(self.config.vision_config.spatial_merge_size)
-        blocks: list[tuple[int, tuple[int, int, int], float]] = []
-        for kind, apart in (("image", None), ("video", steps)):
-            grids = np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3), np.int32))).tolist()
-            starts = self.starts(ids, self.marker(kind), grids)
-            spacing = [1.0] * len(grids) if apart is None else apart
-            for first, (t, h, w), step in zip(starts, grids, spacing, strict=True):
-                blocks.append((first, (t, h // side, w // side), step))
+        pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]
+        videos = [(*one, step) for one, step in zip(self.placed(ids, extra, "video"), steps, strict=True)]
+        blocks = [(first, (t, h // side, w // side), step) for first, (t, h, w), step in (*pictures, *videos)]
         found = np.empty((3, ids.shape[1]), dtype=np.int32)
         place = following = 0
         for first, shape, step in sorted(blocks):

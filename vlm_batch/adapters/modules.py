@@ -289,7 +289,8 @@ class RememberingGridTower(RememberingTower):
         shapes: dict[tuple[Any, ...], list[int]] = {}
         for at, call in enumerate(calls):
             shapes.setdefault(call.shape, []).append(at)
-        found, pictures = {}, current().pictures
+        found: dict[int, Any] = {}
+        pictures = current().pictures
         for places in shapes.values():
             count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):

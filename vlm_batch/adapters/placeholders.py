@@ -63,10 +63,12 @@ class MaskedPlaces(Adapter):
         """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
         return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
-        if (mask := extra.get("images_seq_mask")) is None:
-            return None
-        masked, marked = np.array(mask).astype(bool), np.isin(np.array(ids), list(self.image_token_ids))
-        if masked.sum() == marked.sum() and not np.array_equal(masked, marked):
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        mask = extra.get("images_seq_mask")
+        return None if mask is None else int(np.array(mask).sum())
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        super().check_placeholders(ids, extra)
+        mask, marks = extra.get("images_seq_mask"), list(self.image_token_ids)
+        if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), marks)):
             raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")
-        return int(masked.sum())

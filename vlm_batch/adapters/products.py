@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -107,42 +107,21 @@ def _product_of(path: str, module: Any, most: int | None) -> Product | None:
     return Product(width, dtype, outputs, module, layout, is_head)
 
 
-class _HeldLinear(nn.Linear):
-    """A layer whose product has numbers of rows of its own, where each row is of another place (``hold_products``)."""
+def _held(plain: Any, product: str) -> type:
+    """A layer whose product, its method of that name, has numbers of rows of its own, where each row is of another place."""
 
-    numbers: tuple[int, ...] = ()
+    def held(layer: Any, rows: mx.array) -> mx.array:
+        return in_numbers(partial(vars(plain)[product], layer), rows, layer.numbers)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return in_numbers(super().__call__, x, self.numbers)
-
-
-class _HeldQuantizedLinear(nn.QuantizedLinear):
-    numbers: tuple[int, ...] = ()
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return in_numbers(super().__call__, x, self.numbers)
-
-
-class _HeldEmbedding(nn.Embedding):
-    numbers: tuple[int, ...] = ()
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return in_numbers(super().as_linear, x, self.numbers)
-
-
-class _HeldQuantizedEmbedding(nn.QuantizedEmbedding):
-    numbers: tuple[int, ...] = ()
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return in_numbers(super().as_linear, x, self.numbers)
+    return type(f"Held{plain.__name__}", (plain,), {product: held, "numbers": ()})
 
 
 #: The classes of layers that have a product, and those that take their places in layers with numbers of their own.
 HELD: dict[type, type] = {
-    nn.Linear: _HeldLinear,
-    nn.QuantizedLinear: _HeldQuantizedLinear,
-    nn.Embedding: _HeldEmbedding,
-    nn.QuantizedEmbedding: _HeldQuantizedEmbedding,
+    nn.Linear: _held(nn.Linear, "__call__"),
+    nn.QuantizedLinear: _held(nn.QuantizedLinear, "__call__"),
+    nn.Embedding: _held(nn.Embedding, "as_linear"),
+    nn.QuantizedEmbedding: _held(nn.QuantizedEmbedding, "as_linear"),
 }
 PLAIN = {held: plain for plain, held in HELD.items()}
 

@@ -120,6 +120,23 @@ def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx
     return mx.array(np.repeat(tokens, repeats)[None])
 
 
+def check_places(ids: Any, runs: Sequence[np.ndarray]) -> None:
+    """Refuse ids (1, L), numpy or not, whose placeholders are not where a processor says that features go.
+
+    All positions (N,) of a run hold one id, and no other position holds it. Raises InvalidPrompt.
+    """
+    tokens = np.array(ids)[0]
+    runs = [run for run in runs if run.size]
+    said = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
+    if said.size and not 0 <= said[0] <= said[-1] < len(tokens):
+        raise InvalidPrompt(f"a picture's features belong to position {said[-1]} of a prompt of {len(tokens)} tokens")
+    marks = [np.bincount(tokens[run] - tokens.min()).argmax() + tokens.min() for run in runs]
+    found = np.flatnonzero(np.isin(tokens, marks))
+    if not np.array_equal(found, said):
+        elsewhere = " at other positions" * (len(found) == len(said))
+        raise InvalidPrompt(f"the pictures need {len(said)} placeholder tokens; the prompt has {len(found)}{elsewhere}")
+
+
 def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], features: mx.array) -> mx.array:
     """(1, L, D) embeddings with the rows of (N, D) features in place of the N placeholder ids.
 

@@ -9,8 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, has_pictures
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.prompts import check_places
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture, PositionState
 
 
@@ -20,6 +22,21 @@ class SlicedAdapter(MRoPEAdapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's features; upstream checks that every slice has its tokens."""
         return Adapter.features(self, ids, extra)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Upstream takes the processor's word for where features go, and leaves out what has no place."""
+        if self.image_token_ids:
+            super().check_placeholders(ids, extra)
+            return
+        bounds = [bound for request in slice_bounds(extra) for bound in request.tolist()]
+        sizes = sum(np.array(size).size // 2 for size in extra.get("tgt_sizes", ()))
+        if has_pictures(extra) and sizes != len(bounds):
+            raise InvalidPrompt(
+                f"the pictures have {sizes} slices (tgt_sizes); the prompt has room for {len(bounds)} (image_bound)"
+            )
+        if bounds and not has_pictures(extra):
+            raise InvalidPrompt("image_bound names placeholder tokens for pictures, and there is no picture")
+        check_places(ids, [np.arange(first, end) for first, end in bounds])
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))

@@ -16,12 +16,13 @@ from vlm_batch.cli.cluster import open_cluster
 from vlm_batch.cli.model import EMBEDDED, OpenBatcher, UsageError, load_model
 from vlm_batch.cli.watching import JobView, show_dry_run
 from vlm_batch.jobs import journal
+from vlm_batch.jobs.answers import ANSWER_FIELDS
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite, replace_file
+from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import Row, Shard, Source, spelled
-from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
 from vlm_batch.jobs.sinks import AnswerFile, Sink, open_sink

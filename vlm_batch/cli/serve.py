@@ -83,6 +83,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add_speed(group)
     group.add_argument("--cache-dir", metavar="FOLDER", help="keep what the prefix cache cannot hold on disk")
     _say(group, "--enable-thinking", "enable_thinking", "think unless a request says otherwise", action="store_true")
+    plain = "read special tokens' spellings in chats as plain text (default: refuse such chats)"
+    _say(group, "--escape-special-tokens", "escape_special_tokens", plain, action="store_true")
     parser = "mlx_vlm.tools' parser (default: by chat template)"
     _say(group, "--tool-parser", "tool_parser", parser, metavar="NAME")
     shapes = "compute shapes that requests will bring while nobody asks (default: yes)"
@@ -110,6 +112,8 @@ def _add_media(group: argparse._ArgumentGroup) -> None:
     _say(group, "--max-videos", "max_videos", "in one request (default: %(default)s)", type=int, metavar="N")
     pixels = "of a picture (default: %(default)s)"
     group.add_argument("--max-image-pixels", type=int, default=89_478_485, metavar="N", help=pixels)
+    pixels = "of a request's pictures and frames together (default: %(default)s)"
+    group.add_argument("--max-request-pixels", type=int, default=500_000_000, metavar="N", help=pixels)
     least = "show the model smaller pictures larger, if a request does not say"
     group.add_argument("--min-pixels", type=int, metavar="N", help=least)
     most = "show the model larger pictures smaller, whatever a request says"

@@ -18,9 +18,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vlm_batch.cli.console import open_console, plain_text
+from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import Ids, Row
-from vlm_batch.jobs.runner import Batcher, Counting, Job, OpenBatcher, Plan, Watch
+from vlm_batch.jobs.runner import Batcher, Counting, OpenBatcher, Watch
 from vlm_batch.jobs.summary import Summary
 from vlm_batch.types import Request, Result
 

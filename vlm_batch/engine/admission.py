@@ -23,8 +23,8 @@ from vlm_batch.runtime.threads import num_cores
 WITH_LOADERS = max(8, 2 * min(8, num_cores()))
 #: Requests with videos that are being prepared or are prepared and wait: a clip's patches can be half a gigabyte.
 VIDEOS_AHEAD = 4
-#: Bytes of a decoded pixel, which are there while a picture is processed.
-BYTES_PER_PIXEL = 3
+#: Bytes of a decoded pixel, which are there while a picture is processed: as decoded, and as the processor's array.
+BYTES_PER_PIXEL = 6
 #: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
 MOST_AHEAD = 4
 
@@ -145,12 +145,20 @@ class Admission:
         row = min((one for one in line if one in self._read), key=lambda one: sizes[one] > 0)
         expected = sizes[row]
         held = sum(ahead.values())
+        decoded = sum(self._decoded(other) for other in self._processing)
+        if decoded and decoded + self._decoded(row) > self._most_bytes:
+            return None  # for a moment, whoever is first: what is being decoded is let go of soon
         is_first = not any(ahead.get(other) for other in line[: line.index(row)])
         if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
             return None
         self._read.remove(row)
         self._processing[row] = expected
         return row
+
+    def _decoded(self, row: Row) -> int:
+        """Bytes of a row's pictures while they are processed."""
+        loading = None if row.prompt is None else row.prompt.loading
+        return 0 if loading is None else BYTES_PER_PIXEL * loading.num_pixels
 
     def _expected(self, row: Row) -> int:
         """Bytes that a row that was read may take while it is processed and afterwards: more than there are if nobody knows."""
@@ -159,7 +167,7 @@ class Admission:
         if loading.known_nbytes is not None:
             return loading.known_nbytes
         seen = self._sizes[row.has_videos].expected(loading.num_pixels)
-        return self._most_bytes + 1 if seen is None else seen + BYTES_PER_PIXEL * loading.num_pixels
+        return self._most_bytes + 1 if seen is None else seen + self._decoded(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """A row's loading is done. Raises what reading or processing raised."""

@@ -331,10 +331,8 @@ class BatchGenerator:
                 most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
                 if not most or (has_begun and place >= free):
                     break  # the step has done enough
-                those = [row]
-                if (
-                    most > 1 and not row.was_alone
-                ):  # who found no memory alone is alone again: others would take the room
+                those = [row]  # who found no memory alone is alone again: others of the same call would take the room
+                if most > 1 and not row.was_alone:
                     unencoded = [other for other in line[place:] if other.prompt.encoded is None]
                     those = self.reuse.new_ones(unencoded, others, most)
                 made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))

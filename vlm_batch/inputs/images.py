@@ -6,9 +6,11 @@ Every failure is an InvalidImage that names the source and what was wrong with i
 from __future__ import annotations
 
 import io
+import math
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
-from vlm_batch.errors import InvalidImage
+from vlm_batch.errors import InvalidImage, InvalidVideo
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, shown
 from vlm_batch.types import FetchPolicy, ImageInput
 
@@ -30,7 +32,7 @@ MAX_SIDE = 65_535
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
-#: Rows of wide grey values that are scaled at a time.
+#: Rows of wide grey values that are scaled, and of transparent pixels that are laid on white, at a time.
 _STRIP = 256
 #: What an ICO begins with.
 ICON = b"\x00\x00\x01\x00"
@@ -58,26 +60,36 @@ def load_image(
     width, height = image.size
     if width == 0 or height == 0:
         raise InvalidImage(f"{name} has no pixels ({width} x {height})")
-    _check_size(name, width, height, max_pixels)
+    check_size(name, width, height, max_pixels)
     try:
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        if image is source:
+            return _to_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)  # a copy less of what may be a quarter of a gigabyte
+        return _to_rgb(image)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
 
 
-def _check_size(name: str, width: int, height: int, max_pixels: int | None) -> None:
+def check_size(
+    name: str,
+    width: int,
+    height: int,
+    max_pixels: int | None,
+    kind: type[InvalidImage] | type[InvalidVideo] = InvalidImage,
+) -> None:
+    """Refuse a picture, or a video's frame, by its size. Raises ``kind``."""
     if max_pixels is not None and width * height > max_pixels:
-        raise InvalidImage(
+        raise kind(
             f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read",
             advice=" (Limits.image_pixels)",
         )
     if max(width, height) > MAX_SIDE:
-        raise InvalidImage(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")
+        raise kind(f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most")
 
 
-def _check_icon(name: str, data: bytes, max_pixels: int | None) -> None:
-    """Refuse an ICO by the sizes of the pictures within, whatever its own header says: Pillow decodes one when it is opened."""
+def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
+    """The sizes of the pictures within an ICO, whatever its own header says: Pillow decodes one when it is opened."""
     for index in range(int.from_bytes(data[4:6], "little")):
         start = int.from_bytes(data[18 + 16 * index : 22 + 16 * index], "little")
         head = data[start : start + 24]
@@ -86,7 +98,7 @@ def _check_icon(name: str, data: bytes, max_pixels: int | None) -> None:
         else:  # a bitmap, with its mask below it
             width, height = (abs(int.from_bytes(head[at : at + 4], "little", signed=True)) for at in (4, 8))
             height //= 2
-        _check_size(name, width, height, max_pixels)
+        yield width, height
 
 
 def size_of_file(path: str) -> tuple[int, int] | None:
@@ -94,8 +106,13 @@ def size_of_file(path: str) -> tuple[int, int] | None:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for somebody to write
             return None
-        with _opened(path) as image:
-            return image.size
+        with open(path, "rb") as file:
+            if file.read(len(ICON)) == ICON:
+                file.seek(0)
+                return max(_icon_sizes(file.read()), key=math.prod)
+            file.seek(0)
+            with _opened(file) as image:
+                return image.size
     except Exception:  # as reading it will say
         return None
 
@@ -190,7 +207,10 @@ def count_pixels(source: ImageInput) -> int:
         elif isinstance(source, np.ndarray):
             height, width = source.shape[:2]
         elif isinstance(source, (bytes, Fetched)):
-            with _opened(BytesIO(source if isinstance(source, bytes) else source.data)) as image:
+            data = source if isinstance(source, bytes) else source.data
+            if data.startswith(ICON):
+                return max(width * height for width, height in _icon_sizes(data))
+            with _opened(BytesIO(data)) as image:
                 width, height = image.size
         else:
             return 0
@@ -216,7 +236,8 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
         source = source.data
     file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
     if (data := file.getvalue()).startswith(ICON):
-        _check_icon(name, data, max_pixels)
+        for width, height in _icon_sizes(data):
+            check_size(name, width, height, max_pixels)
     try:
         return _opened(file)
     except Image.UnidentifiedImageError as error:
@@ -303,11 +324,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         if image.mode == "F" and not np.isfinite(values).all():
             raise ValueError("it has values that are no numbers (NaN or infinity)")
-        black, white = _range_of(values)
+        least, most = _range_of(values)
         scaled = np.empty(values.shape, np.uint8)
         for top in range(0, len(values), _STRIP):  # in eight bytes a value: a few rows at a time
             rows = values[top : top + _STRIP].astype(np.float64)
-            scaled[top : top + _STRIP] = np.clip((rows - black) / (white - black) * 255, 0, 255).round()
+            scaled[top : top + _STRIP] = np.clip((rows - least) / (most - least) * 255, 0, 255).round()
         clear = image.info.get("transparency")  # of a 16-bit PNG, in its own numbers
         image = Image.fromarray(scaled)
         if clear is not None:
@@ -315,7 +336,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     elif image.mode in ("La", "RGBa"):
         image = image.convert(image.mode.upper())
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        width, height = image.size
+        laid = Image.new("RGB", image.size)
+        for top in range(0, height, _STRIP):  # in twelve bytes a pixel: a few rows at a time
+            strip = image.crop((0, top, width, min(top + _STRIP, height))).convert("RGBA")
+            laid.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB"), (0, top))
+        return laid
     return image.convert("RGB")

@@ -36,17 +36,20 @@ from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
     count_pixels,
     describe_source,
+    fetch_image,
     load_image,
     own_image,
 )
-from vlm_batch.inputs.processing import Copies, PixelBounds, Processing
+from vlm_batch.inputs.processing import ESCAPE, Copies, PixelBounds, Processing
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.inputs.template import refuse
 from vlm_batch.inputs.videos import (
     DEFAULT_MAX_VIDEO_PIXELS,
     Clip,
+    Sampling,
     as_video,
+    count_video_pixels,
     describe_video,
     is_to_be_fetched,
     load_video,
@@ -54,9 +57,15 @@ from vlm_batch.inputs.videos import (
 )
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
+from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import FetchPolicy, ImageInput, Message, Request, SamplingParams, Template, Video, VideoInput
+
+#: Pixels that the pictures and frames of one request may have together: as many as a video's may.
+DEFAULT_MAX_REQUEST_PIXELS = DEFAULT_MAX_VIDEO_PIXELS
+#: Pixels from which on what was decoded is given back to the system at once: the C library would keep it for its next arrays.
+MANY_PIXELS = 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +73,22 @@ class Limits:
     """Bounds on what one request may bring; None lifts a bound.
 
     ``image_pixels`` is checked before a picture is decoded, ``video_pixels``, for all frames together that are taken
-    of a video, before these are. ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context
-    bounds them as well. ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the
-    second. Raises ValueError for a bound out of range.
+    of a video, before these are, ``request_pixels``, for all of a request's pictures and frames together, before any is.
+    ``prompt_tokens`` counts a prompt's positions, pictures included; the model's context bounds them as well.
+    ``min_pixels`` and ``max_pixels`` are a request's where it names none; it may not go beyond the second. Raises
+    ValueError for a bound out of range.
     """
 
     image_pixels: int | None = DEFAULT_MAX_PIXELS
     video_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS
+    request_pixels: int | None = DEFAULT_MAX_REQUEST_PIXELS
     prompt_tokens: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         put_pixels(self, self.min_pixels, self.max_pixels)
-        for name in ("image_pixels", "video_pixels", "prompt_tokens"):
+        for name in ("image_pixels", "video_pixels", "request_pixels", "prompt_tokens"):
             object.__setattr__(self, name, whole_option(name, vars(self)[name], least=1, or_none=True))
 
 
@@ -103,8 +114,9 @@ class Lane(Enum):
 class Question:
     """A checked request: its rendered prompt, final token ids, or processed inputs (numpy); pictures and videos unread.
 
-    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read. ``num_pixels``
-    are those of the pictures that are in memory, ``new_form`` the characters of a form that has still to be compiled.
+    Nothing of it can be changed by the submitter any more. ``fetch`` says how paths and URLs are read, ``sampling`` which
+    frames of a video are taken. ``num_pixels`` are those of the pictures, and of the frames, that are at hand, ``new_form`` the
+    characters of a form that has still to be compiled.
     """
 
     prompt: str | None = None
@@ -120,6 +132,7 @@ class Question:
     client: int = 0
     new_form: int = 0
     form: Form | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
     @property
     def least_tokens(self) -> int:
@@ -136,8 +149,13 @@ class Question:
     def with_media(self, media: Sequence[ImageInput | Video]) -> Question:
         """The same with other ``media``, as many of each."""
         count = len(self.images)
-        images, videos = tuple(media[:count]), tuple(media[count:])
-        return replace(self, images=images, videos=videos, num_pixels=sum(map(count_pixels, images)))
+        question = replace(self, images=tuple(media[:count]), videos=tuple(media[count:]))
+        return replace(question, num_pixels=question.count_pixels())
+
+    def count_pixels(self) -> int:
+        """Pixels of the pictures and frames that are at hand, by their headers."""
+        frames = (count_video_pixels(video, self.sampling) for video in self.videos)
+        return sum(map(count_pixels, self.images)) + sum(frames)
 
     @property
     def takes_long(self) -> bool:
@@ -212,9 +230,9 @@ class Preparer:
         self._reserved = ReservedWords(processing, image_token_ids)
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._copies = Copies(processing)  # processors and tokenizers are not made for two threads at once
-        self._long_lock = Lock()
-        #: A copy for very long prompts, and the settings that it was made with.
-        self._long: tuple[str, Processing] | None = None
+        self._rare_lock = Lock()
+        #: Copies for very long prompts, and (True) for those with escaped words, with the settings that they were made with.
+        self._rare: dict[bool, tuple[str, Processing]] = {}
 
     # In the submitter's thread
     # -----------------------------------------------------------------------------------------------------------------
@@ -257,13 +275,24 @@ class Preparer:
             self._fetch,
             params,
             pixels=self._pixels(request),
-            num_pixels=sum(map(count_pixels, images)),
             client=request.client,
             new_form=new_form,
+            sampling=self.processing.sampling,
         )
+        question = replace(question, num_pixels=question.count_pixels())
+        self._check_pixels(question.num_pixels)
         if params.form is None and params.thinking_budget is None:
             return question
         return replace(question, thinking=self._thinking(question, request))
+
+    def _check_pixels(self, num_pixels: int) -> None:
+        """Refuse more pixels than one request may have, before any is decoded. Raises InvalidImage."""
+        most = self.limits.request_pixels
+        if most is not None and num_pixels > most:
+            raise InvalidImage(
+                f"the request's pictures and frames have {num_pixels:,} pixels together; at most {most:,} are read",
+                advice=" (Limits.request_pixels)",
+            )
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
@@ -306,10 +335,14 @@ class Preparer:
             raise InvalidImage(f"{spec.family} takes no pictures: it is a language model")
         if len(images) > 1 and not spec.multi_image:
             raise InvalidImage(f"{spec.family} takes one picture a request; given: {len(images)}")
-        owned = tuple(map(own_image, images))
+        owned = tuple(map(self._own_image, images))
         if videos and not spec.video:
             raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
-        return owned, tuple(own_video(as_video(video)) for video in videos)
+        return owned, tuple(own_video(as_video(video), self._own_image) for video in videos)
+
+    def _own_image(self, source: ImageInput) -> ImageInput:
+        """The picture in a form that nobody else can change, and whose header can be read. Raises InvalidImage."""
+        return fetch_image(source, self._fetch) if is_data_uri(source) else own_image(source)
 
     def _rendered(
         self, request: Request, turns: list[Message], num_images: int, num_videos: int, options: Template | None
@@ -329,10 +362,14 @@ class Preparer:
                 raise InvalidPrompt("template is None; messages need the chat template")
             size = sum(map(len, texts_of(turns)))
             self._check_length(size, CHARACTERS_PER_TOKEN, "the chat has {} characters")
+            if options.escape_special_tokens:
+                turns, options = self._reserved.escaped(turns), self._escaped(options)
             self._reserved.check_chat(turns, options.arguments)
             return self.processing.render(turns, num_images, num_videos, options)
         self._check_length(len(prompt), CHARACTERS_PER_TOKEN, "the prompt has {} characters")
         if options is not None:
+            if options.escape_special_tokens:
+                prompt, options = self._reserved.escaped(prompt), self._escaped(options)
             self._reserved.check_prompt(prompt, options.arguments)
             return self.processing.render(prompt, num_images, num_videos, options)
         if not prompt.strip():
@@ -342,6 +379,12 @@ class Preparer:
             if room is not None and room != given:
                 raise InvalidPrompt(f"the rendered prompt has {room} {noun} placeholders for {given} {noun}s")
         return prompt
+
+    def _escaped(self, options: Template) -> Template:
+        escaped = self._reserved.escaped
+        return replace(
+            options, tools=escaped(options.tools), documents=escaped(options.documents), args=escaped(options.args)
+        )
 
     def _check_length(self, size: int, per_token: int, said: str) -> None:
         """Refuse what is too long however it becomes tokens: those would take seconds and gigabytes to make."""
@@ -366,7 +409,15 @@ class Preparer:
         Raises InvalidRequest for what cannot be read or does not fit, and OperationCancelled soon after ``cancelled`` is
         set. The question has its form, if it needs one.
         """
-        cancelled, limits, params = cancelled or Cancelled(), self.limits, question.params
+        self._check_pixels(question.num_pixels)
+        try:
+            return self._decoded(question, cancelled or Cancelled())
+        finally:
+            if question.num_pixels >= MANY_PIXELS:
+                trim()
+
+    def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
+        limits, params = self.limits, question.params
         images = []
         for source in question.images:
             cancelled.check()
@@ -374,8 +425,8 @@ class Preparer:
         clips = []
         for video in question.videos:
             cancelled.check()
-            sampling = self.processing.sampling
-            clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, self._fetch, cancelled))
+            bounds = limits.video_pixels, limits.image_pixels
+            clips.append(load_video(video, question.sampling, *bounds, self._fetch, cancelled))
         cancelled.check()
         inputs = settled(self._processed(question, images, clips) if question.inputs is None else question.inputs)
         if self._hashes:  # what the engine would otherwise do on its own thread
@@ -394,20 +445,26 @@ class Preparer:
     def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
         """The processor's output."""
         prompt = question.prompt
-        is_long = prompt is not None and len(prompt) >= LONG_PROMPT
-        with self._for_long() if is_long else self._copies.one() as processing, processing.seeing(question.pixels):
+        is_escaped = prompt is not None and ESCAPE in prompt
+        is_rare = is_escaped or (prompt is not None and len(prompt) >= LONG_PROMPT)
+        with (
+            self._rare_one(escapes=is_escaped) if is_rare else self._copies.one() as processing,
+            processing.seeing(question.pixels),
+        ):
+            if prompt is not None and is_escaped:
+                return processing.escaped_inputs(prompt, images, clips)
             if prompt is not None:
                 return processing.inputs(prompt, images, clips)
             return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
 
     @contextmanager
-    def _for_long(self) -> Iterator[Processing]:
-        """The processor of very long prompts, one at a time: others do not wait for them."""
-        with self._long_lock:
+    def _rare_one(self, *, escapes: bool) -> Iterator[Processing]:
+        """The processor of very long prompts, or of those with escaped words, one at a time: others do not wait for them."""
+        with self._rare_lock:
             settings = settings_of(self.processing.processor)
-            if self._long is None or self._long[0] != settings:
-                self._long = settings, self.processing.copy()
-            yield self._long[1]
+            if escapes not in self._rare or self._rare[escapes][0] != settings:
+                self._rare[escapes] = settings, self.processing.copy()
+            yield self._rare[escapes][1]
 
 
 def lane_of(medium: ImageInput | Video) -> Lane | None:
@@ -415,13 +472,11 @@ def lane_of(medium: ImageInput | Video) -> Lane | None:
     if isinstance(medium, Video):
         if not is_to_be_fetched(medium):
             return None
-        sources = [medium.source] if isinstance(medium.source, (str, Path)) else list(medium.source)
-    else:
-        sources = [medium]
-    if any(is_url(source) for source in sources):
-        return Lane.NETWORK
-    is_here = all(is_data_uri(source) or not isinstance(source, (str, Path)) for source in sources)
-    return None if is_here else Lane.DISK
+        sources = [medium.source] if isinstance(medium.source, (str, Path, bytes)) else list(medium.source)
+        return Lane.NETWORK if any(map(is_url, sources)) else Lane.DISK
+    if not isinstance(medium, (str, Path)):
+        return None
+    return Lane.NETWORK if is_url(medium) else Lane.DISK
 
 
 def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidRequest:

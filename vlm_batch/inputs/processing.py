@@ -21,6 +21,7 @@ from mlx_vlm.utils import (
     should_add_special_tokens,
 )
 from PIL import Image
+from transformers import AddedToken
 
 from vlm_batch.arrays import as_mlx
 from vlm_batch.errors import InvalidPrompt
@@ -29,6 +30,10 @@ from vlm_batch.inputs.processors import Mould, copy_for_thread, evaluate_held, s
 from vlm_batch.inputs.template import ChatTemplate, refuse
 from vlm_batch.inputs.videos import Clip, Sampling
 from vlm_batch.types import PLAIN_TEMPLATE, Message, Template
+
+#: Stands within the spelling of a special token that is to be plain text: tokens are of what is before and of what is after
+#: it, and it is taken out of them. Two characters that Unicode gives to nobody.
+ESCAPE = "\ufdd0\ufdd1"
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,20 @@ class Processing:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: the checkpoint's and the tokenizer's."""
         return tuple(resolve_eos_token_ids(getattr(self.config, "eos_token_id", None), self.tokenizer))
+
+    def escaped_inputs(
+        self, rendered: str, images: Sequence[Image.Image], clips: Sequence[Clip] = ()
+    ) -> dict[str, Any]:
+        """``inputs`` of a prompt that holds ``ESCAPE``, which becomes a token of this copy of the tokenizer and is left out."""
+        self.tokenizer.add_tokens([AddedToken(ESCAPE, normalized=False)])
+        found = self.inputs(rendered, images, clips)
+        ids = np.array(found["input_ids"])
+        kept = np.flatnonzero(ids[0] != self.tokenizer.convert_tokens_to_ids(ESCAPE))
+        by_position = BY_POSITION & found.keys() if images else ()
+        if ids.shape[1] - len(kept) != rendered.count(ESCAPE) or by_position:
+            raise InvalidPrompt("the text holds a special token's spelling, which this model's processor cannot escape")
+        is_of_ids = {name: getattr(value, "shape", None) == ids.shape for name, value in found.items()}
+        return {name: value[:, mx.array(kept)] if is_of_ids[name] else value for name, value in found.items()}
 
     # Inputs
     # -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import transformers
 from mlx_vlm.utils import StoppingCriteria
 from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
@@ -19,6 +20,28 @@ from vlm_batch.arrays import arrays_of
 
 #: Options for the tokenizer that mlx-vlm's processors hand to the pictures' part, too.
 OF_THE_TOKENIZER = frozenset({"padding", "padding_side", "add_special_tokens"})
+
+
+def with_pillow(processor: Any) -> Any:
+    """The processor, or a copy whose part for pictures computes with Pillow and numpy and not with torchvision.
+
+    transformers takes torchvision where it is installed. Its pixels are up to one of 255 levels away from Pillow's, and tokens
+    then differ. mlx-vlm's own processors have Pillow, and so has whoever has no torch.
+    """
+    part = getattr(processor, "image_processor", None)
+    if getattr(part, "backend", None) == "torchvision":
+        kind = getattr(transformers, f"{type(part).__name__}Pil", None)
+        if kind is None:  # transformers has it for torchvision alone
+            return processor
+        other = kind.from_dict(part.to_dict())
+    elif getattr(part, "use_transformers_backend", False):  # mlx-vlm's, which asks transformers where there is torch
+        other = copy.copy(part)
+        other.use_transformers_backend = False
+    else:
+        return processor
+    processor = copy.copy(processor)
+    processor.image_processor = other
+    return processor
 
 
 def without_text_options(processor: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processing import ESCAPE, Processing
 from vlm_batch.types import Message
 
 #: Attributes by which processors and tokenizers name the words that stand for pictures, videos and sounds.
@@ -67,7 +67,7 @@ class ReservedWords:
     def words(self) -> Words:
         processor, tokenizer = self._processing.processor, self._processing.tokenizer
         added = {int(at): word for at, word in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items()}
-        special = [str(word) for word in added.values() if getattr(word, "special", False) and not str(word).isalnum()]
+        special = self._special
         renderings = "".join(filter(None, map(self._rendering, _PROBES)))
         turns = frozenset(word for word in special if word in renderings)
         named = [getattr(part, name, None) for part in (processor, tokenizer) for name in _PLACEHOLDER_NAMES]
@@ -83,11 +83,34 @@ class ReservedWords:
         fixed = (*fixed, *(word for word in known if "\\" not in word))
         patterns = {r"\d+".join(map(re.escape, _NUMBER.split(word))) for word in written if _NUMBER.search(word)}
         patterns |= {word for word in known if r"\d+" in word and _compiles(word)}
-        return Words(
-            frozenset(word for word in fixed if isinstance(word, str) and len(word.strip()) > 1),
-            tuple(map(re.compile, sorted(patterns))),
-            turns,
-        )
+        placeholders = frozenset(word for word in fixed if isinstance(word, str) and len(word.strip()) > 1)
+        return Words(placeholders, tuple(map(re.compile, sorted(patterns))), turns)
+
+    @cached_property
+    def _spellings(self) -> re.Pattern[str]:
+        """Every special token's spelling, and the other reserved words."""
+        thinking, words = self._processing.template.thinking, self.words
+        marks = set() if thinking is None else {thinking.start, thinking.end}  # templates look for an earlier answer's
+        literal = {*words.placeholders, *words.turns, *self._special} - marks
+        either = [pattern.pattern for pattern in words.numbered]
+        either += map(re.escape, sorted(literal, key=len, reverse=True))
+        return re.compile("|".join(f"(?:{word})" for word in either) or "(?!)")
+
+    @property
+    def _special(self) -> list[str]:
+        added = (getattr(self._processing.tokenizer, "added_tokens_decoder", None) or {}).values()
+        return [str(word) for word in added if getattr(word, "special", False) and not str(word).isalnum()]
+
+    def escaped(self, value: Any) -> Any:
+        """A chat, or a template's arguments, with ``ESCAPE`` within each spelling of a special token."""
+        if isinstance(value, str):
+            text, number = value, 1
+            while number:  # what is left of one may be another
+                text, number = self._spellings.subn(lambda found: found[0][0] + ESCAPE + found[0][1:], text)
+            return text
+        if isinstance(value, Mapping):
+            return {name: part if name == "role" else self.escaped(part) for name, part in value.items()}
+        return [self.escaped(part) for part in value] if isinstance(value, (list, tuple)) else value
 
     def check_prompt(self, text: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Refuse a prompt, or a template's further arguments, that hold a reserved word. Raises InvalidPrompt."""
@@ -108,9 +131,9 @@ class ReservedWords:
         self._check(texts_of(arguments), "leave that argument out")
 
     def _check(self, texts: Iterable[str], way_out: str, *, may_end_turns: bool = False) -> None:
-        turns = frozenset[str]() if may_end_turns else self.words.turns
+        words = sorted(self.words.placeholders | (frozenset() if may_end_turns else self.words.turns))
         for text in texts:
-            found = sorted(word for word in self.words.placeholders | turns if word in text)
+            found = [word for word in words if word in text]
             found += [match.group() for pattern in self.words.numbered if (match := pattern.search(text))]
             if found:
                 meaning = (

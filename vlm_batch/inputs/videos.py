@@ -17,7 +17,15 @@ from PIL import Image
 
 from vlm_batch.errors import InvalidImage, InvalidVideo, describe
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch_to_file, file_of_bytes, shown
-from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, fetch_image, load_image, own_image, pass_on_ctrl_c
+from vlm_batch.inputs.images import (
+    DEFAULT_MAX_PIXELS,
+    check_size,
+    count_pixels,
+    fetch_image,
+    load_image,
+    own_image,
+    pass_on_ctrl_c,
+)
 from vlm_batch.types import FetchPolicy, ImageInput, Video, VideoInput
 
 #: The most pixels that the frames of one video may have together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
@@ -121,21 +129,22 @@ def load_video(
         source = file_of_bytes(bytes(source), describe_video(video))
     if isinstance(source, Fetched):
         assert source.path is not None
-        return _decode(source.path, replace(video, source=source), sampling, max_pixels, cancelled)
+        limits = max_pixels, max_image_pixels
+        return _decode(source.path, replace(video, source=source), sampling, limits, cancelled)
     indices = _thinned(len(source), video)
     pictures = _pictures(video, indices, max_image_pixels, cancelled)
     return _clip(pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels)
 
 
-def own_video(video: Video) -> Video:
-    """The video in a form that nobody else can change, as ``own_image`` makes it of a picture. Raises InvalidVideo."""
+def own_video(video: Video, own: Callable[[ImageInput], ImageInput] = own_image) -> Video:
+    """The video in a form that nobody else can change, as ``own`` makes it of a picture. Raises InvalidVideo."""
     source = video.source
     if isinstance(source, (str, Path, bytes, Fetched)):
         return video
     if isinstance(source, (bytearray, memoryview)):
         return replace(video, source=bytes(source))
     if isinstance(source, Sequence):
-        return _with_frames(video, own_image)
+        return _with_frames(video, own)
     return replace(video, source=_of_foreign(np.array, video))
 
 
@@ -160,9 +169,9 @@ def _with_frames(video: Video, change: Callable[[ImageInput], ImageInput], wante
 
 
 def is_to_be_fetched(video: Video) -> bool:
-    """Whether reading the video waits for a disk or a network."""
+    """Whether reading the video waits for a disk or a network: what decodes one reads a file."""
     source = video.source
-    return isinstance(source, (str, Path)) or (
+    return isinstance(source, (str, Path, bytes)) or (
         isinstance(source, Sequence) and any(isinstance(frame, (str, Path)) for frame in source)
     )
 
@@ -175,10 +184,30 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
             return replace(video, source=fetch_to_file(source, policy, cancelled))
         except Unreadable as error:
             raise InvalidVideo(error.reason, advice=error.advice) from error
+    if isinstance(source, bytes):
+        return replace(video, source=file_of_bytes(source, describe_video(video)))
     if not is_to_be_fetched(video):
         return video
     wanted = _thinned(len(source), video).tolist()
     return _with_frames(video, lambda frame: fetch_image(frame, policy, cancelled), wanted)
+
+
+def count_video_pixels(video: Video, sampling: Sampling) -> int:
+    """Pixels of the frames that will be taken of a video which is in memory or at hand, by its header; 0 if nobody knows."""
+    source = video.source
+    try:
+        if isinstance(source, Fetched) and source.path is not None:
+            with _opened(source.path, source.name) as capture:
+                if capture.announced <= 0:
+                    return 0
+                count = len(sampling.indices(capture.announced, capture.fps, video))
+                return count * math.prod(_scaled(*capture.size, video.max_pixels))
+        if isinstance(source, (str, Path, bytes)):
+            return 0
+        indices = _thinned(len(source), video).tolist()
+        return len(indices) * count_pixels(source[indices[0]])
+    except Exception:  # whoever decodes it will say what is wrong
+        return 0
 
 
 def describe_video(video: Video) -> str:
@@ -267,19 +296,26 @@ def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _decode(path: Path, video: Video, sampling: Sampling, max_pixels: int | None, cancelled: Cancelled) -> Clip:
-    """The wanted frames of a file, in one pass from its beginning: seeking is not exact in every format."""
-    name = describe_video(video)
+def _decode(
+    path: Path, video: Video, sampling: Sampling, limits: tuple[int | None, int | None], cancelled: Cancelled
+) -> Clip:
+    """The wanted frames of a file, in one pass from its beginning: seeking is not exact in every format.
+
+    ``limits`` are on the pixels of all frames together, and of one before it is scaled.
+    """
+    name, (max_pixels, max_frame_pixels) = describe_video(video), limits
     if _is_text(path):
         raise InvalidVideo(f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)")
     with _opened(path, name) as capture:
         announced, fps = capture.announced, capture.fps
+        check_size(f"a frame of {name}", *capture.size, max_frame_pixels, InvalidVideo)
     total = announced if announced > 0 else _count(path, name, cancelled)
     for _ in range(2):
         if total == 0:
             break
         indices = sampling.indices(total, fps, video)
         with _opened(path, name) as capture:
+            _check_pixels(video, len(indices), *_scaled(*capture.size, video.max_pixels), max_pixels)
             clip = _clip(capture.read(indices, cancelled), video, indices, total, fps, max_pixels)
         if len(clip.indices) == len(indices):
             return clip
@@ -312,6 +348,8 @@ class _Capture:
             raise InvalidVideo(f"{name} is not a video that FFmpeg can read")
         self.announced = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
         self.fps = float(self._capture.get(cv2.CAP_PROP_FPS))
+        #: (width, height) as the header says; the frames decide.
+        self.size = int(self._capture.get(cv2.CAP_PROP_FRAME_WIDTH)), int(self._capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
         if not (math.isfinite(self.fps) and self.fps > 0):
             self.close()
             raise InvalidVideo(f"{name} does not say how many frames a second it has")

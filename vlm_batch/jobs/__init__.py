@@ -15,9 +15,10 @@ A ``Source`` yields rows one at a time; a ``Sink`` keeps answers so that a proce
 from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.jobs.maps import map_table
+from vlm_batch.jobs.plan import Plan
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard, Source
-from vlm_batch.jobs.runner import Batcher, Plan, Watch, run
+from vlm_batch.jobs.runner import Batcher, Watch, run
 from vlm_batch.jobs.sidecars import Sidecars
 from vlm_batch.jobs.sinks import Sink, open_sink
 from vlm_batch.jobs.sources import Reading, open_sources

@@ -84,7 +84,7 @@ class Columns:
         wanted |= dict.fromkeys(VIDEO_COLUMNS if wanted else (), "video")
         wanted |= {"prompt": "prompt"} if self.prompt is None and not asks else {}
         for name in names:
-            likely = meant(name, wanted) if name not in named else None
+            likely = meant(name, wanted) if name not in named and name not in wanted else None
             if likely is not None:
                 what = wanted[likely]
                 raise InvalidJob(
@@ -99,8 +99,8 @@ def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, fold
     shown = {name: value for name, value in cells.items() if name != columns.image or isinstance(value, str)}
     row = Row(id=row_id, columns=shown)
     try:
-        images = () if columns.image is None else pictures_of(cells.get(columns.image), folder)
-        videos = () if columns.video is None else videos_of(cells.get(columns.video), folder)
+        images = () if columns.image is None else media_of(cells.get(columns.image), folder)
+        videos = () if columns.video is None else media_of(cells.get(columns.video), folder)
     except InvalidJob as error:
         return replace(row, error=f"{place}: {error}")
     if columns.image is not None and not images and not videos:
@@ -117,8 +117,8 @@ def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, fold
     )
 
 
-def pictures_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
-    """The pictures of a cell: a path or URL, bytes, a mapping of either (as Hugging Face writes them), or a list of these.
+def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
+    """The pictures or videos of a cell: a path or URL, bytes, a mapping of either (as Hugging Face writes them), or a list.
 
     Raises InvalidJob for anything else.
     """
@@ -137,15 +137,10 @@ def pictures_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
         data, path = value.get("bytes"), value.get("path") or value.get("url")
         if data is None and path is None:
             raise InvalidJob(f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}")
-        return pictures_of(data if data is not None else path, folder)
+        return media_of(data if data is not None else path, folder)
     if isinstance(value, (list, tuple)):
-        return tuple(picture for one in value for picture in pictures_of(one, folder))
+        return tuple(picture for one in value for picture in media_of(one, folder))
     raise InvalidJob(f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}")
-
-
-def videos_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
-    """The videos of a cell, as ``pictures_of``."""
-    return pictures_of(value, folder)
 
 
 def located(path: str, folder: str) -> str:

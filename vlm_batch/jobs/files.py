@@ -22,49 +22,57 @@ HEIC_SUFFIXES = (".heic", ".heif", ".hif")
 TEXT_SUFFIXES = (".txt", ".caption", ".md", ".log", ".html", ".xml", ".yaml", ".yml", ".json")
 ARCHIVE_SUFFIXES = (".zip", ".7z", ".rar", ".gz", ".zst")
 OFFICE_SUFFIXES = (".xlsx", ".xls", ".ods", ".docx", ".doc", ".odt", ".pptx")
+NO_PICTURES = TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES
 
 
 @dataclass
 class Found:
-    """Paths in order, each file once, and what folders hold besides: files by suffix, folders met again through a link."""
+    """What arguments lead to, each file once, and what is left out: files by suffix, folders met again through a link."""
 
-    paths: list[str] = field(default_factory=list)
+    files: set[str] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
     skipped: Counter[str] = field(default_factory=Counter)
     unreadable: list[str] = field(default_factory=list)
     num_folders_again: int = 0
-    known: set[str] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)
 
     def add(self, path: str) -> bool:
         """Add a file; False if it is there already, in whatever spelling."""
         key = identity(path)
-        if key in self.known:
-            return False
-        self.known.add(key)
-        self.paths.append(path)
-        return True
+        is_new = key not in self.files
+        self.files.add(key)
+        return is_new
 
-    def look_for(self, path: str, *, suffixes: Collection[str], recursive: bool) -> list[str]:
+    def look_for(self, path: str, *, suffixes: Collection[str], recursive: bool) -> Iterator[str]:
         """The new files that a name stands for: a file, a URL and the name of nothing as they are, a folder by suffixes.
 
-        Linked folders are looked through like others, but none twice. Files whose suffix says that they are text, archives or
-        office documents are skipped.
+        Files whose suffix says that they are text, archives or office documents are skipped.
         """
-        begin = len(self.paths)
-        if not os.path.isdir(path):
-            suffix = "" if is_url(path) else os.path.splitext(path)[1].lower()
-            if suffix in TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES and os.path.lexists(path):
+        is_folder = os.path.isdir(path)
+        for file in self._walk(path, recursive) if is_folder else (path,):
+            suffix = "" if is_url(file) else os.path.splitext(file)[1].lower()
+            if suffix not in suffixes if is_folder else suffix in NO_PICTURES and os.path.lexists(file):
                 self.skipped[suffix] += 1
-            else:
-                self.add(path)
-            return self.paths[begin:]
-        for file in _walk(path, self, recursive):
-            suffix = os.path.splitext(file)[1].lower()
-            if suffix in suffixes:
-                self.add(file)
-            else:
-                self.skipped[suffix] += 1
-        return self.paths[begin:]
+            elif self.add(file):
+                yield file
+
+    def _walk(self, folder: str, recursive: bool) -> Iterator[str]:
+        """Files of a folder and then of those in it, sorted, hidden ones left out. Links are followed, but none twice."""
+
+        def unreadable(error: OSError) -> None:
+            self.unreadable.append(str(error.filename))
+
+        for where, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+            real = os.path.realpath(where)
+            is_again = real in self.folders
+            self.num_folders_again += is_again
+            self.folders.add(real)
+            folders[:] = sorted(one for one in folders if not one.startswith(".")) if recursive and not is_again else []
+            for name in sorted(names) if not is_again else ():
+                path = os.path.join(where, name)
+                if not name.startswith(".") and os.path.isfile(path):
+                    yield path
+                elif not name.startswith("."):  # a link that leads nowhere, a pipe
+                    self.unreadable.append(path)
 
     def said(self) -> str:
         """One line about what was left out; "" if nothing was."""
@@ -161,34 +169,3 @@ def identity(path: str) -> str:
         return path
     folder, name = os.path.split(os.path.expanduser(path))
     return os.path.join(os.path.realpath(folder), name)
-
-
-def _walk(folder: str, found: Found, recursive: bool) -> Iterator[str]:
-    """Files of a folder and of those in it, sorted, hidden ones left out; what cannot be read is noted in ``found``."""
-    real = os.path.realpath(folder)
-    if real in found.seen:
-        found.num_folders_again += 1
-        return
-    found.seen.add(real)
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        found.unreadable.append(folder)
-        return
-    inside = []
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        path = os.path.join(folder, entry.name)
-        try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()
-        except OSError:  # a link that leads to itself
-            is_folder = is_file = False
-        if is_folder:
-            inside.append(path)
-        elif is_file:
-            yield path
-        else:
-            found.unreadable.append(path)
-    for path in inside if recursive else ():
-        yield from _walk(path, found, recursive)

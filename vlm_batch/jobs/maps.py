@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_batch.handle import Handle
+from vlm_batch.jobs.answers import with_form
 from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored
 from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
-from vlm_batch.jobs.runner import submitted_row, with_form
+from vlm_batch.jobs.runner import submitted_row
 from vlm_batch.types import Result, SamplingParams, params_of
 
 if TYPE_CHECKING:

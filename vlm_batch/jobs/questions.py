@@ -9,8 +9,7 @@ from typing import Any
 
 from vlm_batch.jobs.cells import hint
 from vlm_batch.jobs.rows import InvalidJob, Row
-from vlm_batch.types import ImageInput, Message, Request, SamplingParams
-from vlm_batch.types import Template as ChatTemplate
+from vlm_batch.types import ImageInput, Message, Request, SamplingParams, Template
 
 DEFAULT_PROMPT = "describe the picture"
 #: ``{{`` and ``}}``, or ``{name}`` with a name that JSON in a prompt cannot be mistaken for.
@@ -18,30 +17,28 @@ _PARTS = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
 _PARAMS = frozenset(one.name for one in fields(SamplingParams)) - {"logits_processors"}
 
 
-@dataclass(frozen=True)
-class Template:
-    """A text with ``{column}`` in it; ``{{`` and ``}}`` are braces, and any other brace is itself."""
+def columns_in(text: str) -> frozenset[str]:
+    """The columns that a prompt names."""
+    return frozenset(match[1] for match in _PARTS.finditer(text) if match[1])
 
-    text: str
 
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(match[1] for match in _PARTS.finditer(self.text) if match[1])
+def filled(text: str, columns: Mapping[str, Any]) -> str:
+    """A prompt for one row: ``{column}`` is its value, ``{{`` and ``}}`` are braces, and any other brace is itself.
 
-    def fill(self, columns: Mapping[str, Any]) -> str:
-        """The text for one row. Raises InvalidJob for a column that the row lacks, or has without a value."""
+    Raises InvalidJob for a column that the row lacks, or has without a value.
+    """
 
-        def value(match: re.Match[str]) -> str:
-            if not match[1]:
-                return match[0][0]
-            if columns.get(match[1]) is None:
-                known = ", ".join(columns) or "none"
-                why = "is empty" if match[1] in columns else f"is not there (columns: {known})"
-                raise InvalidJob(f"the prompt's column {match[1]!r} {why}")
-            # A name that is no UTF-8 is asked about with marks in its place: tokenizers take none of its bytes.
-            return str(columns[match[1]]).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    def value(match: re.Match[str]) -> str:
+        if not match[1]:
+            return match[0][0]
+        if columns.get(match[1]) is None:
+            known = ", ".join(columns) or "none"
+            why = "is empty" if match[1] in columns else f"is not there (columns: {known})"
+            raise InvalidJob(f"the prompt's column {match[1]!r} {why}")
+        # A name that is no UTF-8 is asked about with marks in its place: tokenizers take none of its bytes.
+        return str(columns[match[1]]).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
-        return _PARTS.sub(value, self.text)
+    return _PARTS.sub(value, text)
 
 
 _PLAIN = SamplingParams()
@@ -75,7 +72,7 @@ class Item:
             images=images,
             videos=row.videos,
             params=self.params,
-            template=ChatTemplate(enable_thinking=self.enable_thinking),
+            template=Template(enable_thinking=self.enable_thinking),
             request_id=self.id,
         )
 
@@ -101,7 +98,7 @@ class Questions:
     def columns(self) -> frozenset[str]:
         """The columns that rows must have."""
         texts = self.prompts + ((self.system,) if self.system else ())
-        return frozenset[str]().union(*(Template(text).columns for text in texts))
+        return frozenset[str]().union(*(columns_in(text) for text in texts))
 
     def ask(self, row: Row) -> Iterator[Item]:
         """The row's questions, filled in. A question that cannot be asked has an ``error``."""
@@ -121,12 +118,12 @@ class Questions:
         params = merged(self.params, row.params)
         if row.messages is not None:
             return replace(item, messages=self._with_system(row), params=params)
-        prompt = row.prompt if row.prompt is not None else Template(text).fill(row.columns)
+        prompt = row.prompt if row.prompt is not None else filled(text, row.columns)
         if not prompt.strip():
             raise InvalidJob("the prompt is empty")
         if self.system is None:
             return replace(item, prompt=prompt, params=params)
-        system = Template(self.system).fill(row.columns)
+        system = filled(self.system, row.columns)
         chat = ({"role": "system", "content": system}, {"role": "user", "content": prompt})
         return replace(item, prompt=prompt, messages=chat, params=params)
 
@@ -136,7 +133,7 @@ class Questions:
         has_one = any(isinstance(one, Mapping) and one.get("role") == "system" for one in messages)
         if self.system is None or has_one:
             return messages
-        return ({"role": "system", "content": Template(self.system).fill(row.columns)}, *messages)
+        return ({"role": "system", "content": filled(self.system, row.columns)}, *messages)
 
     def settings(self) -> dict[str, Any]:
         """The settings in an output's header, which are compared when the job is resumed."""

@@ -77,6 +77,8 @@ class Answer:
         try:
             cells = {name: _plain(value) for name, value in cells.items()}
             columns = self._columns.among(list(cells), "the dataset")
+            if not cells.get("messages"):
+                columns.check_meant(list(cells), "the dataset", self._questions.columns, asks=True)
             if columns.image is not None and cells[columns.image] is None:  # a row of text
                 columns = replace(columns, image=None)
             row = row_of_cells(cells, columns, place=place, folder="")

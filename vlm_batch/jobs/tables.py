@@ -66,29 +66,24 @@ class JsonLines(SourceFile):
         row = row_of_cells(cells, given, place=place, folder=os.path.dirname(self.path))
         prompt, messages = cells.get(self.own.prompt or "prompt"), cells.get("messages")
         params = cells.get("params") or {}
-        wrong = next(
-            (
-                f"{name} is {type(value).__name__}, not {kind.__name__}"
-                for name, value, kind in (
-                    ("prompt", prompt, str),
-                    ("messages", messages, list),
-                    ("params", params, dict),
-                )
-                if value is not None and not isinstance(value, kind)
-            ),
-            next(
-                (
-                    f"{one} and {other} exclude each other"
-                    for one, other in (("prompt", "messages"), ("image", "images"), ("video", "videos"))
-                    if cells.get(one) is not None and cells.get(other) is not None
-                ),
-                None,
-            ),
-        )
+        wrong = _wrong(cells, prompt, messages, params)
         if wrong is not None and row.error is None:
             return replace(row, error=f"{place}: {wrong}")
         strange = tuple(name for name in cells if name not in REQUEST_KEYS and name not in named)
         return replace(row, prompt=prompt, messages=messages, params=params, strange=strange)
+
+
+def _wrong(cells: dict[str, Any], prompt: Any, messages: Any, params: Any) -> str | None:
+    """What is wrong with a line's request; None if nothing is."""
+    for name, value, kind in (("prompt", prompt, str), ("messages", messages, list), ("params", params, dict)):
+        if value is not None and not isinstance(value, kind):
+            return f"{name} is {type(value).__name__}, not {kind.__name__}"
+    if prompt is not None and messages is not None:
+        return "prompt and messages exclude each other"
+    for one, several in (("image", "images"), ("video", "videos")):
+        if cells.get(one) is not None and cells.get(several) is not None:
+            return f"{one} and {several} exclude each other"
+    return None
 
 
 def open_text(path: str) -> TextIO:

@@ -31,6 +31,7 @@ from vlm_batch.errors import UnsupportedModel, shown
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Limits, Preparer
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.loading.checkpoints import read_config, read_model, read_processor
 from vlm_batch.loading.exactness import fixed_shapes
 from vlm_batch.models import families, package_of, spec_for
@@ -94,7 +95,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     reuse = _reuse(adapter, options, shapes or FreeShapes())
     if policy.max_bytes is None:
         policy = replace(policy, max_bytes=_bytes_for_rows(options.caches.max_bytes))
-    processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
+    processing = Processing(adapter.processor(with_pillow(processor)), model.config, adapter.video_sampling)
     generator = BatchGenerator(
         adapter,
         text=AnswerText(processing.decode, frozenset(processing.eos_token_ids)),

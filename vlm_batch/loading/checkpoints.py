@@ -7,6 +7,7 @@ rest: its file finds our functions in the place of four of its own, on a thread 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import sys
@@ -14,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +29,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
+from vlm_batch.loading.settings import Watch, readable, serve_settings, text_of
 from vlm_batch.models import package_of
 from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, TENSORS, corrected
 from vlm_batch.models._rules import Config, Tensors, Weights, raised
@@ -47,7 +48,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
 
     Raises UnsupportedModel, and what the loader raises for a damaged checkpoint.
     """
-    read = read_config(path, **options)
+    written = mlx_vlm.utils.load_config(path, **options)
+    read, watch = readable(copy.deepcopy(written)), Watch()  # mlx-vlm's loader changes what it is given
     rules = TENSORS.get(str(get_model_type(read)), Tensors())
     lying: Weights = {}
 
@@ -60,6 +62,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
     def load_model_weights(
         theirs: Callable[..., nn.Module], model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any
     ) -> nn.Module:
+        watch.end()
+        serve_settings(model, written, watch)
         put = rules.finish(lying, weights, read)
         lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         if rules.unread and not any(name.startswith(rules.unread) for name in put):
@@ -71,8 +75,10 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
             put |= {name: mx.zeros(value.shape) for name, value in unread.items()}
         return theirs(model, config, put, *args, **kwargs)
 
-    with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights):
-        check_rope(read, path)
+    ours: dict[str, Callable[..., Any]] = {"apply_generation_config_defaults": watch.configs}
+    with reading(read, sanitize_weights=sanitize_weights, load_model_weights=load_model_weights, **ours):
+        if text_of(written) is None:
+            check_rope(read, path)
         model: nn.Module = mlx_vlm.utils.load_model(path, **options)
     if not in_float32:
         keep_type(model)
@@ -90,7 +96,7 @@ def read_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     with reading(config), older_processor_files(path, model_type) as folder:
         images = None if keeps else load_image_processor(path, **options)
         read: Callable[..., Any] = AutoProcessor.from_pretrained
-        if model_type == "cohere2_vision" and find_spec("torchvision") is None:
+        if model_type == "cohere2_vision":
             from vlm_batch.models import _aya_vision
 
             read = _aya_vision.from_pretrained

@@ -1,4 +1,4 @@
-"""Command A Vision's processor without torch: transformers has its part for pictures for torchvision alone."""
+"""Command A Vision's processor with Pillow: transformers has its part for pictures for torchvision alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def best_grid(size: tuple[int, int], side: int, max_tiles: int) -> tuple[int, in
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Cohere2VisionProcessor:
-    """The processor of a checkpoint's folder, as ``AutoProcessor`` would make it with torchvision."""
+    """The processor of a checkpoint's folder, as ``AutoProcessor`` would make it, but for its back end."""
     from mlx_vlm.models.base import load_chat_template
 
     tokenizer = AutoTokenizer.from_pretrained(path, **options)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.utils import get_model_type
 
 from vlm_batch.errors import UnsupportedModel
@@ -237,6 +238,15 @@ def nemotron_omni(config: Config) -> Config:
     return filled(ps_version="v2")(named(config))
 
 
+def florence2_text(text: Config) -> Config:
+    """Raises UnsupportedModel for embeddings that are scaled: mlx-vlm scales none that are handed to its decoder."""
+    if text["scale_embedding"]:
+        raise UnsupportedModel(
+            "config.json says text_config.scale_embedding: true, which mlx-vlm's florence2 passes over: it computes false"
+        )
+    return text
+
+
 def florence2_tower(tower: Config) -> Config:
     """The tower's settings by mlx-vlm's names."""
     if tower["model_type"] != "florence_vision":
@@ -343,6 +353,7 @@ RULES = (
     Rule("nemotron_h_nano_omni nemotron_h", NEMOTRON_LAYERS, "*", "layers_block_type"),
     Rule("qwen4_exp", kinds_renamed("layer_types", indexed_attention="qwen_sparse_attention"), "text", "layer_types"),
     # Names, and constants of transformers' classes.
+    Rule("florence2", florence2_text, "text", "scale_embedding"),
     Rule("florence2", florence2_tower, "vision", "model_type"),
     Rule("florence2", filled(image_feature_source=["spatial_avg_pool", "temporal_avg_pool"]), where="vision_config"),
     Rule("gemma3", renamed(rope_theta="rope_global_base_freq"), "text"),
@@ -387,15 +398,32 @@ def falcon_h1(weights: Weights, config: Config) -> Weights:
     """Multipliers that mlx-vlm leaves out when it folds them into the weights (falcon_h1/language.py:425-428).
 
     It looks for ``key_proj.weight``, which is no name of the model: keys miss ``key_multiplier``, and values
-    ``attention_in_multiplier`` (transformers, modeling_falcon_h1.py, FalconH1Attention and FalconH1DecoderLayer). What
-    mlx-vlm has converted before has its convolutions turned, and is folded already.
+    ``attention_in_multiplier`` (transformers, modeling_falcon_h1.py, FalconH1Attention and FalconH1DecoderLayer). And it
+    folds none into biases, which multipliers of outputs multiply as well. What mlx-vlm has converted before has its
+    convolutions turned, and is folded already.
     """
     first = weights.get("model.layers.0.mamba.conv1d.weight")
     if first is None or first.shape[-1] <= first.shape[1]:
         return weights
-    factors = {"k_proj": config.get("key_multiplier", 1.0), "v_proj": config.get("attention_in_multiplier", 1.0)}
-    found = {name: re.search(r"self_attn\.([kv]_proj)\.weight$", name) for name in weights}
-    return {name: value * factors[at[1]] if (at := found[name]) else value for name, value in weights.items()}
+    gate, down = config.get("mlp_multipliers") or (1.0, 1.0)
+    groups = config["mamba_n_groups"] * config["mamba_d_state"]
+    inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+    sizes = (inner, inner, groups, groups, config["mamba_n_heads"])
+    factors: dict[str, Any] = {
+        "k_proj.weight": config.get("key_multiplier", 1.0),
+        "v_proj.weight": config.get("attention_in_multiplier", 1.0),
+        "k_proj.bias": config.get("key_multiplier", 1.0),
+        "o_proj.bias": config.get("attention_out_multiplier", 1.0),
+        "gate_proj.bias": gate,
+        "down_proj.bias": down,
+        "in_proj.bias": mx.array(np.repeat(config.get("ssm_multipliers") or [1.0] * 5, sizes), mx.float32),
+        "out_proj.bias": config.get("ssm_out_multiplier", 1.0),
+    }
+    ends = {name: ".".join(name.rsplit(".", 2)[1:]) for name in weights}
+    return {
+        name: (value * factors[ends[name]]).astype(value.dtype) if ends[name] in factors else value
+        for name, value in weights.items()
+    }
 
 
 def muse_spark_norms(lying: Weights, put: Weights, config: Config) -> Weights:
@@ -581,3 +609,12 @@ TENSORS: dict[str, Tensors] = {
 KEEP_PROCESSOR = frozenset({"deepseek_vl", "internvl"})
 #: Attributes of processors, from the configuration, that mlx-vlm does not read from the files.
 PROCESSORS = {"llama4": llama4_processor}
+
+#: What mlx-vlm's classes compute whatever is said, where config.json may say it: (type, setting) -> its values.
+FIXED: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("idefics2", "perceiver_config.rms_norm_eps"): (1e-5,),  # that of the decoder (idefics2/idefics2.py:92)
+    ("mistral3", "vision_config.hidden_act"): ("silu",),
+    ("multi_modality", "vision_config.hidden_act"): ("gelu",),
+    ("pixtral", "vision_config.hidden_act"): ("silu",),
+    ("pixtral", "vision_feature_layer"): (-1,),
+}

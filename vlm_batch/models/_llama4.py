@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask
-from mlx_vlm.models.llama4.language import Attention, LlamaModel
+from mlx_vlm.models.llama4.language import Attention, LlamaModel, MoE
 
 from vlm_batch.adapters.attention import attention
 
@@ -59,4 +59,20 @@ class RowModel(LlamaModel):
         return self.norm(hidden)
 
 
-PATCHES: dict[type, type] = {Attention: RowAttention, LlamaModel: RowModel}
+class SeveralExperts(MoE):
+    """Each expert takes its input times its own score. Upstream multiplies by all scores at once, which fits one expert alone
+    (llama4/language.py:152); transformers adds up the experts' answers (modeling_llama4.py, Llama4TextMoe)."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, L, D) -> (B, L, D)"""
+        if self.top_k == 1:
+            return super().__call__(x)
+        logits = self.router(x)
+        chosen = mx.argpartition(-logits, kth=self.top_k - 1, axis=-1)[..., : self.top_k]  # (B, L, K)
+        scores = mx.sigmoid(mx.take_along_axis(logits, chosen, axis=-1).astype(mx.float32)).astype(x.dtype)
+        scaled = (x[..., None, :] * scores[..., None]).reshape(-1, 1, x.shape[-1])  # an expert's input a row
+        answers = self.experts(scaled, chosen.reshape(-1, 1, 1)).reshape(*chosen.shape, -1)
+        return answers.sum(axis=-2) + self.shared_expert(x)
+
+
+PATCHES: dict[type, type] = {Attention: RowAttention, LlamaModel: RowModel, MoE: SeveralExperts}

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.adapters.pictures import with_part
 from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
@@ -29,6 +30,19 @@ class AyaVision(Adapter):
     tower_class = RememberingBatchTower
     graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
+
+    @classmethod
+    def processor(cls, processor: Any) -> Any:
+        """Command A Vision's has torchvision alone, whatever made it."""
+
+        def with_pillow(part: Any) -> Any:
+            if type(part).__name__ != "Cohere2VisionImageProcessor":
+                return part
+            from vlm_batch.models._aya_vision import TileProcessor
+
+            return TileProcessor.from_dict(part.to_dict())
+
+        return with_part(processor, "image_processor", with_pillow)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         given = extra.keys() & {"pixel_values", "cached_image_features"}

@@ -44,6 +44,7 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
 class DeepseekV4(Adapter):
     """Pictures are spans of ids past the vocabulary, whose tokens see each other both ways in the sliding windows."""
 
+    last_hidden = None
     tower_class = apart(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {
         *PER_PICTURE,
@@ -57,8 +58,6 @@ class DeepseekV4(Adapter):
         from vlm_batch.models._deepseek_v4 import PATCHES
 
         return PATCHES
-
-    last_hidden = None
 
     def row_caches(self) -> list[Any]:
         """A window for each layer, and beside it the pools, and the indexer's own, where the layer has them."""
@@ -85,7 +84,7 @@ class DeepseekV4(Adapter):
         size = int(self.config.vocab_size)
         return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         """Ids past the vocabulary; upstream would leave zeros in those that no picture takes."""
         if "image_grid_hw" not in extra:
             return 0

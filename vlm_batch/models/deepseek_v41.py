@@ -57,6 +57,8 @@ class Rows:
 class DeepseekV41(Adapter):
     """Pictures are spans of one id, causal like text. Positions are counts, in one cache for all layers."""
 
+    last_hidden = "norm"
+    embeddings = "embed_tokens"
     tower_class = apart(RememberingTower, "its tower takes one picture a call")
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,9 +82,6 @@ class DeepseekV41(Adapter):
         from vlm_batch.models._deepseek_v41 import PATCHES
 
         return PATCHES
-
-    last_hidden = "norm"
-    embeddings = "embed_tokens"
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

@@ -13,10 +13,10 @@ from vlm_batch.registry import ModelSpec, register
 class DotsOCR(GridAdapter):
     """The plain ``Adapter`` serves it, but for the place of the head."""
 
+    last_hidden = "model.norm"
+
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from mlx_vlm.models.dots_ocr.vision import VisionAttention
 
         return {VisionAttention: attend_pictures(VisionAttention)}
-
-    last_hidden = "model.norm"

@@ -37,7 +37,7 @@ class FalconOCR(Adapter):
     #: Made again for each chunk from the picture's span, without an L x L array.
     ignored = frozenset({"attention_mask_4d"})
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         grids = extra.get("image_grid_hw")
         return None if grids is None else sum(high * wide for high, wide in np.array(grids).tolist())
 

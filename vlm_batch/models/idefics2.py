@@ -9,7 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.placeholders import PlacingAdapter
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.idefics3 import Idefics3
 from vlm_batch.registry import ModelSpec, register
 
@@ -33,12 +35,15 @@ class TanhGELU(nn.GELU):
             "(idefics2/vision.py:8)",
             "a picture is encoded without the padding that a larger one beside it brings; mlx-vlm lets patches and latents "
             "attend to it (idefics2/vision.py:195, idefics2.py:66)",
+            "a picture's last pixels count where they fill a patch, whatever lies beside it, as in transformers "
+            "(modeling_idefics2.py, get_image_features); mlx-vlm counts a patch of which a part is padding (idefics2.py:243)",
         ),
     )
 )
 class Idefics2(PlacingAdapter, Idefics3):
     """Pictures keep their own shape; a perceiver makes the same number of latents of each."""
 
+    embeddings = "embed_tokens"
     input_keys = frozenset({"pixel_values", "pixel_attention_mask"})
 
     @classmethod
@@ -58,7 +63,9 @@ class Idefics2(PlacingAdapter, Idefics3):
 
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
 
-    embeddings = "embed_tokens"
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Pictures have their own sizes, and padding beside a larger one."""
+        Adapter.check_placeholders(self, ids, extra)
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """The latents of each picture, one at a time; what is zero throughout is no picture."""
@@ -71,9 +78,10 @@ class Idefics2(PlacingAdapter, Idefics3):
         """(3, H, W) and which pixels are its own (H, W) -> (latents, D)"""
         patch = self.config.vision_config.patch_size
         own = np.array(mask) != 0
-        high, wide = (
-            min(-(-int(own.any(axis=axis).sum()) // patch), own.shape[1 - axis] // patch) * patch for axis in (1, 0)
-        )
+        high, wide = (int(own.any(axis=axis).sum()) // patch * patch for axis in (1, 0))
+        if not high or not wide:
+            size = f"{own.any(1).sum()}x{own.any(0).sum()}"
+            raise InvalidPrompt(f"a picture's own pixels are {size}, less than a patch of {patch}")
         states, *_ = self.model.vision_model(picture[:, :high, :wide].transpose(1, 2, 0)[None])
         return self.model.connector(states)[0]
 

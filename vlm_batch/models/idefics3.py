@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -11,8 +17,19 @@ from vlm_batch.registry import ModelSpec, register
 class Idefics3(Adapter):
     """Tiles of one size, and a language model without a trunk of its own."""
 
+    embeddings = "embed_tokens"
+    last_hidden = "norm"
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
-    embeddings = "embed_tokens"
-    last_hidden = "norm"
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """The processor's tiles are whole. mlx-vlm's tower attends to a tile's padding (idefics3/vision.py:161)."""
+        super().check_placeholders(ids, extra)
+        mask = extra.get("pixel_attention_mask")
+        if mask is None or (mask != 0).all():
+            return
+        own = (np.array(mask) != 0).mean(axis=(-1, -2))  # of each tile
+        if ((own > 0) & (own < 1)).any():
+            raise InvalidPrompt(
+                f"{self.spec.family} takes whole tiles, as its processor makes them; pixel_attention_mask hides parts of some"
+            )

@@ -25,6 +25,8 @@ from vlm_batch.registry import ModelSpec, register
 class JinaVLM(Adapter):
     """The language model is its own trunk."""
 
+    embeddings = "embedding"
+    last_hidden = "ln_f"
     tower_class = apart(RememberingTower, "mlx-vlm's code calls the tower's parts, and not the tower")
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
@@ -46,13 +48,11 @@ class JinaVLM(Adapter):
 
         return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
 
-    embeddings = "embedding"
-    last_hidden = "ln_f"
-
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """Features are added where ``image_input_idx`` says, which may leave out some; each must be at a placeholder."""
+        super().check_placeholders(ids, extra)
         if "image_input_idx" not in extra:
-            return None
+            return
         index = np.array(extra["image_input_idx"]).reshape(-1)
         is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids))
         used = index[index >= 0]
@@ -62,7 +62,6 @@ class JinaVLM(Adapter):
                 f"image_input_idx has places for {len(used)} of {len(index)} features; the prompt has {places} placeholder "
                 "tokens, and not at all of these places"
             )
-        return None
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's embeddings, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""

@@ -29,6 +29,7 @@ from vlm_batch.registry import ModelSpec, register
 class KimiK25(Kimi):
     """The language model runs the trunk's layers itself. Videos are refused: they are not verified."""
 
+    last_hidden = "model.norm"
     tower_class = RememberingPackedTower
 
     @classmethod
@@ -41,5 +42,3 @@ class KimiK25(Kimi):
             MoEGate: dropped_groups(MoEGate),
             Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
         }
-
-    last_hidden = "model.norm"

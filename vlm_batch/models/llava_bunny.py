@@ -27,6 +27,7 @@ from vlm_batch.registry import ModelSpec, register
 class LlavaBunny(OnePlaceholder):
     """The tower's last layer without its norm, as upstream takes it."""
 
+    last_hidden = "model.norm"
     tower_class = apart(
         RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
     )
@@ -34,8 +35,6 @@ class LlavaBunny(OnePlaceholder):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)
-
-    last_hidden = "model.norm"
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         vision = self.config.vision_config

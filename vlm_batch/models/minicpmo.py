@@ -9,7 +9,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
-from vlm_batch.adapters.slices import SlicedAdapter
+from vlm_batch.adapters.slices import SlicedAdapter, slice_bounds
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -31,6 +31,14 @@ class MiniCPMO(SlicedAdapter):
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
     #: The processor's outputs for audio, empty without any.
     ignored = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Upstream leaves out what does not fit (minicpmo.py:438)."""
+        super().check_placeholders(ids, extra)
+        needed = int(self.config.query_num)
+        for first, end in (bound for request in slice_bounds(extra) for bound in request.tolist()):
+            if end - first != needed:
+                raise InvalidPrompt(f"a slice needs {needed} placeholder tokens; the prompt has {end - first}")
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         audio = inputs.get("audio_features")

@@ -36,7 +36,7 @@ class MiniCPMV47(MiniCPMV46):
         prompt, delta = features["position_ids"], features["rope_deltas"]
         return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         """The merge tells: each slice has a run of placeholders of its own, and other lengths are refused there."""
         return None
 

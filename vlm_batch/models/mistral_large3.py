@@ -25,10 +25,10 @@ from vlm_batch.registry import ModelSpec, register
 class MistralLarge3(Pixtral):
     """Pixtral's tower and merger as in Mistral Small 3.1, DeepSeek-V3's text."""
 
+    last_hidden = "model.norm"
+
     @classmethod
     def patches(cls) -> Mapping[type, type]:
         from vlm_batch.models._mistral_large3 import PATCHES
 
         return PATCHES
-
-    last_hidden = "model.norm"

@@ -44,7 +44,7 @@ class Mllama(Adapter):
 
         return PATCHES
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         """One for each picture."""
         pixels = extra.get("pixel_values")  # (1, images, tiles, ...)
         return None if pixels is None else int(pixels.shape[1])

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.base import Adapter, has_pictures
 from vlm_batch.adapters.modules import RememberingBatchTower, two_tables
+from vlm_batch.adapters.prompts import check_places
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
@@ -19,6 +20,8 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo(Adapter):
     """``image_input_idx`` says which token each feature is added to; below 0 it is added to none."""
 
+    embeddings = "model.wte"
+    last_hidden = "model.ln_f"
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
@@ -27,9 +30,6 @@ class Molmo(Adapter):
         from mlx_vlm.models.molmo.language import Embedding
 
         return {Embedding: two_tables(Embedding)}
-
-    embeddings = "model.wte"
-    last_hidden = "model.ln_f"
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's features of one picture. Refuses several: the processor makes a row of ids for each."""
@@ -40,6 +40,13 @@ class Molmo(Adapter):
     def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
         return np.isin(np.arange(ids.shape[1]), places)
+
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """The index names every placeholder, and nothing else."""
+        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        if has_pictures(extra) != (places >= 0).any():
+            raise InvalidPrompt("pixel_values and image_input_idx belong together: one of them holds no picture")
+        check_places(ids, [places[places >= 0]])
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """From the first token that a feature is added to, to the last."""

@@ -31,6 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo2(Adapter):
     """Markers and column ends belong to a picture, too (Molmo2Processor.image_token_ids)."""
 
+    embeddings = "model.wte"
     tower_class = apart(RememberingTower, "its tower pools patches by their numbers among all of a request's")
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
 
@@ -46,8 +47,6 @@ class Molmo2(Adapter):
         from mlx_vlm.models.molmo2.language import Molmo2Embedding
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}
-
-    embeddings = "model.wte"
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:

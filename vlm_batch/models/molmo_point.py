@@ -205,6 +205,7 @@ class PooledLayers(RememberingBatchTower):
 class MolmoPoint(Adapter):
     """A patch's logit is that of the token for patches in general, at the patch that the hidden state points at."""
 
+    last_hidden = None
     tower_class = PooledLayers
     input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
@@ -224,7 +225,6 @@ class MolmoPoint(Adapter):
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
-    last_hidden = None
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 

@@ -78,15 +78,16 @@ class Moondream2(Adapter):
 
         return with_published_crops(processor)
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Upstream's features of one picture, which replace the ids after BOS, whatever they are (moondream3.py:70)."""
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Upstream replaces the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
-        if ids.shape[1] < 1 + (count := self.num_features(extra)):
+        needed, tokens = self.num_features(extra), np.array(ids)[0, 1:]
+        same = int(np.append(tokens == tokens[:1], False).argmin())  # those at the beginning that are one id
+        if needed and same != needed:
             raise InvalidPrompt(
-                f"a {self.spec.family} prompt with a picture begins with BOS and {count} placeholder ids"
+                f"the picture needs {needed} placeholder tokens; the prompt has {same} alike ones after BOS"
             )
-        return super().features(ids, extra)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """BOS and the picture, if there is one."""

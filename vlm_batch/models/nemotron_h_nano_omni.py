@@ -21,12 +21,11 @@ from vlm_batch.registry import ModelSpec, register
 class NemotronHNanoOmni(Adapter):
     """Nothing takes positions: the recurrent layers know the order."""
 
+    embeddings = "backbone.embeddings"
+    last_hidden = "backbone"
     tower_class = apart(RememberingTower, "its tower answers with an object of its own")
     input_keys = frozenset({"pixel_values"})
     ignored = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
-
-    embeddings = "backbone.embeddings"
-    last_hidden = "backbone"
 
     @cached_property
     def image_token_ids(self) -> frozenset[int]:

@@ -33,15 +33,15 @@ class Phi3V(Adapter):
         # Upstream calls ``mx.fast`` itself (phi3_v.py:89).
         return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
-    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
         """The k-th picture needs so many ids -k as its crops have features, with those that end their rows."""
+        super().check_placeholders(ids, extra)
         tokens, each = np.array(ids)[0], int(self.config.vision_config.num_img_tokens)
         for index, (high, wide) in enumerate((np.array(extra.get("image_sizes", ())) // CROP).tolist()):
             needed = (high * wide + 1) * each + 1 + (high + 1) * math.isqrt(each)
             given = int((tokens == -1 - index).sum())
             if given != needed:
                 raise InvalidPrompt(f"picture {index + 1} needs {needed} placeholder tokens; the prompt has {given}")
-        return None
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for as many pictures as the prompt has placeholders for."""

@@ -24,6 +24,11 @@ def give_back() -> None:
     _wait_for_device()
     mx.clear_cache()
     _wait_for_device()
+    trim()
+
+
+def trim() -> None:
+    """Return what the C library keeps of freed memory, on Linux: other systems' libraries do so by themselves."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)

@@ -16,13 +16,13 @@ from starlette.exceptions import HTTPException
 from vlm_batch._version import __version__
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.server.answers import Dialect
+from vlm_batch.server.bodies import Bodies, BodyRoute
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.edge import ENTRY, Edge, Entry
-from vlm_batch.server.errors import ApiError, JsonResponse, envelope, refusal, without_paths
+from vlm_batch.server.errors import ApiError, JsonResponse, refusal
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.openai import (
     MAX_PRIORITY,
-    REFUSED,
     Ask,
     chat_ask,
     completion_ask,
@@ -48,8 +48,6 @@ NOT_SERVED = {
 }
 
 PAGE = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
-#: Parts of a field's place in the body that a message shows.
-MAX_DEPTH_SHOWN = 12
 #: Seconds that a stream may take beyond its request's own time before its connection is given up.
 GRACE = 10.0
 
@@ -66,8 +64,12 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
         finally:
             await service.stop()
             media.close()
+            app.state.bodies.close()
 
     app = FastAPI(title="vlm-batch", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app.state.bodies = Bodies()
+    app.router.route_class = BodyRoute
+    app.router.redirect_slashes = False  # to whatever host a client names
     app.add_middleware(Edge, config=config, metrics=service.metrics)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -89,11 +91,13 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, with pictures and videos in its messages."""
         _check_model(config, body.model)
-
-        entry = _entry(request)
+        entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            return chat_ask(body, await media.read(wire_messages(body), entry.hold), config, dialect.writer)
+            size = entry.num_held
+            messages = await media.read(await read(size, wire_messages, body), entry.hold)
+            ask: Ask = await read(size, chat_ask, body, messages, config, dialect.writer)
+            return ask
 
         return await _reply(ChatExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
 
@@ -101,11 +105,12 @@ def _add_answers(app: FastAPI, service: Service, media: MediaReader) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a text, or with token ids."""
         _check_model(config, body.model)
+        entry, read = _entry(request), app.state.bodies.read
 
         async def prepare(dialect: Dialect) -> Ask:
-            return completion_ask(body, config)
+            ask: Ask = await read(entry.num_held, completion_ask, body, config)
+            return ask
 
-        entry = request.scope[ENTRY]
         return await _reply(TextExchange(service, entry, prepare, priority=_priority(request)), body.stream, request)
 
 
@@ -225,20 +230,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
+    """Answer to what FastAPI checks by itself: there is no body. ``bodies`` checks the others."""
     assert isinstance(error, RequestValidationError)
-    first = max(error.errors(), key=lambda one: len(one["loc"]))  # of the forms that a value may have, the nearest
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    if len(where) > MAX_DEPTH_SHOWN:
-        where = [*where[: MAX_DEPTH_SHOWN - 1], "..."]
-    name, message = where[-1] if where else "", str(first["msg"])
-    if first["type"] == "extra_forbidden":
-        message = f"{name} is not supported: {REFUSED[name]}" if name in REFUSED else f"there is no field {name}"
-    elif first["type"] == "json_invalid":
-        where, message = [], "the body is not JSON"
-    param = ".".join(where)[:200] or None
-    text = without_paths(f"{param}: {message}" if param else message)
-    _entry(request).said["error"] = text
-    return JsonResponse(envelope(400, text, param, first["type"]), 400)
+    return await _http_error(request, ApiError(400, "the body is empty", code="missing"))
 
 
 async def _invalid_request(request: Request, error: Exception) -> Response:

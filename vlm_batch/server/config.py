@@ -54,7 +54,8 @@ class ServerConfig:
     none is taken in while MLX holds more than ``max_memory`` bytes and requests wait. ``idle_unload`` lets the model go after
     so long without a request; the next one loads it again. ``shutdown_seconds`` is what streams have left to end when
     the server is told to stop.
-    ``enable_thinking`` holds for requests that do not say otherwise.
+    ``enable_thinking`` holds for requests that do not say otherwise. ``escape_special_tokens`` reads special tokens'
+    spellings in chats as plain text, where a chat that holds one is refused without it.
 
     Raises InvalidConfig.
     """
@@ -84,6 +85,7 @@ class ServerConfig:
     idle_unload: float | None = None
     shutdown_seconds: float = 30.0
     enable_thinking: bool = False
+    escape_special_tokens: bool = False
     tool_parser: str | None = None
 
     def __post_init__(self) -> None:

@@ -37,6 +37,10 @@ RETRY = 1
 #: Paths that need no key: whether the server lives, and the page, which asks for the key.
 OPEN = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
+#: Paths that take a body, which is JSON.
+BODIES = frozenset({"/v1/chat/completions", "/v1/completions"})
+#: Requests that are answered at a time, waiting ones included.
+MAX_REQUESTS = 2048
 
 _SAFE_ID = re.compile(r"[\w.:-]{1,128}")
 _HEADERS = {
@@ -105,6 +109,7 @@ class Edge:
         self._config = config
         self._metrics = metrics
         self._held = Held(config.max_held)
+        self._num_open = 0
         keys = [*([] if config.api_key is None else [Key(config.api_key)]), *config.keys]
         self._keys = [(_digest(key.text.encode()), key) for key in keys]
 
@@ -117,7 +122,9 @@ class Edge:
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         entry = Entry(request_id, scope["method"], scope["path"], client, held=self._held)
-        scope[ENTRY] = entry
+        # What can be read can be asked for without its body, which uvicorn leaves out by its own scope.
+        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"], ENTRY: entry}
+        self._num_open += 1
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -136,6 +143,7 @@ class Edge:
                 raise
             await JsonResponse(answer.body, answer.status_code, answer.headers)(scope, receive, sending)
         finally:
+            self._num_open -= 1
             self._held.give(entry.num_held)
             route = scope.get("route")  # what strangers make up is no label of a metric
             self._metrics.responded("other" if route is None else str(route.path), entry.status)
@@ -155,9 +163,19 @@ class Edge:
             found = known[-1] if known and kind.lower() == "bearer" else None
             if found is None:
                 raise ApiError(
-                    401, "a valid API key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
+                    401,
+                    "a valid API key is needed: Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
                 )
-        if scope["method"] != "POST":
+        if self._num_open > MAX_REQUESTS and path not in OPEN:  # those who ask whether the server lives are told
+            raise ApiError(
+                503, "too many requests are open; try again in 5 s", code="busy", headers={"Retry-After": "5"}
+            )
+        if "transfer-encoding" in headers and "content-length" in headers:  # two readers of it may see two requests
+            said = "the body has a Content-Length beside a Transfer-Encoding; send one"
+            raise ApiError(400, said, headers={"Connection": "close"})
+        if scope["method"] != "POST" or path not in BODIES:
             return found
         # Pages of other sites can post forms and plain text without being asked back, but not JSON.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from vlm_batch.errors import InvalidRequest
+from vlm_batch.errors import InvalidRequest, PromptTooLong
 from vlm_batch.server.wire import SAMPLING, TEMPLATE
 from vlm_batch.types import Result
 
@@ -84,7 +84,8 @@ def refusal(error: InvalidRequest) -> ApiError:
         names = [_ON_THE_WIRE[name] for name in re.findall(r"\w+", fields[0]) if name != "and"]
         text, param = " and ".join(names) + text[fields.end() :], names[0]
     instead = "; text that is final already goes to /v1/completions" if "template=None" in error.advice else ""
-    return ApiError(400, without_paths(text) + instead, param=param, code=type(error).__name__)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else type(error).__name__
+    return ApiError(400, without_paths(text) + instead, param=param, code=code)
 
 
 def failure(result: Result) -> ApiError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from vlm_batch.server.errors import ApiError, refusal
 from vlm_batch.server.wire import (
     SAMPLING,
     TEMPLATE,
+    AllowedChoice,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -40,7 +41,6 @@ REFUSED: Mapping[str, str] = {
     "function_call": "use tools and tool_choice",
     "functions": "use tools",
     "guided_json": "use response_format",
-    "metadata": "nothing is stored",
     "moderation": "nothing is moderated",
     "prediction": "answers are not speculated",
     "priority": "use the header X-Priority, in which higher goes first",
@@ -52,6 +52,7 @@ REFUSED: Mapping[str, str] = {
 
 #: Values that ask for nothing, so that clients that always send them are served.
 NEUTRAL: Mapping[str, Any] = {
+    "top_k": -1,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -107,7 +108,7 @@ def chat_ask(
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
+    tools = _tools(body)
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ApiError(400, f"tools: two of them are named {twice[:100]!r}", param="tools")
@@ -116,7 +117,7 @@ def chat_ask(
     if config.enable_thinking and "enable_thinking" not in (body.chat_template_kwargs or {}):
         given.setdefault("enable_thinking", True)
     try:
-        template = Template(tools=tools or None, **given)
+        template = Template(tools=tools or None, escape_special_tokens=config.escape_special_tokens, **given)
     except InvalidPrompt as error:
         raise refusal(error) from error
     return Ask(
@@ -127,6 +128,17 @@ def chat_ask(
         pixels=pixels,
         **_shape(body),
     )
+
+
+def _tools(body: ChatRequest) -> tuple[dict[str, Any], ...]:
+    """The tools that an answer may call. Raises ApiError."""
+    tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or () if body.tool_choice != "none")
+    if not isinstance(body.tool_choice, AllowedChoice):
+        return tools
+    allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
+    if unknown := sorted(allowed - {tool["function"]["name"] for tool in tools}):
+        raise ApiError(400, f"tool_choice: there is no tool {unknown[0][:100]!r}", param="tool_choice")
+    return tuple(tool for tool in tools if tool["function"]["name"] in allowed)
 
 
 def completion_ask(body: CompletionRequest, config: ServerConfig) -> Ask:
@@ -152,9 +164,21 @@ def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
         for call in plain.get("tool_calls", ()):
             call["function"]["arguments"] = _arguments(call["function"]["arguments"])
         if plain["role"] == "assistant":
-            plain.pop("annotations", None)
-            plain.setdefault("content", "")
+            _clean_answer(plain)
     return found
+
+
+def _clean_answer(plain: dict[str, Any]) -> None:
+    """Put an earlier answer into the words of templates: a refusal is what it said."""
+    plain.pop("annotations", None)
+    refused = plain.pop("refusal", None)
+    plain.setdefault("content", refused or "")
+    if isinstance(plain["content"], list):
+        plain["content"] = [
+            {"type": "text", "text": part.get("text", part.get("refusal"))} for part in plain["content"]
+        ]
+    if (reasoning := plain.pop("reasoning", None)) is not None:
+        plain.setdefault("reasoning_content", reasoning)
 
 
 def _shape(body: Common) -> dict[str, Any]:
@@ -164,14 +188,15 @@ def _shape(body: Common) -> dict[str, Any]:
         raise ApiError(400, "prompt_logprobs come with the whole answer; leave stream out", param="prompt_logprobs")
     options = body.stream_options or StreamOptions()
     user = body.user or body.safety_identifier
-    return {"stream": bool(body.stream), "include_usage": options.include_usage, "user": user}
+    return {"stream": bool(body.stream), "include_usage": bool(options.include_usage), "user": user}
 
 
 def _call_grammar(body: ChatRequest, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None) -> str | None:
     """The grammar of an answer that must call a tool, may call one only, or must keep to a tool's schema; None for others."""
     choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
-    is_forced = choice == "required" or named is not None
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    is_forced = mode == "required" or named is not None
     one_only = body.parallel_tool_calls is False
     if named is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == named]
@@ -200,6 +225,10 @@ def _params(
     if not 1 <= n <= config.max_choices:
         raise ApiError(400, f"n is {n}; it must be in 1..{config.max_choices}", param="n")
     given = {SAMPLING[name]: value for name, value in _asked(body, SAMPLING).items()}
+    if forms := _structured(body):
+        if set(FORMS) & given.keys() or len(forms) > 1:
+            raise ApiError(400, "structured_outputs: an answer has one form", param="structured_outputs")
+        given |= forms
     if grammar is not None and set(FORMS) & given.keys():
         raise ApiError(400, "an answer that calls tools has their form, and no other", param="response_format")
     given |= {} if grammar is None else {"grammar": grammar}
@@ -227,6 +256,25 @@ def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return value["json_schema"]["schema"] if value["type"] == "json_schema" else {"type": "object"}
 
 
+def _structured(body: Common) -> dict[str, Any]:
+    """The forms that vLLM's ``structured_outputs`` asks for, by the library's names."""
+    asked = body.structured_outputs
+    if asked is None:
+        return {}
+    found = {
+        "json_schema": {"type": "object"} if asked.json_object else asked.json_,
+        "regex": asked.regex,
+        "choice": asked.choice,
+        "grammar": asked.grammar,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _seed(value: int) -> int:
+    """A seed of any sign as one of the library's, which are the same numbers without one."""
+    return value % 2**64 if -(2**63) <= value < 0 else value
+
+
 def _bias(value: Mapping[str, float]) -> dict[int, float]:
     found = {int(token): bias for token, bias in value.items() if _TOKEN.fullmatch(token)}
     if len(found) < len(value):
@@ -234,7 +282,7 @@ def _bias(value: Mapping[str, float]) -> dict[int, float]:
     return found
 
 
-_CONVERSIONS = {"response_format": _format, "logit_bias": _bias}
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {"response_format": _format, "logit_bias": _bias, "seed": _seed}
 
 
 def _prompts(prompt: Any) -> tuple[Mapping[str, Any], ...]:

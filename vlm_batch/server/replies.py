@@ -7,10 +7,11 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from vlm_batch._version import __version__
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.handle import Handle
 from vlm_batch.server.answers import AnswerReader, Delta, Dialect, UnreadableCall
@@ -25,6 +26,10 @@ logger = logging.getLogger("vlm_batch.server")
 #: Events of several answers that may wait to be written; a slow reader holds up its own answers only.
 MAX_PENDING = 64
 DONE = b"data: [DONE]\n\n"
+#: Seeds give the same answers while this stays the same.
+FINGERPRINT = f"vlm-batch-{__version__}"
+#: Codes of errors that are about the prompt.
+OF_PROMPTS = ("context_length_exceeded", "InvalidImage", "InvalidVideo")
 
 #: Makes the engine's part of a body, once the request has been let in.
 Prepare: TypeAlias = Callable[[Dialect], Awaitable[Ask]]
@@ -69,6 +74,8 @@ class Exchange(ABC):
     prefix: str
     kind: str
     chunk_kind: str
+    #: The field of the body that holds the prompt.
+    prompt: str
 
     def __init__(self, service: Service, entry: Entry, prepare: Prepare, *, priority: int = 0) -> None:
         self._service = service
@@ -169,6 +176,7 @@ class Exchange(ABC):
             "object": kind,
             "created": self._created,
             "model": self._service.config.name,
+            "system_fingerprint": FINGERPRINT,
         }
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
@@ -200,7 +208,7 @@ class Exchange(ABC):
 
     async def _deltas(self) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Each event's choice and what it adds there. Raises ApiError as soon as one choice has failed."""
-        async with self._service.visit(self._entry.number) as visit:
+        async with self._service.visit(self._entry.number) as visit, self._naming_the_prompt():
             assert visit.loaded is not None
             ask = await self._prepare(visit.loaded.dialect)
             self._begin(ask, visit.loaded.dialect)
@@ -213,6 +221,16 @@ class Exchange(ABC):
                     if not delta.is_empty or choice.result is not None:
                         yield choice, delta
         self._note(ask)
+
+    @asynccontextmanager
+    async def _naming_the_prompt(self) -> AsyncGenerator[None]:
+        """Have errors about a prompt, which the library finds however it was given, name the body's field."""
+        try:
+            yield
+        except ApiError as error:
+            if error.code in OF_PROMPTS:
+                error.param = self.prompt
+            raise
 
     def _begin(self, ask: Ask, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -277,12 +295,13 @@ class ChatExchange(Exchange):
     """``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
+    prompt = "messages"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text, reasoning, calls = "".join(choice.content), "".join(choice.reasoning), list(choice.calls.values())
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
@@ -293,7 +312,11 @@ class ChatExchange(Exchange):
         return self._prompt_logprobs(self._choices[0])
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
-        return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": "", "refusal": None},
+            "finish_reason": None,
+        }
 
     def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         said: dict[str, Any] = {}
@@ -330,6 +353,7 @@ class TextExchange(Exchange):
     """``/v1/completions``."""
 
     prefix = "cmpl"
+    prompt = "prompt"
     kind = "text_completion"
     chunk_kind = "text_completion"
 

@@ -9,7 +9,7 @@ meanwhile. So a list ends at its first wrong item, and an object with too many n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StrictFloat, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,8 +22,57 @@ MAX_PARTS = 1024
 MAX_TOOLS = 512
 MAX_CHOICES = 4096
 MAX_BIASES = 1024
+MAX_DOCUMENTS = 1024
+MAX_METADATA = 16
 #: Names of an object whose names are known: more than any has.
 MAX_FIELDS = 128
+
+#: Values of a JSON object whose names are not known: a template's arguments, a document, a tool's parameters.
+MAX_JSON = 16_384
+
+#: Fields of OpenAI's and vLLM's that are not served, and the values of theirs that ask for nothing beside null: so clients that
+#: always send them are served. ``openai.REFUSED`` says why there is no more of some.
+NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "priority": (0,),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "truncate_prompt_tokens": (),
+    "cache_salt": (),
+    "request_id": (),
+    "moderation": (),
+    "prompt_cache_retention": (),
+    "prompt_cache_options": ({},),
+}
+_NOTHING_OF_CHATS: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "modalities": (["text"],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "include_reasoning": (True,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "thinking_token_budget": (-1,),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+_NOTHING_OF_TEXTS: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "prompt_embeds": ([],)}
 
 Number: TypeAlias = StrictFloat | StrictInt
 Item = TypeVar("Item")
@@ -42,6 +91,25 @@ def _at_most(most: int) -> Callable[[Any], Any]:
     return check
 
 
+def _is_small(value: Any) -> Any:
+    """A check that a value holds at most so many, counted no further than that."""
+    left, within = MAX_JSON, [iter((value,))]
+    while within:
+        one = next(within[-1], _END)
+        if one is _END:
+            within.pop()
+            continue
+        left -= 1
+        if left < 0:
+            raise PydanticCustomError("too_long", "it holds more than {most} values", {"most": MAX_JSON})
+        if isinstance(one, (dict, list)):
+            within.append(iter(one.values() if isinstance(one, dict) else one))
+    return value
+
+
+_END = object()
+#: An object with any names.
+Json: TypeAlias = Annotated[dict[str, JsonValue], BeforeValidator(_is_small)]
 #: A list that ends at its first wrong item.
 Many: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
 Biases: TypeAlias = Annotated[dict[str, Number], BeforeValidator(_at_most(MAX_BIASES))]
@@ -66,7 +134,7 @@ class Url(Wire):
     """A picture: a data URI, base64, an http(s) URL or a file, the last two where the server allows them."""
 
     url: str
-    detail: Literal["auto", "high"] | None = None  # pictures are taken as they are; "low" would resize them
+    detail: Literal["auto", "low", "high", "original"] | None = None  # a hint: pictures are taken as they are
 
 
 class VideoUrl(Wire):
@@ -78,6 +146,13 @@ class VideoUrl(Wire):
 class TextPart(Wire):
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Wire):
+    """The words in which an earlier answer refused."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class ImagePart(Wire):
@@ -96,6 +171,7 @@ class VideoPart(Wire):
     max_pixels: int | None = None
 
 
+Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
@@ -115,22 +191,26 @@ class ToolCall(Wire):
 
 class SystemMessage(Wire):
     role: Literal["system", "developer"]
+    name: str | None = None
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class UserMessage(Wire):
     role: Literal["user"]
+    name: str | None = None
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class AssistantMessage(Wire):
-    """An earlier answer. What OpenAI's client writes into every answer may come back: empty."""
+    """An earlier answer. What servers and OpenAI's client write into every answer may come back."""
 
     role: Literal["assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    name: str | None = None
+    content: str | Annotated[list[Said], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of the same
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
@@ -148,13 +228,20 @@ Message: TypeAlias = Annotated[
 ]
 
 
+def _is_nothing(values: tuple[Any, ...] | None, given: Any) -> bool:
+    """Whether a field that has such ``values`` at most is given one, or none; JSON's true is not 1."""
+    if values is None:
+        return False
+    return given is None or any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in values)
+
+
 # Requests ----------------------------------------------------------------------------------------------------------
 
 
 class Function(Wire):
     name: Name
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
 
@@ -174,8 +261,22 @@ class NamedTool(Wire):
     function: ToolName
 
 
+class AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Wire):
+    """Those among the tools that the answer may call, or has to."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class StreamOptions(Wire):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class Schema(Wire):
@@ -198,11 +299,36 @@ class SchemaFormat(Wire):
     json_schema: Schema
 
 
+class StructuredOutputs(Wire):
+    """vLLM's form of an answer: one of the first five, and options that ask for nothing."""
+
+    json_: Json | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+
 ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class Common(Wire):
     """The fields that chat and text completions have in common."""
+
+    nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = NOTHING
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, value: Any) -> Any:
+        """The body without what is not served and is not asked for, either."""
+        if not isinstance(value, dict):
+            return value
+        return {name: given for name, given in value.items() if not _is_nothing(cls.nothing.get(name), given)}
 
     model: str | None = None
     stream: bool | None = None
@@ -229,44 +355,43 @@ class Common(Wire):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     # Nothing to do: they say who asks and what belongs together, and prefixes are found by content.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # One value is what is done anyway; another is refused.
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_at_most(MAX_METADATA))] | None = None
 
 
 class ChatRequest(Common):
     """The body of ``POST /v1/chat/completions``."""
 
+    nothing = {**NOTHING, **_NOTHING_OF_CHATS}
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
-    documents: Many[dict[str, JsonValue]] | None = None
+    documents: Annotated[list[Json], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: Annotated[Json, BeforeValidator(_at_most(MAX_FIELDS))] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     thinking_budget: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
-    modalities: Many[Literal["text"]] | None = None
 
 
 class CompletionRequest(Common):
     """The body of ``POST /v1/completions``: prompts that are final, as text or token ids; pictures need a chat."""
 
+    nothing = {**NOTHING, **_NOTHING_OF_TEXTS}
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
 
 
 #: Fields of the wire, and the field of ``SamplingParams`` that each becomes.
