@@ -393,7 +393,8 @@ def test_a_client_with_many_answers_holds_up_no_other() -> None:
     with serving(keys=(Key("many"), Key("one"))) as keyed, ThreadPoolExecutor(4) as pool:
         ask = partial(keyed.chat, "count to 9", headers={"Authorization": "Bearer many"}, n=16)
         long = [pool.submit(ask, max_tokens=400, ignore_eos=True, min_tokens=400) for _ in range(4)]
-        wait_until(lambda: rows(keyed) == 16, "the many answers to have all places")
+        service = keyed.server.service
+        wait_until(lambda: getattr(service.stats(), "decoding", 0) == 16, "the many answers to have all places")
         reply = keyed.chat("count to 5", headers={"Authorization": "Bearer one"})
         assert reply.status == 200 and not any(one.done() for one in long)
         assert reply.json["choices"][0]["message"]["content"] == "1 2 3 4 5"

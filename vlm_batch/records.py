@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Graphs(Enum):
-    """Whether a family's decode steps may be compiled."""
+    """The conditions under which a family's decode steps may be compiled."""
 
     NEVER = "never"
     #: A step is a function of its tokens, positions and caches alone, but for rows with extras.

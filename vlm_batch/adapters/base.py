@@ -289,7 +289,7 @@ class Adapter:
         return {name: value for name, value in found.to_dict().items() if value is not None}
 
     def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """What prefill needs of the features, whole. Others than the family knows are refused."""
+        """Pick what prefill needs of the features, whole. Refuse others than the family knows."""
         unknown = features.keys() - self.prefill_axes.keys() - self.ignored - KNOWN_FEATURES
         if unknown:
             raise TypeError(f"{self.spec.family} does not know the features {sorted(unknown)}")

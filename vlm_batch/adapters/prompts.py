@@ -151,8 +151,10 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
 
 
 def sight_of(pictures: Sequence[Picture], rows: np.ndarray) -> np.ndarray:
-    """What each position sees of pictures: the content (L, 2) of its tiles, or of all pictures, which a position attends to
-    that sees no tile. ``rows`` (L, 3) are the positions of the prompt's key."""
+    """Digest what each position sees of pictures, (L, 2): its tiles, or all pictures where it sees no tile.
+
+    ``rows`` (L, 3) are the positions of the prompt's key.
+    """
     masks = np.concatenate([picture.seen for picture in pictures], axis=1)
     everything = digest([rows[picture.start] for picture in pictures])
     return np.stack([as_words(digest(np.flatnonzero(mask)) if mask.any() else everything) for mask in masks])

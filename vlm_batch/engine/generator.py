@@ -382,7 +382,7 @@ class BatchGenerator:
         ]
         late = {row for row, _, _ in self._untold}
         forks = {row for row, _ in rows.forks if row not in late}
-        prepared = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
+        prepared = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         return waiting.line([*forks, *prepared], first=forks)
 
     def _share_places(self, decoded: list[Part]) -> list[Part]:
@@ -408,7 +408,7 @@ class BatchGenerator:
         return decoded
 
     def _parked(self, part: Part, last: Row) -> list[Part]:
-        """What is left of a part, of whose rows one gives up its place."""
+        """Split off the row of a part that gives up its place; return what is left."""
         if last not in part.rows or part.logits is None:
             return [part]
         at = part.rows.index(last)

@@ -62,14 +62,14 @@ class JointProof(Protocol):
 class FreeShapes:
     """The shapes that cost least, by a policy and what a model can do.
 
-    Chunks are computed in multiples of ``pad_to`` positions, 0 for none. Up to ``most_prompts`` whole prompts of one length
+    Chunks are computed in multiples of ``padding`` positions, 0 for none. Up to ``most_prompts`` whole prompts of one length
     share an array; shorter prompts join longer ones where that takes fewer further positions than half of what a forward
     computes as fast.
     """
 
     layout: Placement = Placement.ROWS
     policy: Policy = field(default_factory=Policy)
-    pad_to: int = 0
+    padding: int = 0
     most_prompts: int = 1
 
     #: Whether a row may go on from any position, also from one that a decode step computed.
@@ -81,9 +81,9 @@ class FreeShapes:
     def of(cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy) -> FreeShapes:
         """Those of a model with a policy."""
         fresh = adapter.make_cache(kv)
-        pad_to = policy.pad_to if pads(adapter, fresh) else 0
+        padding = policy.pad_to if pads(adapter, fresh) else 0
         return cls(
-            Placement(policy.placement), policy, pad_to, policy.prefill_together if shares(adapter, fresh) else 1
+            Placement(policy.placement), policy, padding, policy.prefill_together if shares(adapter, fresh) else 1
         )
 
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
@@ -115,28 +115,28 @@ class FreeShapes:
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Whole prompts by the array that they share: places in ``lengths``. All of them are shared."""
-        fill = self.policy.smallest_chunk // 2 if self.pad_to else 0
-        return together(lengths, self.most_prompts, self.policy.together_tokens, self.pad_to, fill)
+        fill = self.policy.smallest_chunk // 2 if self.padding else 0
+        return together(lengths, self.most_prompts, self.policy.together_tokens, self.padding, fill)
 
     def positions(self, count: int) -> int:
         """Positions that a chunk of so many is computed in: others behind them belong to no prompt."""
-        return padded_length(count, self.pad_to)
+        return padded_length(count, self.padding)
 
     def prefill_call(
         self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
     ) -> tuple[int, int, Call]:
         """(rows, end, what the forward must know) of a call with the positions [begin, ends[i]) of each row: idle rows and
         positions of no prompt fill it up. ``is_whole``: these are whole prompts. ``is_scored``: each position has logits."""
-        rows = padded_count(len(ends), self.pad_to)
-        return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, Call(is_scored=is_scored))
+        rows = padded_count(len(ends), self.padding)
+        return _prefill_call(begin, ends, rows, 0 if is_scored else self.padding, Call(is_scored=is_scored))
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         """(rows, positions) of the arrays that whole prompts of one chunk come in, those of one row first; the longest where
         they are of any length. ``context``: positions that the model has."""
-        widths, most = _widths(self.policy.max_chunk, context, self.pad_to), self.policy.together_tokens
-        if not self.pad_to:
+        widths, most = _widths(self.policy.max_chunk, context, self.padding), self.policy.together_tokens
+        if not self.padding:
             return [(1, width) for width in widths]
-        counts = sorted({padded_count(count, self.pad_to) for count in range(1, self.most_prompts + 1)})
+        counts = sorted({padded_count(count, self.padding) for count in range(1, self.most_prompts + 1)})
         return [(count, width) for count in counts for width in widths if count == 1 or count * width <= most]
 
     # Decode steps

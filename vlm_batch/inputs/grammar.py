@@ -188,7 +188,7 @@ class Forms:
 
 
 def _limits(text: str) -> LLParserLimits:
-    """What compiling and following a form may cost."""
+    """Return llguidance's bounds on what compiling and following a form may cost."""
     return LLParserLimits(initial_lexer_fuel=min(FUEL + FUEL_A_CHARACTER * len(text), MOST_FUEL), **_STEP)
 
 

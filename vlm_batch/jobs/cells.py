@@ -40,7 +40,7 @@ def meant(name: str, known: Collection[str]) -> str | None:
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """What is said of a name that is unknown: the one that is probably meant."""
+    """The words behind a name that is unknown: the one that is probably meant."""
     likely = meant(name, known)
     return "" if likely is None else f" ({likely!r} is probably meant)"
 

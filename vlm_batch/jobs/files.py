@@ -27,7 +27,7 @@ NO_PICTURES = TEXT_SUFFIXES + ARCHIVE_SUFFIXES + OFFICE_SUFFIXES
 
 @dataclass
 class Found:
-    """What arguments lead to, each file once, and what is left out: files by suffix, folders met again through a link."""
+    """The files that arguments lead to, each once, and what is left out: files by suffix, folders met again through a link."""
 
     files: set[str] = field(default_factory=set)
     folders: set[str] = field(default_factory=set)

@@ -130,7 +130,7 @@ def stamps_of(row: Row) -> list[Stamp]:
 
 
 class Stamps:
-    """What answers were made of, in a file beside the output: a line with its stamps for each row that has any."""
+    """The files that answers were made of, beside the output: a line with its stamps for each row that has any."""
 
     def __init__(self, output: Path) -> None:
         self._path = Path(f"{output}.files")

@@ -1,4 +1,4 @@
-"""What a job is: its sources, questions and output; and its plan, the rows counted before it begins."""
+"""A job: its sources, questions and output; and its plan, the rows counted before it begins."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Job:
 
 
 def _said_of(key: str) -> str:
-    """What is wrong with a line of JSON that has an unknown key."""
+    """The message for a line of JSON that has an unknown key."""
     return (
         f"the line has {key!r}, which no request has{hint(key, REQUEST_KEYS)}; where it is a column, name it: in a prompt, "
         f"or by --columns {key}"

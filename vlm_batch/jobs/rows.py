@@ -66,7 +66,7 @@ class Source:
 
     @property
     def found(self) -> Columns | None:
-        """What a table's columns hold."""
+        """The columns of a table that hold pictures, videos, ids and prompts; None for what is no table."""
         return None
 
     @property

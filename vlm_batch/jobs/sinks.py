@@ -61,7 +61,7 @@ class Sink:
         return Ids(), Ids()
 
     def stamps(self) -> Mapping[int, int]:
-        """What the answers were made of: a digest of each row's stamps, by that of its id."""
+        """The files that answers were made of: a digest of each row's stamps, by that of its id."""
         return {}
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...

@@ -74,7 +74,7 @@ class JsonLines(SourceFile):
 
 
 def _wrong(cells: dict[str, Any], prompt: Any, messages: Any, params: Any) -> str | None:
-    """What is wrong with a line's request; None if nothing is."""
+    """The mistake in a line's request; None if there is none."""
     for name, value, kind in (("prompt", prompt, str), ("messages", messages, list), ("params", params, dict)):
         if value is not None and not isinstance(value, kind):
             return f"{name} is {type(value).__name__}, not {kind.__name__}"

@@ -29,11 +29,11 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
-from vlm_batch.loading.settings import Watch, readable, serve_settings, text_of
-from vlm_batch.models import package_of
+from vlm_batch.models import package_of, spec_for
 from vlm_batch.models._fitting import fitted
 from vlm_batch.models._layouts import KEEP_PROCESSOR, PLAIN_ROPE, PROCESSORS, TENSORS, corrected
 from vlm_batch.models._rules import Config, Tensors, Weights, raised, without
+from vlm_batch.models._settings import Watch, readable, serve_settings, text_of
 
 #: Types whose class reads the kind of rotary positions, and computes plain ones whatever it is (glm_ocr/language.py:60).
 PLAIN_ALONE = frozenset({"glm_ocr"})
@@ -64,7 +64,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         theirs: Callable[..., nn.Module], model: nn.Module, config: Config, weights: Weights, *args: Any, **kwargs: Any
     ) -> nn.Module:
         watch.end()
-        serve_settings(model, written, watch)
+        spec = spec_for(str(get_model_type(read)))
+        serve_settings(model, written, watch, object if spec is None or spec.adapter is None else spec.adapter)
         put = fitted(model, rules.finish(lying, weights, read), read)
         lying.clear()  # before anything is computed, lest what was joined or turned be held twice
         if rules.unread and not any(name.startswith(rules.unread) for name in put):

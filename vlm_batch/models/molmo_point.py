@@ -278,7 +278,7 @@ class MolmoPoint(Adapter):
         return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
 
     def _taken(self) -> dict[str, Any]:
-        """What upstream keeps on the model of its last picture, which is left without."""
+        """Take from the model what upstream keeps there of its last picture."""
         model = self.model
         found: dict[str, Any] = model._image_cache
         model._image_cache = model._token_bounds = model._last_predicted_patch_id = None

@@ -27,8 +27,7 @@ import mlx_vlm.utils
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from vlm_batch.errors import UnsupportedModel
-from vlm_batch.loading.applied import SCALED, activate, scale_positions, scaling_of, slide, without_scaling
-from vlm_batch.models import spec_for
+from vlm_batch.models._applied import SCALED, activate, scale_positions, scaling_of, slide, without_scaling
 from vlm_batch.models._layouts import FIXED, TENSORS, corrected
 from vlm_batch.models._rules import Config, Tensors
 
@@ -69,12 +68,13 @@ class Watch:
         for _, one in self.objects.values():
             one.__class__ = type(one).__mro__[1]
 
-    def reads(self, model: nn.Module, model_type: str) -> Callable[[tuple[str, str]], bool]:
-        """Whether an attribute (path, name) was read while the model was built, or is in code that runs later: the model's,
-        its adapter's, and what puts its tensors."""
+    def reads(self, model: nn.Module, model_type: str, adapter: type) -> Callable[[tuple[str, str]], bool]:
+        """Return a test: whether an attribute (path, name) was read while the model was built, or is in code that runs later.
+
+        That is the model's, its adapter's, and what puts its tensors."""
         while_built = {(path, name) for at, (path, _) in self.objects.items() for one, name in self._read if one == at}
-        spec, tensors = spec_for(model_type), TENSORS.get(model_type, Tensors())
-        later = set() if spec is None else set(names_in(spec.adapter or object))
+        tensors = TENSORS.get(model_type, Tensors())
+        later = set(names_in(adapter))
         for rule in (tensors.change, tensors.finish):
             later |= names_of(rule.__code__)
         for _, module in model.named_modules():
@@ -223,7 +223,7 @@ def whole_of(kind: Any, config: Config) -> Any:
 
 
 def derived(kind: type, config: Config) -> dict[tuple[type, str, str], str]:
-    """What transformers' class has of a configuration, as texts, by (class, path, name)."""
+    """Return what transformers' class has of a configuration, as texts, by (class, path, name)."""
     todo: list[tuple[str, Any]] = [("", whole_of(kind, config))]
     found = {}
     while todo:
@@ -308,8 +308,8 @@ def unread(config: Config, is_read: Callable[[tuple[str, str]], bool]) -> dict[t
     return found
 
 
-def serve_settings(model: Any, config: Config, watch: Watch) -> None:
-    """Give a model what its configuration, as it lies in its file, says beyond what mlx-vlm's classes read.
+def serve_settings(model: Any, config: Config, watch: Watch, adapter: type) -> None:
+    """Give a model what its configuration, as it lies in its file, says beyond what mlx-vlm's classes and the adapter read.
 
     Raises UnsupportedModel, which names a setting that would be passed over.
     """
@@ -324,7 +324,7 @@ def serve_settings(model: Any, config: Config, watch: Watch) -> None:
             )
         slide(model, text)
     said = {".".join(path): value for path, value in settings_of(config)}
-    found = unread(config, watch.reads(model, model_type))
+    found = unread(config, watch.reads(model, model_type, adapter))
     found |= {tuple(name.split(".")): said[name] for kind, name in FIXED if kind == model_type and name in said}
     for path, value in found.items():
         name = ".".join(path)

@@ -101,7 +101,7 @@ def _rotation(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
 
 
 def attention_factor(scaling: Mapping[str, Any], longest: int) -> float:
-    """What queries and keys are multiplied with, as in transformers (modeling_rope_utils.py)."""
+    """Return the factor of queries and keys, as in transformers (modeling_rope_utils.py)."""
     if (said := scaling.get("attention_factor")) is not None:
         return float(said)
     original = scaling["original_max_position_embeddings"]
