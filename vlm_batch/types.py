@@ -229,11 +229,6 @@ class SamplingParams:
         """The name of the parameter that holds the answer to a form; None if nothing does."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken (no randomness)."""
-        return self.temperature == 0
-
 
 @dataclass(frozen=True)
 class Video:

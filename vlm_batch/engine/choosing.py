@@ -41,8 +41,8 @@ class Flight:
         """The rows that its tokens are still for."""
         return [row for index, row in enumerate(self.rows) if self.is_for(index)]
 
-    def read(self) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
-        """Wait for it: (tokens, whether each row's logits were finite, log-probabilities by index)."""
+    def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
+        """Wait for it: (tokens, each row's highest logit, log-probabilities by index)."""
         return self.sampled.read()
 
 

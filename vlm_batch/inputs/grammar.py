@@ -27,6 +27,8 @@ MOST_KEPT = 64
 #: Characters of a form at most, as llguidance reads it, and those from which on it counts as large: some kinds (an object
 #: with thousands of properties that may lack) take seconds to compile.
 MOST_CHARACTERS, LARGE = 2**17, 2**13
+#: Levels of a parsed answer at most: ``dataclasses.asdict``, copies and writers of JSON need several calls of Python for each.
+MOST_LEVELS = 128
 #: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -72,7 +74,30 @@ class Form:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InvalidParameters(f"{self._name} cannot be followed further: {_said(self._matcher.get_error())}")
+            said = _said(self._matcher.get_error())
+            if said.startswith("NoExtension"):  # NoExtension, NoExtensionBias
+                raise InvalidParameters(
+                    f"{self._name}: no text has this form: it refers to itself, or contradicts itself"
+                )
+            raise InvalidParameters(f"{self._name} cannot be followed further: {said}")
+
+
+def read_json(text: str) -> Any:
+    """An answer's JSON as a value; None for what Python's ``json``, or who works with the value, has no room for."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, a thousand levels
+        return None
+    values, levels = [found], 0
+    while values:
+        values = [
+            inner
+            for value in values
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        levels += 1
+    return found if levels <= MOST_LEVELS else None
 
 
 def check_form(params: SamplingParams) -> None:
@@ -134,7 +159,7 @@ class Forms:
         if matcher.is_error():
             raise InvalidParameters(f"{name}: {_said(matcher.get_error())}")
         num_words = -(-vocabulary.vocab_size // 32)
-        made = Form(matcher, num_words, name, json.loads if name == "json_schema" else str)
+        made = Form(matcher, num_words, name, read_json if name == "json_schema" else str)
         made.fill(np.zeros(num_words, dtype=np.uint32))  # the first mask takes longest
         return made
 
