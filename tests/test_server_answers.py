@@ -246,7 +246,6 @@ def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(parser: str
     call = f"call:f{{x:{value}}}" if parser == "gemma4" else f'{{"name": "f", "arguments": {{"x": {value}}}}}'
     text = module.tool_call_start + call + module.tool_call_end
     reader = AnswerReader(None, module, [{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    events = [Event("a", 1, text[at : at + piece]) for at in range(0, len(text), piece)]
     with pytest.raises(UnreadableCall):
-        for at in range(0, len(text), piece):
-            reader.feed(Event("a", 1, text[at : at + piece]))
-        reader.finish()
+        [*map(reader.feed, events), reader.finish()]

@@ -8,10 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
+import pydantic
 import pytest
 
 from tests.harness import inputs_of, shared_adapter
@@ -215,6 +216,25 @@ def test_a_form_that_costs_too_much_is_the_requests_fault(batcher: VLMBatcher, f
     assert "<state>" not in str(error)
 
 
+class Receipt(pydantic.BaseModel, extra="forbid"):
+    """The form of an answer, as users of pydantic write it."""
+
+    colour: Literal["red", "blue"]
+    sides: int = pydantic.Field(ge=0, le=9)
+
+
+def test_a_pydantic_models_class_is_a_schema(batcher: VLMBatcher) -> None:
+    """The same answer as by its schema; ``parsed`` is what the JSON says, and the class validates it."""
+    by_class, by_schema = (
+        batcher.submit(CIRCLE, DESCRIBE, params={"json_schema": schema}).result(timeout=60)
+        for schema in (Receipt, Receipt.model_json_schema())
+    )
+    assert by_class.error is None and by_class.token_ids == by_schema.token_ids
+    assert Receipt.model_validate(by_class.parsed).model_dump() == by_class.parsed
+    with pytest.raises(InvalidParameters, match=r"json_schema is .*a class that gives no schema"):
+        SamplingParams(json_schema=dict)
+
+
 def forced(batcher: VLMBatcher, text: str) -> LogitsProcessor:
     """A logits processor that has the answer say a text, as far as the form goes along."""
     tokens = batcher.processing.tokenizer.encode(text)
@@ -234,7 +254,7 @@ def test_a_finished_answer_that_python_cannot_read_is_finished(batcher: VLMBatch
         "anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "maxItems": 1}, {"type": "null"}]
     }
     deep = {"$ref": "#/$defs/a", "$defs": {"a": inner}}
-    texts = {
+    texts: dict[str, Any] = {
         '{"x": ' + "1" * 700 + "}": whole,
         "[" * 500 + "null" + "]" * 500: deep,
         "[" * 99 + "null" + "]" * 99: deep,

@@ -270,6 +270,8 @@ def _check_pixels(video: Video, count: int, width: int, height: int, max_pixels:
 def _decode(path: Path, video: Video, sampling: Sampling, max_pixels: int | None, cancelled: Cancelled) -> Clip:
     """The wanted frames of a file, in one pass from its beginning: seeking is not exact in every format."""
     name = describe_video(video)
+    if path.is_file() and not path.stat().st_size:
+        raise InvalidVideo(f"{name} is empty (0 bytes)")
     if _is_text(path):
         raise InvalidVideo(f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)")
     with _opened(path, name) as capture:
