@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.blas import preload_openblas
 
@@ -282,7 +283,7 @@ def features(args: argparse.Namespace) -> dict[str, float]:
     adapter = plain_model(args.layers)
     times: dict[str, list[float]] = {"new": [], "remembered": []}
     for turn in range(args.repeats + 1):
-        adapter.remember_features(FeatureStore(ByteBudget(2**31)))
+        remember_features(adapter, FeatureStore(ByteBudget(2**31)))
         for case in times:
             inputs = picture_prompt(words(3, 20), before=words(turn * 2 + (case == "new"), 3), side=48)
             began = clock()

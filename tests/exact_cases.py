@@ -18,6 +18,7 @@ from mlx_vlm.models.switch_layers import SwitchLinear
 from tests.harness import settings_for
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
@@ -130,8 +131,8 @@ def engine_of(adapter: Adapter, exact: FixedShapes, way: Way, kv: KVQuantisation
     """A fresh reproducible engine."""
     config = {"max_rows": way.max_rows, "prefill_budget": way.budget, "idle_budget": way.budget}
     budget = ByteBudget(2**28 if way.keeps else 0)
-    adapter.remember_features(FeatureStore(budget))
-    prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
+    remember_features(adapter, FeatureStore(budget))
+    prefix = PrefixCache(budget) if way.keeps and adapter.spec.no_prefix_reuse is None else None
     reuse = Reuse(adapter, prefix, shapes=exact)
     return BatchGenerator(adapter, policy=settings_for(exact.layout, **config), reuse=reuse, shapes=exact, kv=kv)
 

@@ -19,6 +19,7 @@ import pytest
 from tests.zoo import FAMILIES, Inputs, Trace, apart
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.compiled import CompiledDecode
@@ -68,13 +69,13 @@ def shared_adapter(name: str) -> Adapter:
     tiny = tiny_family(name)
     adapter = adapter_for(tiny.registered)(tiny.build())
     if KEEPS:
-        adapter.remember_features(FeatureStore(ByteBudget(2**28)))
+        remember_features(adapter, FeatureStore(ByteBudget(2**28)))
     return adapter
 
 
 def default_reuse(adapter: Adapter) -> Reuse:
     """What an engine of a scenario takes over from its earlier rows."""
-    return Reuse(adapter, PrefixCache(ByteBudget(2**28)) if KEEPS and adapter.no_prefix_reuse is None else None)
+    return Reuse(adapter, PrefixCache(ByteBudget(2**28)) if KEEPS and adapter.spec.no_prefix_reuse is None else None)
 
 
 def inputs_of(name: str, key: str) -> Inputs:

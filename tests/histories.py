@@ -29,6 +29,7 @@ from tests.harness import settings_for
 from tests.zoo import PLAIN, Inputs
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, slab
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -134,7 +135,7 @@ class Prepared:
     video_sizes: tuple[tuple[int, int, int], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     thinking: Any = None
-    kept: None = None
+    kept: Mapping[str, Any] | None = None
 
 
 @cache
@@ -220,7 +221,8 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     while not handle.done():
         loop._serve()
         for loading in loaders.take():
-            loading.finish(Prepared(inputs_of(family, asked.key), Stairs() if asked.has_form else None))
+            inputs = inputs_of(family, asked.key)
+            loading.finish(Prepared(as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs))
     return handle.result()
 
 
@@ -403,7 +405,7 @@ class FaultyAdapter:
         if self._history.befalls("together"):
             raise Injected("together")
         for row in self._history.generator.rows.prefilling.values():
-            if row.prompt is not None and any(row.prompt.encoded is encoded for encoded in rows):
+            if any(row.prompt.encoded is encoded for encoded in rows):
                 self._history.fail_by(row, "prefill")
 
     def _fail_alone(self) -> None:
@@ -445,9 +447,9 @@ class History:
         self.adapter = adapter_of(family)
         self.budget = ByteBudget(CACHE_BYTES if keeps else 0)
         self.features = FeatureStore(self.budget)
-        self.adapter.remember_features(self.features)
+        remember_features(self.adapter, self.features)
         faulty: Any = FaultyAdapter(self.adapter, self)
-        has_prefix = keeps and self.adapter.no_prefix_reuse is None
+        has_prefix = keeps and self.adapter.spec.no_prefix_reuse is None
         self.prefix = PrefixCache(self.budget, FaultyTier(self)) if has_prefix else None
         self.generator = BatchGenerator(
             faulty,
@@ -482,7 +484,7 @@ class History:
     def _watch_rows(self) -> None:
         """Have the adapter know for which row it works."""
         runner, reuse = self.generator.runner, self.generator.reuse
-        encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse._store
+        encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse.store
 
         def encodes(row: Row) -> Part:
             self.current = row
@@ -498,7 +500,7 @@ class History:
             return store(saved)
 
         patched: Any = (runner, reuse)
-        patched[0]._encode_row, patched[0]._prefill_alone, patched[1]._store = encodes, prefills, stores
+        patched[0]._encode_row, patched[0]._prefill_alone, patched[1].store = encodes, prefills, stores
 
     # Operations
 
@@ -539,7 +541,10 @@ class History:
         params = replace(shown, logits_processors=[self._processor(fault_at)]) if fault == "processor" else shown
         asking = Asking(asked, (object(),) if str(key).startswith("video") else ())
         returns = (
-            return_cache and self.adapter.no_prefix_reuse is None and isinstance(key, str) and key.startswith("text")
+            return_cache
+            and self.adapter.spec.no_prefix_reuse is None
+            and isinstance(key, str)
+            and key.startswith("text")
         )
         given = None if cache is None else cache[0]
         if given is not None:
@@ -568,7 +573,7 @@ class History:
                 inputs = inputs_of(self.family, asked.key)
                 if told is not None:
                     told.inputs = [weakref.ref(value) for value in inputs.values() if isinstance(value, np.ndarray)]
-                loading.finish(Prepared(inputs, Stairs() if asked.has_form else None))
+                loading.finish(Prepared(as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs))
                 del inputs
             self._follow()
 
@@ -660,7 +665,7 @@ class History:
             for flight in generator._launched
             if isinstance(flight, Flight)
             for row in flight.waiting
-            if row.is_last and row not in placed
+            if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         ]
         everywhere = [*placed, *prefilling, *prepared, *unprepared, *forks, *last]
         assert len(set(everywhere)) == len(everywhere), "a row is at two places"
@@ -672,7 +677,9 @@ class History:
         assert all(row.status is Status.DECODE for row in placed) and all(
             row.status is Status.PREFILL for row in prefilling
         )
-        assert all(row.prompt is None for row in placed), "a prompt is kept after its prefill"
+        assert all(row.prompt.encoded is row.prompt.cache is None for row in placed), (
+            "a prompt is kept after its prefill"
+        )
         for group in generator.rows.batch.groups:
             check_alike(group)
             assert group.layers or not group.places

@@ -42,8 +42,8 @@ KNOW_CACHES = ("models", "adapters")
 #: Members of an adapter that the engine calls and reads, and no family has of its own.
 CALLS = frozenset(
     {
-        *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products", "remember_features"),
-        *("check_inputs", "scores_chunks", "max_context", "max_rows", "fingerprint"),
+        *("encode", "encode_together", "prefill", "decode", "make_cache", "with_products"),
+        *("prompt_key", "check_inputs", "scores_chunks", "max_context"),
     }
 )
 #: How many of the last families that were added are looked at.

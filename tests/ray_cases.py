@@ -21,7 +21,8 @@ import ray
 
 from vlm_batch import Request, Result, SamplingParams, VLMBatcher, jobs
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.jobs.ray import Answer, Cluster
+from vlm_batch.jobs.ray import Cluster
+from vlm_batch.jobs.ray_data import Answer
 
 PICTURES = sorted((Path(__file__).parent.parent / "fixtures/images").glob("*_*.png"))[:8]
 MODEL = str(default_checkpoint())

@@ -125,7 +125,7 @@ def cached(answer: Answer) -> int:
 
 def only_resumable(name: str, scenario: str | None = None) -> None:
     """Skips a family whose rows do not go on from others, with the reason that its adapter gives."""
-    if (why := shared_adapter(name).no_prefix_reuse) is None:
+    if (why := shared_adapter(name).spec.no_prefix_reuse) is None:
         return
     if scenario is not None:
         record_none(name, scenario, f"refused: {why}")

@@ -15,8 +15,9 @@ from PIL import Image
 
 from tests.harness import settings_for, shared_adapter
 from vlm_batch import SamplingParams, VLMBatcher, assets
-from vlm_batch.engine.admission import Admission, Sizes
+from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.memory import Sizes
 from vlm_batch.engine.row import Prompt, Row, Status, new_row
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels
@@ -70,7 +71,6 @@ class Waiting:
         """Have everything read that may be, or begun to be, if it is not among ``whole``; its names."""
         names = []
         while (row := self.admission.next_to_prepare()) is not None:
-            assert row.prompt is not None
             row.prompt.loading = self._loadings[row.request_id]  # type: ignore[assignment]
             if whole is None or row.request_id in whole:
                 self.admission.note_read(row)
@@ -94,11 +94,7 @@ class Waiting:
 
     def held(self) -> int:
         """Bytes of what is prepared, counted by hand."""
-        return sum(
-            row.prompt.inputs["pixels"].nbytes
-            for row in self.rows.values()
-            if row.prompt is not None and row.prompt.inputs is not None
-        )
+        return sum(row.prompt.inputs["pixels"].nbytes for row in self.rows.values() if row.prompt.inputs is not None)
 
 
 def test_the_first_of_its_size_goes_alone_and_then_as_many_as_fit() -> None:
@@ -238,7 +234,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
         engine.take_in(*processing)
         processing.clear()
         check(engine)
-        prepared = [row for row in engine.rows.values() if row.prompt is not None and row.prompt.inputs is not None]
+        prepared = [row for row in engine.rows.values() if row.prompt.inputs is not None]
         if not prepared:
             break
         engine.end(prepared[0].request_id)
@@ -247,15 +243,13 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
 
 
 def check(engine: Waiting) -> None:
-    sizes = sorted(
-        row.prompt_bytes for row in engine.rows.values() if row.prompt is not None and row.prompt.inputs is not None
-    )
+    sizes = sorted(row.prompt.nbytes for row in engine.rows.values() if row.prompt.inputs is not None)
     assert sum(sizes[:-1]) <= BOUND
     assert engine.admission.nbytes >= sum(sizes)
 
 
 def test_sizes_go_by_the_next_larger_picture() -> None:
-    sizes = Sizes()
+    sizes = Sizes(max)
     assert sizes.expected(5) is None
     sizes.note(100, 800)
     sizes.note(110, 700)
@@ -292,7 +286,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def taken(self: Admission, *given: Any) -> None:
         take_in(self, *given)
-        found.append(sum(row.prompt_bytes for row in self.prepared.values()))
+        found.append(sum(row.prompt.nbytes for row in self.prepared.values()))
 
     monkeypatch.setattr(Admission, "take_in", taken)
     return found

@@ -123,6 +123,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}
     chat = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, part]}]
     bare = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, {"type": "image"}]}]
+    assert batcher.submit(CIRCLE, DESCRIBE).result(timeout=60).error is None  # all that follow find its state
     handles = [
         batcher.submit(CIRCLE, DESCRIBE),
         batcher.submit(str(CIRCLE), DESCRIBE),

@@ -19,6 +19,7 @@ from tests.zoo import family as tiny_family
 from vlm_batch import Caches, SamplingParams, VLMBatcher
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingGridTower
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import arrays_of, as_mlx, own_array
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
@@ -142,7 +143,7 @@ def grid_towers() -> list[str]:
 def remembering(name: str) -> tuple[Adapter, FeatureStore]:
     adapter = type(shared_adapter(name))(tiny_family(name).build())
     store = FeatureStore(ByteBudget(2**28))
-    adapter.remember_features(store)
+    remember_features(adapter, store)
     return adapter, store
 
 

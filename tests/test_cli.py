@@ -86,6 +86,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_the_help_says_what_run_does_without_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    (said,) = re.findall(r"--model PATH\|HUB_ID\s+(the model.+?)--", capsys.readouterr().out, re.DOTALL)
+    assert " ".join(said.split()).startswith("the model (needed, but for the sample pictures")
+    assert cli.main(["run", "pictures"]) == 2
+    assert "name a model with --model PATH|HUB_ID" in capsys.readouterr().err
+
+
 def test_run_asks_one_question_about_every_picture(
     folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +279,7 @@ def test_answers_are_never_replaced_unasked(folder: Path, capsys: pytest.Capture
 
 
 def test_names_that_are_no_utf8(folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are asked, shown, and written so that reading gives the same name back."""
+    """They are asked, shown, and written as shells and Python take them."""
     name = os.fsdecode(b"pictures/caf\xe9.png")
     try:
         (folder / "pictures" / "b.png").rename(name)
@@ -278,11 +287,11 @@ def test_names_that_are_no_utf8(folder: Path, batcher: ScriptedBatcher, capsys: 
         pytest.skip("this file system takes UTF-8 only")
     assert cli.main(["run", "pictures", "--json", "out.jsonl"], open_batcher=batcher) == 0
     lines = [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert name in [line["request_id"] for line in lines]
+    assert r"pictures/caf\xe9.png" in [line["request_id"] for line in lines]
     out, err = capsys.readouterr()
     assert "caf\\xe9.png" in out and "caf\\xe9.png" in err
     assert cli.main(["run", name, "--json", "-"], open_batcher=ScriptedBatcher()) == 0
-    assert json.loads(capsys.readouterr().out)["images"] == [name]
+    assert json.loads(capsys.readouterr().out)["images"] == [r"pictures/caf\xe9.png"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
@@ -348,12 +357,31 @@ def test_a_file_in_two_spellings_is_asked_once(folder: Path, batcher: ScriptedBa
     ]
 
 
+def test_folders_have_what_pillow_reads(
+    folder: Path, batcher: ScriptedBatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing else; of pictures of other kinds it is said why not."""
+    kinds = ("jp2", "ico", "tga", "ppm", "pgm", "pcx", "qoi", "apng", "dib", "JPG", "webp", "tif")
+    others = {"eps": "EPS", "sgi": "SGI", "dds": "DDS"}
+    for kind in (*kinds, *others):
+        Image.new("RGB", (24, 16), "red").save(folder / "pictures" / "inside" / f"a.{kind}")
+    (folder / "pictures" / "inside" / "scan.pdf").touch()
+    assert cli.main(["run", "pictures/inside"], open_batcher=batcher) == 0
+    found = {str(request.request_id) for request in batcher.requests}
+    assert found == {f"pictures/inside/a.{kind}" for kind in kinds} | {"pictures/inside/c.webp"}
+    assert all(load_image(name).getpixel((1, 1))[0] > 200 for name in found - {"pictures/inside/c.webp"})  # type: ignore[index]
+    said = capsys.readouterr().err
+    assert all(f"1 .{end} ({name} is not read here: to be saved as PNG first)" in said for end, name in others.items())
+    assert "1 .pdf (--pdf takes them)" in said
+
+
 def test_linked_folders_and_what_is_skipped(
     folder: Path, batcher: ScriptedBatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Links are followed, none twice, and nothing is left out without a word."""
     monkeypatch.setattr("vlm_batch.jobs.files.find_spec", lambda name: None)  # as if pillow-heif were not installed
     monkeypatch.delitem(sys.modules, "pillow_heif", raising=False)
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for name in ("scan.jfif", "photo.heic", "clip.mp4", "more.heic"):

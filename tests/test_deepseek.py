@@ -24,6 +24,7 @@ from tests.zoo import VOCABULARY, family, generate_alone
 from tests.zoo.deepseek_v4 import VISION, made, settings
 from tests.zoo.deepseek_v41 import token_map
 from vlm_batch import SamplingParams, VLMBatcher
+from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.caches import PoolCache
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading import load_model
@@ -184,12 +185,12 @@ def test_tables_stay_in_their_files(v41: Path) -> None:
 
 def test_another_table_is_another_model(v41: Path, tmp_path: Path) -> None:
     """What is kept of one model's rows is not another's, though their tables are all that differs."""
-    fingerprint = DeepseekV41(load_model(v41)[0]).fingerprint
+    before = fingerprint(DeepseekV41(load_model(v41)[0]))
     shutil.copytree(v41, tmp_path / "model")
     weights: Any = mx.load(str(v41 / "model.safetensors"))
     weights["language_model.layers.1.engram.embed.weight"] = weights["language_model.layers.1.engram.embed.weight"] + 1
     mx.save_safetensors(str(tmp_path / "model" / "model.safetensors"), weights)
-    assert DeepseekV41(load_model(tmp_path / "model")[0]).fingerprint != fingerprint
+    assert fingerprint(DeepseekV41(load_model(tmp_path / "model")[0])) != before
 
 
 def test_tables_without_their_map_are_refused(v41: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from tests.house import CALLS, public_members
 from tests.test_parity import SCENARIOS
 from tests.zoo import FAMILIES
 from vlm_batch import families
+from vlm_batch.caches.cross import CrossCache
 from vlm_batch.cli import facts
 from vlm_batch.cli import main as cli
 
@@ -131,7 +133,9 @@ def test_the_adapter_guide_names_every_hook_and_no_other() -> None:
     from vlm_batch.adapters.base import Adapter
     from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
 
-    named = [name for cell in first_cells("hook") for name in re.findall(r"`(\w+)`", cell)]
+    first = re.findall(r"`(\w+)`", "".join(first_cells("hook")))
+    assert len(first) == 15
+    named = first + re.findall(r"`(\w+)`", "".join(first_cells("hook of few")))
     assert len(named) == len(set(named))
     public = public_members() - CALLS - {"spec"}
     grids = {name for kind in (GridAdapter, MRoPEAdapter) for name in vars(kind) if not name.startswith("_")}
@@ -141,8 +145,21 @@ def test_the_adapter_guide_names_every_hook_and_no_other() -> None:
     assert not overridden & CALLS, "the engine's calls are every family's"
     assert overridden & (public | grids) <= set(named)
     assert all(
-        len(row.strip("|").split("|")) == 3 for row in GUIDE.split("| hook |")[1].split("\n\n")[0].splitlines()[2:]
+        len(row.strip("|").split("|")) == 3
+        for heading in ("hook", "hook of few")
+        for row in GUIDE.split(f"| {heading} |")[1].split("\n\n")[0].splitlines()[2:]
     )
+
+
+def test_the_adapter_guide_shows_families_as_they_are() -> None:
+    blocks = re.findall(
+        r"```python\n(.*?)```", GUIDE.split("### Three examples")[1].split("### Advanced")[0], re.DOTALL
+    )
+    sources = {spec.adapter.__name__: inspect.getsource(spec.adapter) for spec in families() if spec.adapter}
+    assert len(blocks) == 3
+    for block in blocks:
+        name = re.match(r"class (\w+)\(", block)[1]  # type: ignore[index]
+        assert [line for line in block.splitlines() if line not in sources[name].splitlines()] == []
 
 
 def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
@@ -162,7 +179,9 @@ def test_the_adapter_guide_has_a_family_to_copy_for_every_kind() -> None:
         "plain": lambda one: not issubclass(one, MRoPEAdapter) and one.row_caches is Adapter.row_caches,
         "M-RoPE": lambda one: issubclass(one, MRoPEAdapter),
         "two-way": lambda one: one.atomic_spans is not Adapter.atomic_spans,
-        "cross-attention": lambda one: one.split is not Adapter.split or one.decode_extras is not Adapter.decode_extras,
+        "cross-attention": lambda one: any(
+            type(cache) is CrossCache for cache in shared_adapter(one.spec.family).make_cache()
+        ),
         "recurrent": lambda one: any(
             type(cache) is ArraysCache for cache in shared_adapter(one.spec.family).make_cache()
         ),

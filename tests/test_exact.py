@@ -59,7 +59,7 @@ from vlm_batch.loading import load_model
 from vlm_batch.loading.exactness import Joint, fixed_shapes, prove
 from vlm_batch.models import _kimi_k3
 from vlm_batch.policy import POLICIES, Policy
-from vlm_batch.records import Call, DecodeStep, PromptKey
+from vlm_batch.records import Call, DecodeStep, Graphs, PromptKey
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import Device
 from vlm_batch.store.proofs import FOLDER, read_proof, write_proof
@@ -747,7 +747,7 @@ def test_steps_are_compiled_where_graphs_have_the_same_bits(monkeypatch: pytest.
     """Graphs that round otherwise are seen by the proof, and not made."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     adapter = adapter_of("qwen2_vl", "bfloat16")
-    monkeypatch.setattr(type(adapter), "graphs_pay", True)
+    monkeypatch.setattr(type(adapter), "graphs", Graphs.BY_DEFAULT)
     proof = prove(adapter, None, Placement.SLAB)
     assert proof.graphs and prove(adapter, None, Placement.SLAB) == proof  # from its file
     compiled, calls = CompiledDecode.__call__, list[int]()

@@ -40,7 +40,7 @@ def test_a_picture_for_a_text_model(name: str) -> None:
 def test_a_prompt_without_room_for_its_picture(name: str) -> None:
     """Upstream's merges drop what they have no place for."""
     inputs = as_mlx(inputs_of(name, "image:1:1"))
-    for token in shared_adapter(name).image_token_ids():
+    for token in shared_adapter(name).image_token_ids:
         inputs["input_ids"] = mx.where(inputs["input_ids"] == token, 1, inputs["input_ids"])
     with pytest.raises(InvalidPrompt, match="placeholder tokens; the prompt has 0"):
         shared_adapter(name).encode(inputs)
@@ -67,7 +67,7 @@ def test_a_token_of_another_vocabulary(name: str) -> None:
 def test_a_mark_beyond_the_table_without_a_picture(name: str) -> None:
     """The ids by which these families mark a picture's positions have no embedding; without pictures nothing replaces them."""
     adapter = shared_adapter(name)
-    marks = {*adapter.image_token_ids(), getattr(adapter.config, "image_token_index", 0) or 0}
+    marks = {*adapter.image_token_ids, getattr(adapter.config, "image_token_index", 0) or 0}
     beyond = [token for token in marks if not 0 <= token < (num_words(adapter.token_table) or 0)]
     assert beyond
     for token in beyond[:4]:
@@ -107,7 +107,7 @@ def test_what_another_familys_processor_returns(name: str, foreign: str) -> None
 @pytest.mark.parametrize("name", ["inkling", "muse_spark", "glm5_next", "plamo2vl", "mistral_large3"])
 def test_pictures_and_placeholders_that_do_not_match(name: str) -> None:
     inputs = as_mlx(inputs_of(name, "image:1:1"))
-    for token in shared_adapter(name).image_token_ids():
+    for token in shared_adapter(name).image_token_ids:
         inputs["input_ids"] = mx.where(inputs["input_ids"] == token, 1, inputs["input_ids"])
     with pytest.raises((InvalidPrompt, ValueError), match="token"):
         shared_adapter(name).encode(inputs)
@@ -124,7 +124,7 @@ def test_a_config_without_a_picture_token() -> None:
 def _changed(name: str, change: str) -> dict[str, Any]:
     """A picture's inputs, made by hand: ``change`` says how the prompt's placeholders are not the picture's."""
     given = as_mlx(inputs_of(name, "image:1:1"))
-    marks = list(shared_adapter(name).image_token_ids())
+    marks = list(shared_adapter(name).image_token_ids)
     ids = np.array(given["input_ids"])
     places = np.flatnonzero(np.isin(ids[0], marks))
     if change == "no picture":
@@ -146,7 +146,7 @@ def _changed(name: str, change: str) -> dict[str, Any]:
 def test_as_many_placeholders_as_the_pictures_have_features(name: str, change: str) -> None:
     """The prompt says so many, the picture needs so many: refused with the numbers, where mlx-vlm answers some of them."""
     adapter = shared_adapter(name)
-    if not np.isin(inputs_of(name, "image:1:1")["input_ids"], list(adapter.image_token_ids())).any():
+    if not np.isin(inputs_of(name, "image:1:1")["input_ids"], list(adapter.image_token_ids)).any():
         pytest.skip("its processor says by position where pictures stand, or it takes none")
     given = _changed(name, change)
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_the_prompt_of_one_picture_with_the_pictures_of_two(name: str) -> None:
     """And the other way round: no merge may leave a picture out, or take one twice."""
     adapter = shared_adapter(name)
     one, two = inputs_of(name, "image:1:1"), inputs_of(name, "two:1")
-    counts = [int(np.isin(given["input_ids"], list(adapter.image_token_ids())).sum()) for given in (one, two)]
+    counts = [int(np.isin(given["input_ids"], list(adapter.image_token_ids)).sum()) for given in (one, two)]
     if counts[0] == counts[1]:
         pytest.skip("its processor says by position where pictures stand, or gives both prompts as many placeholders")
     for asked, shown in ((one, two), (two, one)):

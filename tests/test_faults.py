@@ -471,7 +471,6 @@ def test_whatever_loading_raises_ends_its_request_alone(
 def test_without_threads_a_request_ends_and_none_waits(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may give no thread to any pool: to read on, to process on, or for what is watched."""
     begin = threads.start
-    monkeypatch.setattr("vlm_batch.inputs.pool.IDLE_SECONDS", 0.01)
     for lacking in ("reader", "loader", "watch"):
         with VLMBatcher(CHECKPOINT) as own:
 
@@ -1139,7 +1138,7 @@ def test_pictures_are_encoded_beside_others_only_where_there_is_room() -> None:
         ]
         alone = own.generate(asks)
         full = EncoderMemory(limit=0)
-        full._seen[10] = 1
+        full._sizes._seen[10] = 1
         generator.runner.encoding = full
         beside: list[int] = []
         encode = generator.adapter.encode

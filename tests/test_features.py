@@ -12,7 +12,7 @@ from tests.harness import every_family, inputs_of, shared_adapter
 from tests.reuse_cases import Asker
 from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.towers import vision_towers
+from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.arrays import as_mlx, join_rows, split_rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.store.budget import ARRAY_BYTES, ByteBudget
@@ -36,7 +36,7 @@ def remembering(name: str, budget: int = 2**28) -> tuple[Adapter, FeatureStore, 
                 return super().__call__(*args, **kwargs)
 
         tower.__class__ = Counted
-    adapter.remember_features(store)
+    remember_features(adapter, store)
     return adapter, store, calls
 
 
@@ -169,7 +169,7 @@ def test_pixels_in_the_tower_s_type_are_not_read_back(name: str, monkeypatch: py
     model.set_dtype(mx.bfloat16)
     adapter = type(shared_adapter(name))(model)
     store = FeatureStore(ByteBudget(2**28))
-    adapter.remember_features(store)
+    remember_features(adapter, store)
     read: list[mx.Dtype] = []
     whole = module.array_bytes
     monkeypatch.setattr(module, "LARGE", 1)

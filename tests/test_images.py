@@ -73,6 +73,40 @@ def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
     assert [image.getpixel((x, 0))[0] for x in range(3)] == [0, 64, 255]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "shown"),
+    [
+        (np.float32, [0, 0.25, 1], [0, 64, 255]),
+        (np.float32, [-0.02, 0.5, 1.04], [0, 128, 255]),  # as resampling leaves it
+        (np.float32, [0, 64, 255], [0, 64, 255]),
+        (np.float32, [0, 1024, 4096], [0, 64, 255]),
+        (np.float32, [-500, 0, 500], [0, 128, 255]),
+        (np.int32, [0, 64, 255], [0, 64, 255]),
+        (np.int32, [0, 16448, 65535], [0, 64, 255]),
+        (np.int32, [0, 2**29, 2**30], [0, 128, 255]),
+        (np.int32, [-100, 0, 100], [0, 128, 255]),
+        (np.float32, [7, 7, 7], [7, 7, 7]),
+        (np.float32, [-7, -7, -7], [0, 0, 0]),
+    ],
+)
+def test_wide_grey_is_scaled_by_its_numbers(kind: Any, values: list[float], shown: list[int]) -> None:
+    file = BytesIO()
+    Image.fromarray(np.array([values], kind)).save(file, format="TIFF")
+    image = np.asarray(load_image(file.getvalue()))
+    assert image[0].tolist() == [[grey] * 3 for grey in shown]
+
+
+def test_transparent_grey_of_sixteen_bits_is_laid_on_white() -> None:
+    file = BytesIO()
+    Image.fromarray(np.array([[0, 65535, 257]], np.uint16)).save(file, format="PNG", transparency=0)
+    assert np.asarray(load_image(file.getvalue()))[0, :, 0].tolist() == [255, 255, 1]
+
+
+@pytest.mark.parametrize("mode", ["La", "RGBa"])
+def test_premultiplied_pictures_are_laid_on_white(mode: str) -> None:
+    assert load_image(Image.new(mode, (2, 1))).getpixel((0, 0)) == (255, 255, 255)
+
+
 @pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "LA", "YCbCr", "HSV", "F", "I"])
 def test_other_modes_become_rgb(mode: str) -> None:
     picture = Image.new("L", (3, 2), 200).convert("RGB").convert(mode) if mode != "HSV" else red().convert("HSV")

@@ -13,7 +13,7 @@ from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 from tests.harness import shared_adapter
 from vlm_batch.caches import IndexedCache
 from vlm_batch.caches.indexed import STEP
-from vlm_batch.caches.layers import is_whole_kind, kind_of
+from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.turbo import TurboCache
@@ -54,7 +54,7 @@ def test_a_saved_index_is_cut_and_never_written_to(length: int) -> None:
     cache = IndexedCache()
     keys, positions = filled(cache)
     state = kind_of(cache).saved(cache.offset)
-    assert state.is_whole and is_whole_kind(cache)
+    assert state.is_whole and kind_of(cache).is_whole
     filled(cache)  # what the row does later is its own affair
     for _ in range(2):
         again = state.restore(length)

@@ -120,6 +120,7 @@ def test_streams_are_answered_while_they_are_read() -> None:
         ({"image": ["a"]}, {}, "has no column 'prompt'"),
         ({"image": ["a"]}, {"prompt": "?", "image": "picture"}, "no column 'picture'"),
         ({"image": ["a"], "answer": ["b"]}, {"prompt": "?"}, "has a column 'answer' already"),
+        ({"img": ["a"]}, {"prompt": "?"}, "no column of images, but 'img'"),
         ({"image": ["a"]}, {"prompt": " "}, "the prompt is empty"),
     ],
 )

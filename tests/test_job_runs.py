@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import io
 import json
 import os
 import random
@@ -20,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,7 +32,7 @@ from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
 from vlm_batch.handle import Handle
-from vlm_batch.jobs import journal, order
+from vlm_batch.jobs import journal, map_table, order
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import InvalidJob, Row, Shard
 from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
@@ -167,7 +170,7 @@ def test_output_that_is_there_is_refused_resumed_or_replaced(
 
 
 def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ids of files are their paths: the same folder in other words goes on, and a whole path is said not to."""
+    """Ids of files are their paths: the same folder in other words goes on, and a whole path does when told."""
     (folder / "pics").mkdir()
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(folder / "pics" / name)
@@ -178,9 +181,54 @@ def test_rows_in_another_spelling(folder: Path, capsys: pytest.CaptureFixture[st
         assert cli.main(["run", spelled, *command], open_batcher=echo) == 0
         assert not echo.opened
     assert "in the output is to one of these rows" not in capsys.readouterr().err
-    assert cli.main(["run", str(folder / "pics"), *command], open_batcher=Echo()) == 0
+    refused, before = Echo(), Path("out.jsonl").read_bytes()
+    assert cli.main(["run", str(folder / "pics"), *command], open_batcher=refused) == 2
     said = "none of the 2 answers in the output is to one of these rows: are paths spelled as in its first run?"
     assert said in capsys.readouterr().err
+    assert not refused.opened and Path("out.jsonl").read_bytes() == before
+    assert cli.main(["run", str(folder / "pics"), *command, "--force"], open_batcher=Echo()) == 0
+    assert said in capsys.readouterr().err and len(told("out.jsonl")) == 4
+
+
+@pytest.mark.parametrize("output", [["--out", out] for out in OUTPUTS] + [["--sidecar", ".txt"]], ids=" ".join)
+def test_pictures_that_have_changed_are_noticed(
+    folder: Path, output: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By size and time, also those of an older file; what is gone or new since is not changed."""
+    (folder / "pics").mkdir()
+    for name in "abcd":
+        Image.new("RGB", (4, 4)).save(folder / "pics" / f"{name}.png")
+    command = ["run", "pics", "--quiet", *output]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    (folder / "pics/d.png").unlink()
+    Image.new("RGB", (4, 4)).save(folder / "pics/e.png")
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+    os.utime(folder / "pics/b.png", (1, 1))
+    Image.new("RGB", (90, 50)).save(folder / "pics/e.png")
+    capsys.readouterr()
+    refused = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=refused) == 2 and not refused.opened
+    assert "files of 2 answered rows have changed since: pics/b.png, pics/e.png." in capsys.readouterr().err
+    assert cli.main([*command, "--resume", "--force"], open_batcher=refused) == 0 and not refused.opened
+    again = Echo()
+    assert cli.main([*command, "--overwrite"], open_batcher=again) == 0 and len(again.asked) == 4
+    assert cli.main([*command, "--resume"], open_batcher=refused) == 0 and not refused.opened
+
+
+def test_weights_that_have_changed_are_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (folder / "model" / name).write_text("{}")
+    command = [*RUN, "--model", "model", "--out", "out.jsonl", "--resume"]
+    assert cli.main(command, open_batcher=Echo(stop_after=5)) == 130
+    (folder / "model" / "README.md").write_text("other")
+    assert cli.main(command, open_batcher=Echo(stop_after=5)) == 130
+    (folder / "model" / "model.safetensors").write_text("other")
+    refused = Echo()
+    assert cli.main(command, open_batcher=refused) == 2 and not refused.opened
+    assert "the model's files have changed: model.safetensors. --force goes on" in capsys.readouterr().err
+    assert cli.main([*command, "--force"], open_batcher=Echo()) == 1
+    assert cli.main(command, open_batcher=Echo()) == 1  # the header is that of the last run
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -359,7 +407,7 @@ def test_rows_that_cannot_be_asked_are_errors_of_their_own(folder: Path, capsys:
     assert rows["a"][1] is None
     assert "rows.jsonl:2: the line is not JSON" in rows["rows.jsonl:2"][1]
     assert "'kind' is not there" in rows["b"][1]
-    assert "1 row cannot be asked: ...: the line is not JSON" in capsys.readouterr().err
+    assert "1 row cannot be asked: rows.jsonl:2: the line is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [("id", "image"), ("image",)], ids=["in a picture", "in an id"])
@@ -443,6 +491,30 @@ def test_names_that_are_no_utf8_are_gone_on_with(folder: Path, out: str) -> None
     again = Echo()
     assert cli.main([*command, "--resume"], open_batcher=again) == 0
     assert not again.opened and len(told(out)) == 1
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_every_reader_takes_names_that_are_no_utf8(folder: Path, out: str) -> None:
+    """Ids, pictures, errors and columns with their names, in whatever form they are written, and in the report."""
+    row = {"image": os.fsdecode(b"bad\xe9.png"), os.fsdecode(b"no\xe9"): os.fsdecode(b"caf\xe9"), "half": "\ud83d"}
+    lines = [{"id": os.fsdecode(b"r\xe9"), **row}, {"id": "r", **row}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    columns = f"image,half,{os.fsdecode(bytes([110, 111, 233]))},images"
+    command = ["run", "rows.jsonl", "--quiet", "--out", out, "--columns", columns, "--report", "r.html"]
+    assert cli.main(command, open_batcher=Echo()) == 1
+    read = {".jsonl": (pd.read_json, pl.read_ndjson), ".csv": (pd.read_csv, pl.read_csv)}
+    readers = read.get(Path(out).suffix, (pd.read_parquet, pl.read_parquet))
+    with open(out, "rb") as file:
+        tables = [readers[0](file, **({"lines": True} if out.endswith("jsonl") else {})), readers[1](out).to_pandas()]
+    for table in tables:
+        assert sorted(table["id"]) == ["r", r"r\xe9"]
+        assert list(table["image"]) == [r"bad\xe9.png"] * 2
+        assert list(table["error"]) == [r"InvalidImage: bad\xe9.png is bad"] * 2
+        assert list(table["half"]) == [r"\ud83d"] * 2
+        assert list(table[r"no\xe9"]) == [r"caf\xe9"] * 2
+    assert r"bad\xe9.png" in Path("r.html").read_text()
+    again = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=again) == 1 and not again.opened
 
 
 def test_log_probabilities_of_a_row_are_written(folder: Path) -> None:
@@ -936,7 +1008,7 @@ def test_memory_does_not_grow_with_the_rows(folder: Path) -> None:
                     file.write(json.dumps({"id": f"row {number}", "image": "a.png", "text": "x" * 5000}) + "\\n")
             sources, _ = open_sources(["many.jsonl"])
             echo = Forgets()
-            run(sources, open_sink(f"{count}.jsonl"), lambda: echo(None), questions=Questions(("?",)))
+            run(sources, open_sink(f"{count}.jsonl"), lambda: echo(None), questions=Questions(("?",)), carried=("text",))
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     """
     run = subprocess.run(
@@ -1004,5 +1076,144 @@ def test_a_long_reason_is_marked_where_it_is_cut() -> None:
     figures = Summary()
     item = Item(id="a.png", row=Row(id="a.png"))
     figures.add(item, Result(request_id="a.png", finish_reason="error", error="a.png: " + "long " * 60))
-    ((reason, count),) = figures.reasons.items()
-    assert (len(reason), count, reason[:3], reason[-3:]) == (MAX_REASON, 1, "...", "...")
+    ((reason, count),) = figures.reasons.most_common()
+    assert (len(reason), count, reason[:5], reason[-3:]) == (MAX_REASON, 1, "a.png", "...")
+
+
+def test_failures_are_counted_by_kind_and_shown_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the ids are: the id of a row is no part of another word."""
+
+    class Fails(Echo):
+        def answer(self, request: Request) -> Result:
+            name = str(request.images[0])
+            said = "does not exist" if "missing" in name else f"has {len(self.asked)} x 9 pixels"
+            self.asked.append(name)
+            return Result(
+                request_id=request.request_id or "", finish_reason="error", error=f"InvalidImage: {name} {said}"
+            )
+
+    monkeypatch.setattr("vlm_batch.cli.watching.FIGURES_FROM", 1)
+    names = [f"missing{number}000{number}.png" for number in range(3)] + ["my photos/a large one.png", "is.png"]
+    rows = [{"id": one, "image": name} for one, name in zip("0is1n", names, strict=True)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{1\n{2 3\n")
+    assert cli.main(["run", "rows.jsonl", "--report", "r.html", "--quiet"], open_batcher=Fails()) == 1
+    out, err = capsys.readouterr()
+    assert "2 rows cannot be asked, the first: rows.jsonl:6: the line is not JSON" in err
+    table = out[out.index("failures, by the first of each kind") :]
+    assert re.findall(r"^\s*(\d+)\s+(.+?)\s*$", table, re.MULTILINE)[:2] == [
+        ("3", "InvalidImage: missing10001.png does not exist"),
+        ("2", "InvalidImage: my photos/a large one.png has 2 x 9 pixels"),
+    ]
+    assert "InvalidImage: missing10001.png does not exist" in Path("r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "said"),
+    [
+        ({"img": "a.png"}, [], "the line has 'img', which no request has ('image' is probably meant)"),
+        (
+            {"image": "a.png", "promt": "?"},
+            [],
+            "the line has 'promt', which no request has ('prompt' is probably meant)",
+        ),
+        (
+            {"image": "a.png", "xyzzy": 1},
+            [],
+            "the line has 'xyzzy', which no request has; where it is a column, name it",
+        ),
+        ({"image": "a.png", "xyzzy": 1}, ["--columns", "xyzzy"], None),
+        ({"image": "a.png", "xyzzy": 1}, ["--prompt", "what {xyzzy}?"], None),
+        ({"img": "a.png"}, ["--image-column", "img"], None),
+        ({"custom_id": "a", "file_name": "a.png", "prompt": "?", "params": {"seed": 1}}, [], None),
+    ],
+    ids=str,
+)
+def test_keys_that_no_request_has_are_refused(
+    folder: Path,
+    line: dict[str, Any],
+    options: list[str],
+    said: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the job begins where every line has them, else as that row's error; a stream's rows are known as they come."""
+    whole = {"id": "whole", "image": "b.png"} | {name: "?" for name in ("img",) if "--image-column" in options}
+    echo, text = Echo(), json.dumps(line) + "\n"
+    (folder / "rows.jsonl").write_text(text)
+    command = ["run", "rows.jsonl", "--quiet", "--out", "out.jsonl", *options]
+    assert cli.main(command, open_batcher=echo) == (0 if said is None else 2)
+    assert (said or "") in capsys.readouterr().err and echo.opened == (said is None)
+    if said is not None:
+        (folder / "rows.jsonl").write_text(json.dumps(whole) + "\n" + text)
+        monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(whole) + "\n" + text))
+        for source in ("rows.jsonl", "-"):
+            out = f"{len(source)}.jsonl"
+            assert cli.main(["run", source, "--quiet", "--out", out], open_batcher=Echo()) == 1
+            whole_row, row = sorted(answers(out), key=lambda row: row["error"] is not None)
+            assert (whole_row["id"], row["images"]) == ("whole", line.get("image", []) and ["a.png"])
+            assert said in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("header", "options", "said"),
+    [
+        ("img,kind", [], "t.csv has no column of images, but 'img': --image-column img takes it for that"),
+        ("Photo,kind", [], "--image-column Photo takes it for that"),
+        ("image_pth,kind", ["--prompt", "what {kind}?"], "--image-column image_pth takes it"),
+        ("image,promt", [], "t.csv has no column of prompts, but 'promt': --prompt-column promt takes it"),
+        ("image,promt", ["--prompt", "what?"], None),
+        ("img,kind", ["--image-column", "img"], None),
+        ("img,kind", ["--columns", "img"], None),
+        ("file_name,image_id", [], None),
+        ("review,kind", ["--prompt", "what is {review}?"], None),
+    ],
+)
+@pytest.mark.parametrize("table", ["t.csv", "t.parquet"])
+def test_columns_that_are_probably_misspelt_are_refused(
+    folder: Path, table: str, header: str, options: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing else holds the pictures or the prompts; the columns of a table are its own otherwise."""
+    (folder / "t.csv").write_text(f"{header}\na.png,b\n")
+    pq.write_table(pa.table(dict(zip(header.split(","), [["a.png"], ["b"]], strict=True))), "t.parquet")
+    echo = Echo()
+    assert cli.main(["run", table, "--quiet", *options], open_batcher=echo) == (0 if said is None else 2)
+    assert (said or "").replace("t.csv", table) in capsys.readouterr().err and echo.opened == (said is None)
+
+
+def test_an_answer_that_is_cut_before_it_has_its_form_is_an_error(tmp_path: Path) -> None:
+    """In every output, with the text that there is; its row is asked again when told."""
+    shape = {"type": "object", "properties": {"colour": {"type": "string"}}, "required": ["colour"]}
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    picture, said = (
+        str(sample_images()[0]),
+        "CutAnswer: the answer was ended by its longest length (max_tokens is 2) before",
+    )
+    forms = {"json": ["--json-schema", str(tmp_path / "shape.json")], "choice": ["--choice", "a very long blue choice"]}
+    with VLMBatcher(default_checkpoint()) as batcher:
+        for name, form in forms.items():
+            command = ["run", picture, "--quiet", "--max-tokens", "2", *form]
+            for out in (str(tmp_path / f"{name}{suffix}") for suffix in (".csv", ".jsonl")):
+                columns = ["--columns", "colour"] if out.endswith("json.csv") else []
+                assert cli.main([*command, "--out", out, *columns], open_batcher=lambda args: nullcontext(batcher)) == 1
+                (row,) = answers(out)
+                assert row["error"].startswith(said)
+            assert row["text"] and row["finish_reason"] == "length"
+        table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"json_schema": shape, "max_tokens": 2})
+        assert table.column("answer_error").to_pylist()[0].startswith(said)
+        table = map_table(batcher, pa.table({"image": [picture]}), "?", params={"json_schema": {"enum": [None]}})
+        assert table.column("answer").to_pylist() == ["null"]
+
+
+@pytest.mark.parametrize("out", ["x.xlsx", "x.json", "x.jsonl.gz", "x.txt"])
+def test_an_output_of_an_unknown_form_is_refused(folder: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    echo = Echo()
+    assert cli.main([*RUN, "--out", out], open_batcher=echo) == 2
+    suffix = Path(out).suffix
+    assert (
+        f"{suffix} is no form of output that is known here; .jsonl, .ndjson, .csv, .tsv, .parquet, .pq are"
+        in capsys.readouterr().err
+    )
+    assert not echo.opened and not Path(out).exists()
+    assert cli.main([*RUN, "--json", out], open_batcher=Echo()) == 1 and Path(out).read_bytes().count(b"\n") == 20

@@ -51,18 +51,20 @@ def test_plain_json_lines(folder: Path) -> None:
         {"id": 7, "images": ["b.png", "http://x/c.png"], "prompt": "compare"},
         {"messages": [{"role": "user", "content": "hello"}]},
         {"prompt": "only words"},
-        {"image": {"bytes": None, "path": "d.png"}},
+        {"image": {"bytes": None, "path": "d.png"}, "images": None},
+        {"image": None, "images": ["b.png"]},
     ]
     (folder / "in").mkdir()
     (folder / "in" / "a.png").write_bytes(png())
     (folder / "in" / "rows.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
-    a, b, chat, words, d = rows_of("in/rows.jsonl")
+    a, b, chat, words, d, e = rows_of("in/rows.jsonl")
     assert (a.id, a.images, a.prompt, a.params["max_tokens"]) == ("a", ("in/a.png",), "what?", 5)
     assert a.columns["kind"] == "bill"
     assert (b.id, b.images) == ("7", ("in/b.png", "http://x/c.png"))
     assert chat.messages and chat.id == "in/rows.jsonl:5"
     assert words.prompt == "only words" and not words.images
-    assert d.images == ("in/d.png",)
+    assert d.images == ("in/d.png",) and e.images == ("in/b.png",)
+    assert (a.strange, b.strange) == (("kind",), ())
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,13 @@ def test_plain_json_lines(folder: Path) -> None:
         ('{"prompt": "a", "params": {"logits_processors": []}}', "params does not know logits_processors"),
         ('{"prompt": "a", "params": 5}', "params is int, not dict"),
         ('{"prompt": " "}', "the prompt is empty"),
+        ('{"image": "a.png", "images": ["b.png"]}', "image and images exclude each other"),
+        (
+            '{"prompt": "a", "params": {"max_token": 5}}',
+            "params does not know max_token ('max_tokens' is probably meant)",
+        ),
+        ('{"custom_id": "x", "body": {"messages": []}, "image": "a.png"}', "the line has 'image' beside its body"),
+        ('{"custom_id": "x", "body": {"messages": [], "max_token": 1}}', "('max_tokens' is probably meant)"),
         ('{"custom_id": "x", "body": {}}', "body has no list of messages"),
         ('{"custom_id": "x", "body": {"messages": [], "voice": 1}}', "body has 'voice'"),
         ('{"custom_id": "x", "body": {"messages": [], "stream": true}}', "stream is True"),

@@ -305,4 +305,4 @@ def test_what_is_made_of_a_mask_goes_with_it() -> None:
     del mask  # another has come since
     assert kernels.added(other, mx.float16) is kept
     del other
-    assert kernels._last_added is None
+    assert not kernels._made

@@ -73,13 +73,12 @@ def test_a_pool_gives_up_what_hangs_and_goes_on(hung: threading.Event) -> None:
     assert pool.join(60)
 
 
-def test_a_pool_holds_nothing_of_a_call_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_holds_nothing_of_a_call_that_has_ended() -> None:
     """Its thread waits for the next: a picture and its arrays would stay for that long."""
 
     class Large:
         """Stands for a processor's output."""
 
-    monkeypatch.setattr(pools, "IDLE_SECONDS", 300.0)
     pool = Pool(1, "test")
     gone = threading.Event()
     future = pool.submit(Large, Cancelled(), seconds=30)
@@ -125,8 +124,7 @@ def test_what_ends_a_process_ends_one_call(error: BaseException) -> None:
     assert pool.submit(lambda: 7, Cancelled()).result(timeout=60) == 7
 
 
-def test_idle_threads_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "IDLE_SECONDS", 0.05)
+def test_idle_threads_go() -> None:
     pool = Pool(2, "test")
     assert [pool.submit(partial(int, at), Cancelled()).result(timeout=60) for at in range(5)] == [0, 1, 2, 3, 4]
     assert wait(lambda: pool._threads == 0)
@@ -135,14 +133,14 @@ def test_idle_threads_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_lane_goes_its_own_way(site: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread for downloads and every thread for disks waits; texts and bytes in memory go on."""
-    read = module.read_medium
+    read = module.fetch_image
 
     def slow_disk(medium: Any, *args: Any) -> Any:
         if str(medium).startswith("/dead/"):
             hung.wait()
         return read(medium, *args)
 
-    monkeypatch.setattr(module, "read_medium", slow_disk)
+    monkeypatch.setattr(module, "fetch_image", slow_disk)
     policy = FetchPolicy(allow_private=True, seconds=30)
     loaders = Loaders(prepared)
     dead = [loaders.start(Question("?", images=(f"/dead/{at}.png",), fetch=policy)) for at in range(9)]
@@ -187,9 +185,8 @@ def test_pictures_of_one_request_are_fetched_side_by_side_and_stay_in_order(site
 
 
 @pytest.mark.parametrize("ending", ["done", "failed", "cancelled"])
-def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loading_that_has_ended_goes_with_its_last_reference(ending: str) -> None:
     """Without the garbage collector, which counts objects and knows nothing of a picture's megabytes."""
-    monkeypatch.setattr(pools, "IDLE_SECONDS", 0.05)
     begun, may_end = threading.Event(), threading.Event()
 
     def prepare(question: Question, cancelled: Cancelled) -> Prepared:

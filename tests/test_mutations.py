@@ -30,7 +30,7 @@ from vlm_batch.caches import (
     RingSlabCache,
     RowsCache,
     SlabCache,
-    make_layer_cache,
+    kind_of,
 )
 from vlm_batch.engine import scheduler
 from vlm_batch.engine.row import Row
@@ -141,7 +141,7 @@ def _ring_positions(slab: RingSlabCache) -> mx.array:
 @pytest.mark.parametrize("name", every_family())
 def test_slabs_without_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths in one slab must not see what lies past their own ends."""
-    layers = [make_layer_cache(single, Placement.SLAB, 1) for single in shared_adapter(name).make_cache()]
+    layers = [kind_of(single).batched(Placement.SLAB, 1) for single in shared_adapter(name).make_cache()]
     if not any(isinstance(layer, (SlabCache, RingSlabCache)) for layer in layers):
         pytest.skip("none of the family's layers lies in a slab")
     for kind in (SlabCache, RingSlabCache):

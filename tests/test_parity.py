@@ -30,6 +30,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.models import families, spec_for
+from vlm_batch.records import Graphs
 from vlm_batch.types import SamplingParams
 
 IMAGES = ("image:1:0", "image:2:1", "image:3:2")
@@ -59,7 +60,7 @@ def equal_prompts(name: str) -> list[Ask]:
 def middle_of_image(name: str) -> dict[str, Any]:
     """A budget whose first chunk ends inside the first picture."""
     ids = np.asarray(inputs_of(name, IMAGES[2])["input_ids"])[0].tolist()
-    image_ids = shared_adapter(name).image_token_ids()
+    image_ids = shared_adapter(name).image_token_ids
     inside = [position for position, token in enumerate(ids) if token in image_ids]
     return chunked((inside[0] + inside[-1]) // 2 + 1 if inside else len(ids) // 2)
 
@@ -188,7 +189,7 @@ def test_every_family_with_videos_is_in_the_video_matrix() -> None:
 @all_families
 def test_parity_with_a_compiled_decode_step(name: str) -> None:
     """Slabs whose decode step is one compiled graph, as on CUDA. One scenario: on a CPU a C++ compiler builds each graph."""
-    if not shared_adapter(name).compiles:
+    if shared_adapter(name).graphs is Graphs.NEVER:
         pytest.skip(f"{name} is not decoded by compiled graphs: its adapter does not declare it, and says why")
     asks, _ = SCENARIOS["place_is_taken_again"]
     check(name, run_family(name, asks(name), placement=Placement.SLAB, compile_decode=True))

@@ -15,13 +15,13 @@ from mlx_vlm.models.deepseek_vl_v2.language import MoEGate
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
 from vlm_batch.adapters.attention import each_row
+from vlm_batch.adapters.longrope import ROW_ROPES
 from vlm_batch.adapters.modules import clone_modules
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.vision import resize_bicubic
 from vlm_batch.caches import BlockCache, BlockSlabCache, RowsCache
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.models.deepseek_vl_v2 import DeepseekVL2
-from vlm_batch.models.phi3_v import Phi3V
 
 BLOCK = 4
 
@@ -147,7 +147,7 @@ def test_greedy_experts_are_mlx_vlms() -> None:
 
 def test_long_rope_is_each_rows_own_choice() -> None:
     rope = SuScaledRoPE(8, 100.0, 64, 8, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
-    patched: Any = clone_modules(rope, Phi3V.patches())
+    patched: Any = clone_modules(rope, ROW_ROPES)
     x = mx.array(np.random.RandomState(6).standard_normal((3, 2, 1, 8)).astype(np.float32))
     together = patched(x, offset=mx.array([2, 7, 30]))
     for row, offset in enumerate((2, 7, 30)):

@@ -12,7 +12,7 @@ from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCach
 
 from tests.harness import NUM_TOKENS, Answer, Ask, check, inputs_of, run, settings_for, shared_adapter
 from vlm_batch.adapters.attention import attention
-from vlm_batch.caches import Placement, RecurrentCache, make_layer_cache
+from vlm_batch.caches import Placement, RecurrentCache, kind_of
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache
@@ -52,7 +52,7 @@ def attend(cache: Any, states: list[mx.array]) -> mx.array:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_place_is_clean_after_a_row_of_nan(kind: str, broken: int) -> None:
     """A row of NaN, one of the same place that ends early, then a shorter one beside a neighbour: as if alone."""
-    layer: Any = make_layer_cache(KINDS[kind](), Placement.SLAB, 4)
+    layer: Any = kind_of(KINDS[kind]()).batched(Placement.SLAB, 4)
     layer.resize(2)
     layer.put(1, row(kind, 9))
     neighbour = row(kind, 9)

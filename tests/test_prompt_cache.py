@@ -28,11 +28,12 @@ from tests.reuse_cases import (
 )
 from tests.zoo import family as tiny_family
 from tests.zoo._build import words
+from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.arrays import as_mlx
-from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache, make_layer_cache
+from vlm_batch.caches import Placement, RecurrentCache, RingSlabCache, RowsCache, SlabCache
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.cross import CrossCache
-from vlm_batch.caches.layers import CacheKind, is_whole_kind, kind_of
+from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.retained import RetainedPromptCache
@@ -247,7 +248,7 @@ def test_a_saved_cache_is_the_cache_and_shares_nothing_with_it(kind: str) -> Non
 def test_put_and_take_are_inverses_for_every_kind(kind: str, placement: Placement, places: tuple[int, ...]) -> None:
     """What a batch was given it gives back, None entries and empty lists as they were, and the neighbours', too."""
     make = {**KINDS, **IN_FEW_BITS}[kind]
-    layer = make_layer_cache(make(), placement, 4)
+    layer = kind_of(make()).batched(placement, 4)
     layer.resize(max(places) + 1)
     right = {}
     for place in places:
@@ -344,7 +345,7 @@ def test_a_fingerprint_tells_models_apart() -> None:
     layer = adapted.language_model.model.layers[0].self_attn
     layer.q_proj = LoRaLayer(layer.q_proj, rank=4)
     nn.quantize(packed, class_predicate=lambda path, module: path.endswith("q_proj"), group_size=32)
-    prints = [Qwen2VL(model).fingerprint for model in (plain, again, touched, other, adapted, packed)]
+    prints = [fingerprint(Qwen2VL(model)) for model in (plain, again, touched, other, adapted, packed)]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 5
 
@@ -404,11 +405,11 @@ def test_a_new_kind_of_cache_needs_its_own_file_only(guides_cache: Any, placemen
     own = guides_cache(mx.zeros((1, 3)))
     own.update_and_fetch(mx.full((1, 12, 3), 0.5))
     single = CacheList(filled(KVCache(), 12), own)
-    layer = make_layer_cache(single, placement, 2)
+    layer = kind_of(single).batched(placement, 2)
     layer.resize(1)
     layer.put(0, single)
     taken = layer.take(0)
-    assert not is_whole_kind(taken)
+    assert not kind_of(taken).is_whole
     assert [type(part) for part in KVQuantisation(8, 32).caches([taken])[0].caches] == [QuantizedCache, guides_cache]
     PromptCache(save_row([taken], np.zeros((12, 3), dtype=np.int64), {}, 0), HERE).save(tmp_path / "a")
     (again,) = PromptCache.load(tmp_path / "a").peek().restore(12, 0)

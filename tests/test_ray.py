@@ -25,9 +25,9 @@ from vlm_batch._version import __version__
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.fetch import Fetched
-from vlm_batch.jobs.ray import OUTPUT_COLUMNS, Answer, Cluster, Worker
+from vlm_batch.jobs.ray import Cluster, Worker, to_send
+from vlm_batch.jobs.ray_data import OUTPUT_COLUMNS, Answer
 from vlm_batch.jobs.rows import InvalidJob
-from vlm_batch.jobs.sending import changed_ahead, with_files, with_whole_paths
 from vlm_batch.types import Request, Result, Video
 
 ROOT = Path(__file__).parent.parent
@@ -183,41 +183,28 @@ def test_files_are_read_here_and_sent(tmp_path: Path) -> None:
     picture, clip = tmp_path / "a.png", tmp_path / "b.mp4"
     picture.write_bytes(b"picture")
     clip.write_bytes(b"clip")
-    request = with_files(
+    request = to_send(
         Request(
             prompt="x",
             images=[str(picture), "not/there.png", "https://x/y.png", b"z"],
             videos=[Video(str(clip), fps=2)],
-        )
+        ),
+        shared_files=False,
     )
     assert list(request.images) == [Fetched(str(picture), b"picture"), "not/there.png", "https://x/y.png", b"z"]
     assert [(video.source, video.fps) for video in request.videos] == [(b"clip", 2)]
     part: dict[str, Any] = {"type": "image_url", "image_url": {"url": str(picture)}}
     chat = [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]
-    sent = with_files(Request(messages=chat))
+    sent = to_send(Request(messages=chat), shared_files=False)
     assert list(sent.images) == [Fetched(str(picture), b"picture")]
     assert sent.messages is not None and sent.messages[0]["content"][0] == {"type": "image"}
     wrong = Request(messages=[{"role": "nobody", "content": "x"}])
-    assert with_files(wrong) is wrong
+    assert to_send(wrong, shared_files=False) is wrong
 
 
 def test_paths_that_all_machines_have_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert with_whole_paths(Request(prompt="x", images=["a/b.png"])).images == (str(tmp_path / "a/b.png"),)
-
-
-def test_reading_ahead_keeps_the_order_and_is_bounded(tmp_path: Path) -> None:
-    asked = 0
-
-    def requests() -> Any:
-        nonlocal asked
-        for number in range(100):
-            asked += 1
-            yield Request(prompt=str(number))
-
-    for number, request in enumerate(changed_ahead(requests(), with_files)):
-        assert request.prompt == str(number)
-        assert asked <= number + 16
+    assert to_send(Request(prompt="x", images=["a/b.png"]), shared_files=True).images == (str(tmp_path / "a/b.png"),)
 
 
 def test_a_worker_answers_a_row_that_comes_again_while_it_has_it() -> None:

@@ -11,7 +11,7 @@ from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache
 
 from tests.harness import inputs_of, settings_for, shared_adapter
 from vlm_batch.arrays import as_mlx
-from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, make_layer_cache
+from vlm_batch.caches import ListedCache, Placement, RecurrentCache, RowsCache, SlabCache, kind_of
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.types import SamplingParams
 
@@ -59,7 +59,7 @@ def test_a_slot_that_a_row_has_not_filled_begins_with_zeros() -> None:
 
 @pytest.mark.parametrize(("placement", "kind"), [(Placement.ROWS, RowsCache), (Placement.SLAB, SlabCache)])
 def test_a_list_of_caches_has_a_layer_cache_for_each(placement: Placement, kind: type) -> None:
-    layer = make_layer_cache(CacheList(ArraysCache(2), KVCache()), placement, 4)
+    layer = kind_of(CacheList(ArraysCache(2), KVCache())).batched(placement, 4)
     assert isinstance(layer, ListedCache)
     assert isinstance(layer[0], RecurrentCache)
     assert isinstance(layer[1], kind)

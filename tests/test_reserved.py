@@ -29,7 +29,7 @@ def of(name: str) -> tuple[Processing, ReservedWords, frozenset[int]]:
     model, processor = mlx_vlm.load(str(CHECKOUT / "checkpoints" / name))
     adapter = adapter_for(str(model.config.model_type))(model)
     processing = Processing(adapter.processor(processor), model.config, adapter.video_sampling)
-    ids = adapter.image_token_ids()
+    ids = adapter.image_token_ids
     return processing, ReservedWords(processing, ids), ids
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.engine import sampling
-from vlm_batch.engine.logprobs import to_list
 from vlm_batch.engine.sampling import SamplingRow, process, sample
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import SamplingParams
@@ -236,8 +235,8 @@ def test_rows_of_other_widths_draw_what_they_do_alone(params: SamplingParams) ->
             SamplingRow(params, seed=7, step=step, vocabulary=VOCABULARY),
             SamplingRow(params, seed=8, step=step, vocabulary=VOCABULARY + WIDE),
         ]
-        alone = [to_list(sample(logits, [row]).tokens)[0] for logits, row in zip((short, wide), rows, strict=True)]
-        assert to_list(sample(together, rows).tokens) == alone
+        alone = [sample(logits, [row]).tokens.item() for logits, row in zip((short, wide), rows, strict=True)]
+        assert sample(together, rows).tokens.tolist() == alone
 
 
 def test_log_probabilities_name_no_token_of_a_neighbour() -> None:

@@ -15,7 +15,7 @@ from tests.zoo import family as tiny_family
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.joint import Looked
 from vlm_batch.adapters.modules import RememberingTower
-from vlm_batch.adapters.towers import vision_towers
+from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.records import Call, Encoded
 from vlm_batch.store.budget import ByteBudget
@@ -40,7 +40,7 @@ def counted(adapter: Adapter) -> Iterator[list[int]]:
     """A list that grows with every call of the tower itself."""
     calls: list[int] = []
     if any(not isinstance(owner[name], RememberingTower) for owner, name in vision_towers(adapter.model)):
-        adapter.remember_features(None)
+        remember_features(adapter, None)
     before = []
     for owner, name in vision_towers(adapter.model):
         tower = owner[name].tower
@@ -86,17 +86,15 @@ def towered() -> list[str]:
 
 
 def joined() -> list[str]:
-    """A Hadamard pack is left out (``Qwen35.encode_together``)."""
-    return [name for name in towered() if shared_adapter(name).encodes_apart is None and "hadamard" not in name]
+    """Those whose pictures share calls. A Hadamard pack's do not (``qwen3_5.PACKED``)."""
+    return [name for name in towered() if shared_adapter(name).tower_class.why_apart is None]
 
 
 @pytest.mark.parametrize("name", every_family())
 def test_a_family_joins_its_pictures_or_says_why_not(name: str) -> None:
     adapter = shared_adapter(name)
-    is_plain = adapter.tower_class.kind is RememberingTower.kind
-    assert not vision_towers(adapter.model) or adapter.encodes_apart or not is_plain, (
-        "tower_class or encodes_apart says how"
-    )
+    has_said = adapter.tower_class.why_apart != RememberingTower.why_apart
+    assert has_said or not vision_towers(adapter.model), "tower_class says how, or why not"
 
 
 @pytest.mark.parametrize("name", every_family())
@@ -147,7 +145,7 @@ def test_a_call_that_fails_leaves_its_requests_to_themselves(name: str, monkeypa
 def test_a_picture_that_two_requests_have_is_remembered_once(name: str) -> None:
     adapter = type(shared_adapter(name))(tiny_family(name).build())
     store = FeatureStore(ByteBudget(2**28))
-    adapter.remember_features(store)
+    remember_features(adapter, store)
     requests = given(name, ("image:1:0", "image:3:0", "image:1:0"))
     looked = adapter.encode_together(requests)
     mx.eval([adapter.encode(inputs).inputs_embeds for inputs in looked])

@@ -101,7 +101,7 @@ def test_a_rotation_is_mlx_vlms_bit_for_bit_and_one_operation_where_launches_cou
         right = mx.stack([apply_rotary_pos_emb_vision(x[None, :, part], angles)[0] for part in (0, 1)])
         assert found.shape == right.shape and np.abs(np.array(found - right)).max() <= (1e-6 if compiled else 0)
         turned = mx.cos(angles) + 1j * mx.sin(angles)
-        found = windows.rotate(both, windows._turn_by_numbers(turned), axis=-1)
+        found = windows.rotate(both, windows.turn_by_numbers(turned), axis=-1)
         right = mx.stack(apply_rope(x[:, 0], x[:, 1], turned))
         assert found.shape == right.shape and np.abs(np.array(found - right)).max() < 1e-6
 

@@ -214,7 +214,7 @@ def test_a_mixed_job_through_the_familys_own_processor(name: str, film: Path, tm
     assert isinstance(together[4].exception, InvalidVideo)
     assert together[3].video_sizes == ((4, 32, 24),)
     assert together[0].token_ids != together[5].token_ids
-    if shared_adapter(name).no_prefix_reuse is None:
+    if shared_adapter(name).spec.no_prefix_reuse is None:
         assert again[0].usage.cached_tokens > again[0].usage.image_tokens // 2  # the video was not seen again
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -22,6 +23,15 @@ class Raised(Died):
 
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
+
+
+@dataclass(eq=False)
+class Actor:
+    """As Ray's handles, with an identity."""
+
+    number: int
+    load: SimpleNamespace
+    ask: SimpleNamespace
 
 
 class MadeUp:
@@ -53,13 +63,16 @@ class MadeUp:
         self.cancelled: list[str] = []
 
     def workers(self, count: int, say: Callable[[str], None] = lambda text: None) -> Workers:
-        return Workers(self, [self.actor(number) for number in range(count)], (), self.room, say, "1 CPU")
+        return Workers(self, [self.actor(number) for number in range(count)], (), self.room, say)
 
-    def actor(self, number: int) -> SimpleNamespace:
+    def actor(self, number: int) -> Actor:
         self.rows[number] = {}
         load = SimpleNamespace(remote=lambda: self.load(number))
         ask = SimpleNamespace(remote=lambda request: self.ask(number, request))
-        return SimpleNamespace(number=number, load=SimpleNamespace(options=lambda max_task_retries: load), ask=ask)
+        return Actor(number=number, load=SimpleNamespace(options=lambda max_task_retries: load), ask=ask)
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 0.0, "memory": 1.0}
 
     def load(self, number: int) -> str:
         self.loads[number] += 1
@@ -91,7 +104,7 @@ class MadeUp:
     def cancel(self, ref: str) -> None:
         self.cancelled.append(ref)
 
-    def kill(self, actor: SimpleNamespace, *, no_restart: bool) -> None:
+    def kill(self, actor: Actor, *, no_restart: bool) -> None:
         assert no_restart
         self.rows.pop(actor.number)
         self.loading.pop(actor.number, None)

@@ -28,12 +28,12 @@ def arrays_of(tree: Any) -> list[mx.array]:
 
 
 def map_arrays(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tree with every mlx or numpy array changed; everything else as it is."""
+    """The same tree with every mlx or numpy array changed, mappings as dicts; everything else as it is."""
     if isinstance(tree, (mx.array, np.ndarray)):
         return change(tree)
     if type(tree) in (list, tuple):
         return type(tree)(map_arrays(item, change) for item in tree)
-    if type(tree) is dict:
+    if isinstance(tree, Mapping):
         return {name: map_arrays(item, change) for name, item in tree.items()}
     return tree
 
@@ -120,12 +120,12 @@ def stack_logits(rows: Sequence[mx.array]) -> mx.array:
 
 def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays as numpy, evaluated in the caller's thread: a lazy mlx array cannot be used from another."""
-    return {name: map_arrays(value, _to_numpy) for name, value in inputs.items()}
+    return map_arrays(inputs, _to_numpy)  # type: ignore[no-any-return]
 
 
 def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of arrays as numpy, where numpy has their type, so that no device holds them; ``as_mlx`` gives them back."""
-    return {name: map_arrays(value, _to_host) for name, value in inputs.items()}
+    return map_arrays(inputs, _to_host)  # type: ignore[no-any-return]
 
 
 def num_bytes(tree: Any) -> int:
@@ -141,19 +141,17 @@ def num_bytes(tree: Any) -> int:
 
 def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Numpy arrays as mlx arrays; everything else as it is."""
-    return {name: map_arrays(value, _to_mlx) for name, value in inputs.items()}
+    return map_arrays(inputs, _to_mlx)  # type: ignore[no-any-return]
 
 
 def settled(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays as mlx arrays that any thread may use: evaluated by the caller's, half-precision ones as float32."""
-    found = {name: map_arrays(value, _in_full) for name, value in inputs.items()}
+    halves = (mx.bfloat16, mx.float16)
+    found: dict[str, Any] = map_arrays(
+        as_mlx(inputs), lambda array: array.astype(mx.float32) if array.dtype in halves else array
+    )
     mx.eval(arrays_of(found))
     return found
-
-
-def _in_full(array: Any) -> mx.array:
-    array = _to_mlx(array)
-    return array.astype(mx.float32) if array.dtype in (mx.bfloat16, mx.float16) else array
 
 
 def _to_numpy(array: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 
 from vlm_batch.checks import is_real, seconds_option, whole_option
 from vlm_batch.errors import shown
+from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device, device
 
 PLACEMENTS = ("rows", "slab")
@@ -89,7 +90,7 @@ class Policy:
 
     Where ``max_rows`` is None, the number of rows that may live begins with ``first_rows`` and follows what steps take, up to
     ``most_rows`` (``RowLimit``). ``max_bytes`` bounds the keys and values of the rows that have places, ``max_prompt_tokens``
-    a prompt.
+    a prompt: it is ``Limits.prompt_tokens``, of which the engine alone can count what pictures take.
     """
 
     placement: str = _setting(
@@ -158,7 +159,10 @@ class Policy:
         (0.0, "takes no part: launches return before the work is done"),
         check=_seconds,
     )
-    most_patches: int = _setting("patches of pictures in one call", (8192, "assumed"), (8192, _SET), (8192, "assumed"))
+    most_patches: int = _setting(
+        "patches of pictures in one call",
+        *((Call.most_patches, source) for source in ("assumed", _SET, "assumed")),
+    )
     prefill_together: int = _setting(
         "whole prompts of one length, after padding, that are prefilled as one array",
         (8, "measured: docs/log.md"),

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
+
+
+class Graphs(Enum):
+    """Whether a family's decode steps may be compiled."""
+
+    NEVER = "never"
+    #: A step is a function of its tokens, positions and caches alone, but for rows with extras.
+    IF_ASKED = "if asked"
+    #: Launches decide here, and a traced step has no kernel that an untraced one has not, to be built beside rows that decode.
+    BY_DEFAULT = "by default"
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Encoded:
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
     atomic: tuple[tuple[int, int], ...] = ()
-    image_tokens: int = 0
+    is_picture: Any = None  # (L,) bool, numpy: the positions that hold picture features; None for none
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     cached: int = 0
     vocabulary: int | None = None
@@ -47,6 +58,11 @@ class Encoded:
         return int(self.inputs_embeds.shape[1])
 
     @property
+    def image_tokens(self) -> int:
+        """The number of prompt positions that hold picture features."""
+        return 0 if self.is_picture is None else int(self.is_picture.sum())
+
+    @property
     def is_plain(self) -> bool:
         """Whether embeddings and positions are all that prefill takes: such prompts of one length can be one array."""
         return not self.prefill and not self.atomic
@@ -54,11 +70,15 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt: its features stand in [start, end), and ``inputs`` is its part of the processor's output."""
+    """A picture of a prompt: its features stand in [start, end), and ``inputs`` is its part of the processor's output.
+
+    ``seen`` says which of its tiles each position of the prompt sees, where the decoder looks at it in layers of their own.
+    """
 
     start: int
     end: int
     inputs: Any
+    seen: Any | None = None  # (L, tiles) bool, numpy
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,12 @@ class PromptKey:
     @property
     def length(self) -> int:
         return len(self.positions)
+
+    def mixed(self, contents: Any) -> PromptKey:
+        """The same where keys and values depend on more: ``contents`` of all positions (2,), or of each (L, 2)."""
+        positions = self.positions.copy()
+        positions[:, 1:] ^= contents
+        return replace(self, positions=positions, answer=contents if contents.ndim == 1 else contents[-1])
 
     def before_span(self, length: int) -> int:
         """``length``, or the beginning of the span that it would cut."""
@@ -110,6 +136,8 @@ class Call:
     is_fixed: bool = False
     #: Rows of a prefill attend in calls of the shape that each has alone.
     attends_apart: bool = False
+    #: Encode: the prompt is made up, to try the model: a family that needs a picture does without.
+    is_made_up: bool = False
     #: On CUDA a shape of attention has its plan at its first call.
     makes_plans: bool = False
     #: Encode: patches of several requests' pictures in one call of a tower.

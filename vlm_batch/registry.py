@@ -21,7 +21,8 @@ class ModelSpec:
     (``Model``, ``ModelConfig``, ``LanguageModel``, ...). ``known_gaps`` names a parity scenario that fails and why, as data
     for the tests (strict expected failures). ``notes`` say what the adapter patches, for a reader. ``video`` says whether
     videos are verified; ``no_video`` why they are not. ``not_on_cuda`` has model types that are refused on CUDA, each with
-    what was seen there.
+    what was seen there. ``no_prefix_reuse`` is the reason why a row cannot continue from another row's caches; None if it can.
+    ``max_rows`` may share a batch; None leaves it to the caller.
     """
 
     family: str
@@ -35,6 +36,8 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     known_gaps: tuple[tuple[str, str], ...] = ()
     not_on_cuda: tuple[tuple[str, str], ...] = ()
+    no_prefix_reuse: str | None = None
+    max_rows: int | None = None
     adapter: type[Adapter] | None = None
 
 

@@ -55,14 +55,9 @@ def attention(
         keys, values = unpacked(keys, values)
     if isinstance(keys, TurboStates):
         cache = keys.cache
-    elif sinks is None and is_plain(keys, cache):
+    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):  # whole arrays, none of few bits
         return kernels.attend(queries, keys, values, scale, mask)
     return SCALED_DOT_PRODUCT_ATTENTION(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
-
-
-def is_plain(keys: Any, cache: Any) -> bool:
-    """True for attention over whole arrays; False for keys in few bits."""
-    return isinstance(keys, mx.array) and not hasattr(cache, "bits")
 
 
 #: The functions that a language model's files call within an adapter. Most of mlx-vlm's models call a module-level

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 
 from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.hooks import check_attention, files_of, put_hooks, running
 from vlm_batch.adapters.joint import Answers, Looked, TowerCall, advance, make_calls
-from vlm_batch.adapters.modules import LastPosition, RememberingTower, clone_modules, evaluate_arrays, tables_on_disk
+from vlm_batch.adapters.longrope import ROW_ROPES, longest_short, marked_long
+from vlm_batch.adapters.modules import RememberingTower, clone_modules, cut_answer, evaluate_arrays, part_of
 from vlm_batch.adapters.products import hold_products
 from vlm_batch.adapters.prompts import (
     check_tokens,
@@ -28,20 +28,16 @@ from vlm_batch.adapters.prompts import (
     num_words,
     pad_front,
     padded,
+    sight_of,
     spans_of,
 )
-from vlm_batch.adapters.towers import Inner, vision_towers, widen
+from vlm_batch.adapters.towers import remember_features, vision_towers
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.records import Call, DecodeStep, Encoded, Picture, PositionState, PromptKey
+from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, Picture, PositionState, PromptKey
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.digest import as_words, digest, sourced
-from vlm_batch.store.features import FeatureStore
-
-#: Values of each weight that go into a model's fingerprint.
-SAMPLES = 16
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 #: Beginnings of the names under which processors give pictures and videos, or their features.
 PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features", "image_embeds", "encoder_outputs")
@@ -51,6 +47,10 @@ PICTURE_INPUTS = ("pixel_values", "patch_pixel_values", "cached_image_features",
 IGNORED_INPUTS = frozenset(
     {"attention_mask", "token_type_ids", "mm_token_type_ids", "image_sizes", "second_per_grid_ts"}
 )
+#: Attributes in which mlx-vlm's language models keep the positions of their last request.
+POSITIONS = frozenset({"_position_ids", "_rope_deltas"})
+#: Features that ``prefill_axes`` does not name: embeddings, what ``positions`` reads, and what each decode step needs.
+KNOWN_FEATURES = frozenset({"inputs_embeds", "position_ids", "rope_deltas", "decode"})
 
 
 class Adapter:
@@ -63,40 +63,38 @@ class Adapter:
     spec: ClassVar[ModelSpec]
     #: Processor outputs that ``get_input_embeddings`` needs; others than these and the ignored ones are refused.
     input_keys: ClassVar[frozenset[str]] = frozenset({"pixel_values", "cached_image_features"})
-    #: Further outputs of the family's processor that its model does not read.
-    ignored_inputs: ClassVar[frozenset[str]] = frozenset()
     #: The features of ``get_input_embeddings`` that prefill takes -> the axis along which a chunk is cut, or None for whole.
     prefill_axes: ClassVar[Mapping[str, int | None]] = {}
-    #: Its other features, which the family does not need: absorbed on purpose.
-    ignored_features: ClassVar[frozenset[str]] = frozenset()
-    #: Whether a decode step without extras is a function of its tokens, positions and caches alone, so that it can be traced.
-    compiles: ClassVar[bool] = False
+    #: Further outputs of the family's processor, and further features, that nothing reads: absorbed on purpose.
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    #: Whether decode steps may be compiled.
+    graphs: Graphs = Graphs.NEVER
     #: Whether a position of a prompt sees nothing behind it but its own atomic span: padding may stand there, and prompts in
     #: one array be padded to one length, where the caches allow it.
     is_causal: bool = True
-    #: The most rows that may share a batch; None leaves it to the caller.
-    max_rows: ClassVar[int | None] = None
     #: The frames of a video file that the family's published processor takes; a checkpoint's own settings go first.
     video_sampling: ClassVar[Sampling] = Sampling()
-    #: The wrapper by which a vision tower remembers features.
-    tower_class: ClassVar[type[RememberingTower]] = RememberingTower
-    #: The layers of its towers' MLPs, where a published width is slow on some device and may be filled with zeros.
-    inner_layers: ClassVar[tuple[Inner, ...]] = ()
-    #: The reason why the pictures of each request are encoded in calls of their own; None where calls can be joined.
-    encodes_apart: str | None = None
-    #: The reason why a row cannot continue from another row's caches; None if it can.
-    no_prefix_reuse: ClassVar[str | None] = None
+    #: The wrapper by which a vision tower remembers features, and makes the calls of several requests as one.
+    tower_class: type[RememberingTower] = RememberingTower
+    #: The path of the embedding of the decoder's tokens in the language model.
+    embeddings: ClassVar[str] = "model.embed_tokens"
+    #: The path of the module in the language model whose answer is cut to the positions that logits are wanted of, so that the
+    #: LM head runs once a prompt; None where the family answers for the last position by itself.
+    last_hidden: ClassVar[str | None] = "model"
 
     def __init__(self, model: nn.Module) -> None:
         evaluate_arrays(model)
         self.config: Any = model.config
-        self.model: Any = clone_modules(model, self.patches())
-        for owner, name in vision_towers(self.model) if self.inner_layers else ():
-            widen(owner[name], self.inner_layers)
+        self.model: Any = clone_modules(model, {**ROW_ROPES, **self.patches()})
         self.language: Any = self.model.language_model
+        #: The embedding of the decoder's tokens, or None where it is made of several or named otherwise.
+        self.token_table: Any = part_of(self.language, self.embeddings)
+        self._num_words = num_words(self.token_table)
+        self._longest_short = longest_short(self.language)
         self.hook_functions()
-        self.last_position_logits()
-        self.remember_features(None)
+        if self.last_hidden is not None:
+            cut_answer(part_of(self.language, self.last_hidden))
+        remember_features(self, None)
 
     def hook_functions(self) -> None:
         """Put our functions in the place of mlx-vlm's in the language model's files; refuse a model that calls others."""
@@ -123,47 +121,6 @@ class Adapter:
         """The caller's processor, or a copy of it that does what the published one does, where mlx-vlm's does not."""
         return processor
 
-    def last_position_logits(self) -> None:
-        """Let the trunk answer for its last position only."""
-        self.language.model = LastPosition(self.language.model)
-
-    # Features by content
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def remember_features(self, store: FeatureStore | None) -> None:
-        """Let the vision tower encode a picture once, and keep its features in ``store``, if there is one."""
-        for owner, name in vision_towers(self.model):
-            tower = owner[name]
-            tower = tower.tower if isinstance(tower, RememberingTower) else tower
-            setattr(owner, name, self.tower_class(tower, store, partial(self.read_features, self.config)))
-
-    @classmethod
-    def read_features(cls, config: Any, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Cut a tower's result to the part that the model reads: the hidden states of the selected layers.
-
-        Towers call it, so it is of the class: an adapter holds its towers.
-        """
-        wanted = getattr(config, "vision_feature_layer", None)
-        is_list = isinstance(result, (list, tuple)) and len(result) and isinstance(result[-1], (list, tuple))
-        if not kwargs.get("output_hidden_states") or wanted is None or not is_list:
-            return result
-        layers = list(result[-1])
-        wanted = [wanted] if isinstance(wanted, int) else wanted
-        kept = {range(len(layers))[layer] for layer in wanted}
-        return (*result[:-1], [layer if index in kept else None for index, layer in enumerate(layers)])
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest that tells this model from others: of its configuration, and of each weight's bit sum and some values."""
-        flat: Any = tree_flatten(self.model.parameters())
-        weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
-        samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
-        sums = [mx.sum(array.view(UNSIGNED[array.itemsize])) for _, array in weights]
-        mx.eval(samples, sums)
-        shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
-        rows = [table._read_rows(slice(0, SAMPLES)) for table in tables_on_disk(self.language)]
-        return digest([plain(self.config), shapes, samples, sums, *rows]).hex()
-
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
@@ -181,27 +138,27 @@ class Adapter:
         with running(call):
             try:
                 return self._encoded(inputs, call, cached)
-            finally:
-                self.forget()  # also of a request that raised, whose positions the next one must not meet
+            finally:  # also of a request that raised, whose positions the next one must not meet
+                for name in POSITIONS:
+                    if hasattr(self.language, name):
+                        setattr(self.language, name, None)
 
     def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
         ids, extra = self._read(inputs)
         with self._fitting(ids, extra):
             is_text_left = cached > 0 and all(picture.end <= cached for picture in self.pictures(ids, extra))
             features = self.features_after(ids, extra, cached) if is_text_left else self.features(ids, sourced(extra))
-        embeds = features.pop("inputs_embeds")
+        embeds = features["inputs_embeds"]
         dtype = dtype_of(self.token_table) if call.is_fixed and embeds.dtype == mx.float32 else None
-        if dtype is not None:
-            embeds = embeds.astype(dtype)  # rows of two types in one batch are computed in the wider one
-        prefill, decode = self.split(features)
         return Encoded(
             input_ids=ids,
-            inputs_embeds=embeds,
+            # rows of two types in one batch are computed in the wider one
+            inputs_embeds=embeds if dtype is None else embeds.astype(dtype),
             position=self.positions(ids, extra, features),
-            prefill=prefill,
-            decode=decode,
+            prefill=self._for_prefill(features),
+            decode=features.get("decode", {}),
             atomic=self.atomic_spans(ids, extra),
-            image_tokens=self.count_image_tokens(ids, extra),
+            is_picture=self.picture_places(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
             cached=cached,
         )
@@ -209,10 +166,10 @@ class Adapter:
     def encode_together(self, requests: Sequence[Mapping[str, Any]], call: Call = Call()) -> list[Mapping[str, Any]]:
         """Make the tower's calls for several requests as one, where they fit each other: of as many of the first requests as
         have ``call.most_patches`` together. Returns what ``encode`` takes in the place of each, or the inputs as they were."""
-        is_apart = self.encodes_apart is not None or self.tower_class.kind is RememberingTower.kind
+        is_apart = self.tower_class.why_apart is not None or self.spec.max_rows == 1 or not vision_towers(self.model)
         if call.is_fixed:
             is_apart = is_apart or call.pictures is None or self.tower_class.apart is RememberingTower.apart
-        if is_apart or self.max_rows == 1 or not vision_towers(self.model):
+        if is_apart:
             return list(requests)
         answers = {at: Answers() for at, inputs in enumerate(requests) if has_pictures(inputs)}
 
@@ -250,36 +207,31 @@ class Adapter:
         """Refuse a processor's output (numpy) that can be known not to fit, without MLX: on the submitter's thread."""
         extra = self._known_inputs(inputs)
         if type(self).expand_ids is Adapter.expand_ids:
-            self.check_placeholders(inputs["input_ids"], extra)
+            self._check_placeholders(inputs["input_ids"], extra)
 
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """Refuse ids (1, L), numpy or not, with room for more or for less than the pictures. Raises InvalidPrompt.
-
-        Families without placeholders (``image_token_ids``) are told by their processors where pictures stand.
-        """
-        marks = list(self.image_token_ids())
-        if not marks:
-            return
+    def _check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Refuse ids (1, L), numpy or not, with room for more or for less than the pictures. Raises InvalidPrompt."""
+        marks, is_any = list(self.image_token_ids), has_pictures(extra)
         given = int(np.isin(np.array(ids)[0], marks).sum())
-        if not has_pictures(extra):
-            if given:
-                raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
+        if given and not is_any:
+            raise InvalidPrompt(f"the prompt has {given} placeholder tokens for pictures, and there is no picture")
+        needed = self.count_placeholders(ids, extra) if is_any else None
+        if not marks:  # the processor tells where pictures stand
+            if needed:
+                raise InvalidPrompt(
+                    f"the pictures need {needed} placeholder tokens; the prompt has 0: config.json names no image_token_id"
+                )
             return
-        needed = self.count_placeholders(extra)
-        if needed is None and not given:
+        if is_any and needed is None and not given:
             raise InvalidPrompt("the pictures need placeholder tokens; the prompt has 0")
         if needed is not None and given != needed:
             raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        """Count the positions of a prompt that its pictures' features take, by shapes and sizes alone; None where nothing
-        but the model's own merge tells, which then refuses another number."""
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+        """Count the positions of a prompt (1, L) that its pictures' features take, by shapes and sizes alone; None where
+        nothing but the model's own merge tells, which then refuses another number. Raises InvalidPrompt for inputs that name
+        other places than the ids'."""
         return None
-
-    @property
-    def token_table(self) -> Any:
-        """The embedding of the decoder's tokens, or None where it is made of several or named otherwise."""
-        return getattr(getattr(self.language, "model", None), "embed_tokens", None)
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         """The prompt with a placeholder for each position of a picture, where the processor leaves fewer."""
@@ -307,7 +259,11 @@ class Adapter:
         for start, end in atomic:  # its first position has seen its last
             rows[start:end, 1:] = as_words(digest(rows[start:end]))
         spans = tuple((picture.start, picture.end) for picture in pictures)
-        return PromptKey(rows, spans=(*spans, *atomic), pictures=spans)
+        key = PromptKey(rows, spans=(*spans, *atomic), pictures=spans)
+        if any(picture.seen is not None for picture in pictures):
+            key = key.mixed(sight_of(pictures, rows))
+        is_long = self._longest_short is not None and key.length > self._longest_short
+        return marked_long(key) if is_long else key
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """The pictures of a prompt, in order.
@@ -317,7 +273,7 @@ class Adapter:
         """
         if not extra:
             return ()
-        runs = spans_of(ids, self.image_token_ids())
+        runs = spans_of(ids, self.image_token_ids)
         if not runs:
             return (Picture(0, ids.shape[1], extra),)
         lengths = {end - start for start, end in runs}
@@ -332,13 +288,12 @@ class Adapter:
         found = self.model.get_input_embeddings(ids, extra.pop("pixel_values", None), **extra)
         return {name: value for name, value in found.to_dict().items() if value is not None}
 
-    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Features -> (what prefill needs, whole; what every decode step of the row needs). Others than the family knows are
-        refused."""
-        unknown = set(features) - set(self.prefill_axes) - self.ignored_features - {"position_ids", "rope_deltas"}
+    def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """What prefill needs of the features, whole. Others than the family knows are refused."""
+        unknown = features.keys() - self.prefill_axes.keys() - self.ignored - KNOWN_FEATURES
         if unknown:
             raise TypeError(f"{self.spec.family} does not know the features {sorted(unknown)}")
-        return {name: features[name] for name in self.prefill_axes if name in features}, {}
+        return {name: features[name] for name in self.prefill_axes if name in features}
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         """The row's positions; by default they count tokens."""
@@ -348,43 +303,23 @@ class Adapter:
         """Spans [start, end) of the prompt that one chunk must hold whole (bidirectional pictures)."""
         return ()
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
-        """The ids whose positions hold picture features."""
+        """The ids whose positions hold picture features; none for families whose processors tell where pictures stand."""
         names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
         return frozenset(token for name in names if isinstance(token := getattr(self.config, name, None), int))
 
-    def text_positions(self, inputs: Mapping[str, Any]) -> np.ndarray:
-        """A mask (L,) of the positions of a prompt that are text and not a picture's or a video's."""
-        extra = self._known_inputs(inputs)
-        ids = self.expand_ids(inputs["input_ids"], extra)
-        tokens, marks = np.array(ids)[0], list(self.image_token_ids())
-        is_text = (tokens >= 0) & ~np.isin(tokens, marks)
-        if not marks:
-            for picture in self.pictures(ids, extra):
-                is_text[picture.start : picture.end] = False
-        return is_text
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        """Count the prompt positions that hold picture features."""
-        tokens = self.image_token_ids()
-        return sum(token in tokens for token in np.array(ids)[0].tolist())
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        """A mask (L,) of the prompt's positions that hold picture features; all, where nothing tells."""
+        tokens, marks = np.array(ids)[0], list(self.image_token_ids)
+        return np.isin(tokens, marks) if marks or not has_pictures(extra) else np.ones(len(tokens), dtype=np.bool_)
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """(width, height) in pixels that the processor made of each picture, where it says so."""
         return ()
 
-    def forget(self) -> None:
-        """Drop the attributes that a forward pass left on the working copy."""
-        for name in ("_position_ids", "_rope_deltas"):
-            if hasattr(self.language, name):
-                setattr(self.language, name, None)
-
     # Prefill and decode
     # -------------------------------------------------------------------------------------------------
-
-    def probe(self, ids: mx.array) -> dict[str, Any]:
-        """The smallest request with the prompt ``ids`` (1, L), by which a model's abilities are tried."""
-        return {"input_ids": ids}
 
     def make_cache(self, kv: KVQuantisation | None = None) -> list[Any]:
         """A fresh single-row cache, one entry a layer; of few bits where ``kv`` says so."""
@@ -402,7 +337,8 @@ class Adapter:
         where ``scores_chunks`` is true. What lies behind a row's end is padding, in the caches, too: for families that pad.
         """
         with running(replace(call, begin=begin, lengths=tuple(row.length for row in rows))):
-            return self.run_chunk([padded(row, end, self.prefill_axes) for row in rows], cache, begin, end)
+            filled = [row if row.length >= end else padded(row, end, self.prefill_axes) for row in rows]
+            return self.run_chunk(filled, cache, begin, end)
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The forward of ``prefill``, of one row or of several plain ones, which are long enough."""
@@ -411,18 +347,13 @@ class Adapter:
         extra = self.chunk_features(rows[0], start, end)
         prompts: list[Any] = [row.position.prompt for row in rows]
         if prompts[0] is not None:
-            positions = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)
-            extra = {**extra, "position_ids": self.place_positions(positions)}
+            extra["position_ids"] = mx.concatenate([prompt[..., start:end] for prompt in prompts], axis=-2)
         return self.forward(ids, embeds, cache, extra)
 
-    def place_positions(self, positions: mx.array) -> mx.array:
-        """Positions (R, L) or (axes, R, L) as the model's forward takes them."""
-        return positions
-
-    @cached_property
+    @property
     def scores_chunks(self) -> bool:
         """Whether one forward can answer for all positions of a chunk."""
-        return any(isinstance(module, LastPosition) for _, module in self.language.named_modules())
+        return self.last_hidden is not None
 
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None:
         """Called once the whole prompt is in the row's cache, before the row joins the batch."""
@@ -437,12 +368,8 @@ class Adapter:
             return self.run_step(step)
 
     def run_step(self, step: DecodeStep) -> mx.array:
-        """The forward of ``decode``."""
-        return self.forward(step.tokens, None, step.caches, self.decode_extras(step))
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        """Keywords of the decode forward, made of the rows' own state."""
-        return {}
+        """The forward of ``decode``, with what it needs of the rows' own state."""
+        return self.forward(step.tokens, None, step.caches, {})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
@@ -453,13 +380,7 @@ class Adapter:
     # Facts
     # --------------------------------------------------------------------------------------------------------------
 
-    @property
-    def graphs_pay(self) -> bool:
-        """Whether decode steps are compiled unless somebody says otherwise: where launches decide, and a traced step has no
-        kernel that an untraced one has not, so that none is built beside rows that decode."""
-        return False
-
-    @property
+    @cached_property
     def max_context(self) -> int | None:
         """The most positions that the model was made for, or None if its config does not say."""
         text = getattr(self.config, "text_config", None) or self.config
@@ -471,8 +392,8 @@ class Adapter:
         extra = self._known_inputs(inputs)
         ids = self.expand_ids(inputs["input_ids"], extra)
         # without a picture, nothing takes a mark's place
-        check_tokens(ids, num_words(self.token_table), self.image_token_ids() if extra else frozenset())
-        self.check_placeholders(ids, extra)
+        check_tokens(ids, self._num_words, self.image_token_ids if extra else frozenset())
+        self._check_placeholders(ids, extra)
         return ids, extra
 
     @contextmanager
@@ -485,14 +406,14 @@ class Adapter:
         except ValueError as error:
             if not has_pictures(extra):
                 raise
-            given = self.count_image_tokens(ids, extra)
+            given = int(self.picture_places(ids, extra).sum())
             raise InvalidPrompt(
                 f"the pictures do not fit the prompt, which has {given} placeholder tokens for them: {error}"
             ) from error
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in inputs.items() if value is not None and name != "input_ids"}
-        unknown = set(given) - self.input_keys - self.ignored_inputs - IGNORED_INPUTS
+        unknown = set(given) - self.input_keys - self.ignored - IGNORED_INPUTS
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
@@ -517,14 +438,3 @@ def head_of(language: Any) -> Any:
 def has_pictures(extra: Mapping[str, Any]) -> bool:
     """Whether a request's inputs have any pictures or videos, or their features."""
     return any(name.startswith(PICTURE_INPUTS) for name in extra)
-
-
-def plain(value: Any) -> Any:
-    """A configuration as mappings, lists and texts."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return plain(vars(value)) if hasattr(value, "__dict__") else str(value)

@@ -24,17 +24,12 @@ class CrossingAdapter(Adapter):
 
     is_causal = False  # an encoder sees the whole prompt, or more
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.model.shared
+    embeddings = "model.shared"
+    last_hidden = None  # the family's ``answer`` gives the last position's logits only
 
-    def text_positions(self, inputs: Mapping[str, Any]) -> np.ndarray:
-        """All of them: pictures are the encoder's."""
-        ids = self.expand_ids(inputs["input_ids"], self._known_inputs(inputs))
-        return np.ones(ids.shape[1], dtype=np.bool_)
-
-    def last_position_logits(self) -> None:
-        """The family's ``answer`` gives the last position's logits only."""
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        """None of them: pictures are the encoder's."""
+        return np.zeros(ids.shape[1], dtype=np.bool_)
 
     def row_caches(self) -> list[Any]:
         layers = self.language.model.decoder.layers

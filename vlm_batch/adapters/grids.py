@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,27 +21,19 @@ class GridAdapter(Adapter):
     """Families whose pictures come with grids of patches: (pictures, 3), of time, height and width."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
-    tower_class: ClassVar[type[RememberingTower]] = RememberingGridTower
+    tower_class: type[RememberingTower] = RememberingGridTower
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
         return with_part(processor, "image_processor", with_quick_patches)
 
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        """Upstream drops the pictures that the prompt has no room for."""
-        super().check_placeholders(ids, extra)
-        needed = self.count_placeholders(extra)
-        if needed and not self.image_token_ids():
-            raise InvalidPrompt(
-                f"the pictures need {needed} placeholder tokens; the prompt has 0: config.json names no image_token_id"
-            )
-
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        """As many as its patches make when they are merged; a picture without a grid has none."""
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+        """As many as patches make when they are merged, and none for a picture without a grid: upstream drops the pictures
+        that the prompt has no room for."""
         grids = [extra[name] for name in ("image_grid_thw", "video_grid_thw") if name in extra]
         return sum(t * h * w // self.merged for grid in grids for t, h, w in np.array(grid).tolist())
 
-    @property
+    @cached_property
     def merged(self) -> int:
         """Patches that become one token."""
         return int(self.config.vision_config.spatial_merge_size) ** 2
@@ -52,7 +45,7 @@ class GridAdapter(Adapter):
         merged = self.merged
         grids = np.array(extra["image_grid_thw"])
         counts: list[int] = grids.prod(axis=1).tolist()
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids())))
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
         pixels = split_patches(extra["pixel_values"], counts)
         if pixels is None or sum(count // merged for count in counts) != len(places):
             return super().pictures(ids, extra)  # the encoder refuses them
@@ -162,6 +155,6 @@ class MRoPEAdapter(GridAdapter):
         found[:, place:] = np.arange(following, following + length - place)
         return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+    def run_step(self, step: DecodeStep) -> mx.array:
         positions = mx.broadcast_to(step.positions[None, :, None], (3, step.positions.size, 1))
-        return {"position_ids": self.place_positions(positions)}
+        return self.forward(step.tokens, None, step.caches, {"position_ids": positions})

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -87,7 +87,8 @@ SWIGLU_OF_STEPS = mx.compile(lambda gate, x: nn.silu(gate) * x)
 _uses: Counter[tuple[Any, ...]] = Counter()
 #: Shapes (B, H, L, D) that pictures' attention has been filled up to.
 _filled: set[tuple[int, ...]] = set()
-_last_added: tuple[weakref.ref[mx.array], mx.array] | None = None
+#: Answers of ``once``, by what made them of which array.
+_made: dict[tuple[Any, ...], Any] = {}
 
 
 def takes_plans(queries: mx.array) -> bool:
@@ -333,22 +334,20 @@ def attend_groups(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
 
 def added(mask: mx.array, dtype: mx.Dtype) -> mx.array:
     """A mask as what is added to scores; made once for the layers of a step, which share their mask."""
-    global _last_added
-    if mask.dtype != mx.bool_:
-        return mask
-    last = _last_added
-    if last is not None and last[0]() is mask and last[1].dtype == dtype:
-        return last[1]
-    made = mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
-    _last_added = (weakref.ref(mask, _forget_added), made)
-    return made
+    return mask if mask.dtype != mx.bool_ else once(mask, _added, dtype)
 
 
-def _forget_added(gone: weakref.ref[mx.array]) -> None:
-    """Let go of what was made of a mask that is gone, if no other has come since."""
-    global _last_added
-    if _last_added is not None and _last_added[0] is gone:
-        _last_added = None
+def _added(mask: mx.array, dtype: mx.Dtype) -> mx.array:
+    return mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
+
+
+def once(array: mx.array, make: Callable[..., Any], *settings: Any) -> Any:
+    """The answer of ``make`` to an array, made once for as long as the array is there: layers share their masks and angles."""
+    key = (make, id(array), *settings)
+    if key not in _made:
+        _made[key] = make(array, *settings)
+        weakref.finalize(array, _made.pop, key, None).atexit = False
+    return _made[key]
 
 
 def attend_in_blocks(queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, is_causal: bool) -> mx.array:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
-from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import current
 from vlm_batch.records import PromptKey
 from vlm_batch.store.digest import as_words, digest
@@ -39,22 +37,16 @@ class RowLongRoPE(SuScaledRoPE):
         return mx.fast.rope(scaled, self.dim, traditional=False, base=None, scale=1.0, offset=offset, freqs=freqs)
 
 
-class LongRoPEAdapter(Adapter):
-    """Families whose prompts are turned by short or long factors, by their whole length."""
+#: Of every family: its decoder has such positions if its configuration says so.
+ROW_ROPES: Mapping[type, type] = {SuScaledRoPE: RowLongRoPE}
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._long_ropes = [rope for _, rope in self.language.named_modules() if isinstance(rope, RowLongRoPE)]
 
-    @classmethod
-    def patches(cls) -> Mapping[type, type]:
-        return {SuScaledRoPE: RowLongRoPE}
+def longest_short(model: nn.Module) -> int | None:
+    """The most positions of a prompt that is turned by short factors; None where there are no others."""
+    ropes = [module for _, module in model.named_modules() if isinstance(module, RowLongRoPE)]
+    return min((rope.original_max_position_embeddings for rope in ropes), default=None)
 
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
-        """A prompt that is long enough for the long factors has other keys, and so has its answer."""
-        key = super().prompt_key(inputs)
-        if not any(key.length > rope.original_max_position_embeddings for rope in self._long_ropes):
-            return key
-        content = as_words(digest("long factors"))
-        key.positions[:, 1:] ^= content
-        return replace(key, answer=content)
+
+def marked_long(key: PromptKey) -> PromptKey:
+    """The key of a prompt that is turned by long factors: it has other keys and values, and so has its answer."""
+    return key.mixed(as_words(digest("long factors")))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,19 +44,13 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
     return node
 
 
-class LastPosition(nn.Module):
-    """A language model's trunk that answers for the positions that a ``Call`` says, so that the LM head runs once per prompt.
-
-    Everything else (embedding table, layers, norm) is the trunk's own.
-    """
-
-    def __init__(self, trunk: nn.Module) -> None:
-        super().__init__()
-        self.trunk = trunk
+class CutAnswer:
+    """Goes before a module's class: it answers for the positions that a ``Call`` says. So the LM head runs once a prompt."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """(B, L, D) of the trunk, cut to (B, 1, D); (L, 1, D) of a single row that is scored."""
-        hidden: mx.array = self.trunk(*args, **kwargs)
+        """(B, L, D) of the module, cut to (B, 1, D); (L, 1, D) of a single row that is scored."""
+        theirs: Any = super()
+        hidden: mx.array = theirs.__call__(*args, **kwargs)
         call = current()
         if call.is_scored:
             return hidden[0][:, None]
@@ -63,28 +58,31 @@ class LastPosition(nn.Module):
             return hidden[:, -1:]
         return mx.take_along_axis(hidden, mx.array([end - call.begin - 1 for end in call.ends])[:, None, None], axis=1)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "trunk":
-            return super().__getattr__(name)
-        return getattr(super().__getattr__("trunk"), name)
+
+def cut_answer(module: Any) -> None:
+    """Let a module of the working copy answer for the positions that a ``Call`` says."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (CutAnswer, kind), {"__module__": __name__})
+
+
+def part_of(module: Any, path: str) -> Any:
+    """The part of a module at a dotted path, or None."""
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
 
 
 class RememberingTower(nn.Module):
     """A vision tower that looks at a picture once: features are kept by the digest of everything that it is given.
 
-    ``keep`` takes out of the tower's result what the model reads of it; without a ``store`` nothing is kept. All else is the
-    tower's own.
+    Without a ``store`` nothing is kept. ``config`` is the model's. All else is the tower's own.
     """
 
-    def __init__(
-        self,
-        tower: nn.Module,
-        store: FeatureStore | None,
-        keep: Callable[[Any, Mapping[str, Any]], Any],
-    ) -> None:
+    #: The reason why pictures of several requests are not encoded in one call; None where they are.
+    why_apart: ClassVar[str | None] = "nobody has said how its pictures share a call"
+
+    def __init__(self, tower: nn.Module, store: FeatureStore | None, config: Any) -> None:
         super().__init__()
         self.tower = tower
-        self.__dict__.update(_store=store, _keep=keep)
+        self.__dict__.update(_store=store, _config=config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's answer: found together with those of other requests, remembered or new."""
@@ -94,14 +92,22 @@ class RememberingTower(nn.Module):
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tower's answer, from the store or new. Only calls with arrays alone, in and out, are remembered."""
         key = self.key(args, kwargs)
-        if (found := self.known(key)) is None:
+        found = None if key is None else self._store.get(key)
+        if found is None:
             found = self.fresh(args, kwargs)
             self.remember(key, found)
         return found
 
     def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tower's answer, new."""
-        return self._keep(self.tower(*args, **kwargs), kwargs)
+        """The tower's answer, new: of hidden states, those of the layers that the model reads."""
+        found = self.tower(*args, **kwargs)
+        wanted = getattr(self._config, "vision_feature_layer", None) if kwargs.get("output_hidden_states") else None
+        is_list = isinstance(found, (list, tuple)) and len(found) and isinstance(found[-1], (list, tuple))
+        if wanted is None or not is_list:
+            return found
+        states = list(found[-1])
+        kept = {range(len(states))[layer] for layer in ([wanted] if isinstance(wanted, int) else wanted)}
+        return (*found[:-1], [state if index in kept else None for index, state in enumerate(states)])
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """The digest of a call, or None for one that is not remembered."""
@@ -111,10 +117,6 @@ class RememberingTower(nn.Module):
             return digest([list(args), dict(kwargs)])
         except TypeError:
             return None
-
-    def known(self, key: bytes | None) -> Any:
-        """The remembered answer to a call, or None."""
-        return None if key is None else self._store.get(key)
 
     def remember(self, key: bytes | None, features: Any) -> None:
         if key is not None and is_array_tree(features):
@@ -132,7 +134,7 @@ class RememberingTower(nn.Module):
     def each_once(self, calls: Sequence[TowerCall], make: Callable[[Sequence[TowerCall]], list[Any]]) -> list[Any]:
         """The answers to calls: remembered, or made with each other, those that are asked for twice once."""
         keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [self.known(key) for key in keys]
+        found = [None if key is None else self._store.get(key) for key in keys]
         names = [at if key is None else key for at, key in enumerate(keys)]
         first = {name: at for at, name in reversed(list(enumerate(names))) if found[at] is None}
         places = sorted(first.values())
@@ -165,6 +167,8 @@ class RememberingBatchTower(RememberingTower):
     Calls of several requests with entries of one size are made as one: their arrays are joined along that axis.
     """
 
+    why_apart = None
+
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         arrays = arrays_of([list(args), dict(kwargs)])
         if not arrays or not all(array.ndim and array.shape[0] == arrays[0].shape[0] for array in arrays):
@@ -176,7 +180,7 @@ class RememberingBatchTower(RememberingTower):
 
     def _as_one(self, calls: Sequence[TowerCall]) -> list[Any]:
         args, kwargs = join_calls(calls)
-        parts = self.split(self._keep(self.tower(*args, **kwargs), kwargs), calls)
+        parts = self.split(self.fresh(args, kwargs), calls)
         if parts is None:
             raise ValueError(f"the answer of {type(self.tower).__name__} cannot be taken apart")
         return parts
@@ -237,37 +241,21 @@ class RememberingGridTower(RememberingTower):
     shape as that says, beside others or repeats of one, or alone.
     """
 
+    why_apart = None
+
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if current().is_fixed:
-            kind = self.kind(args, kwargs)
-            return super().look(args, kwargs) if kind is None else self.apart([self._call(args, kwargs, kind)])[0]
-        if len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1:
+        is_fixed = current().is_fixed
+        is_one = len(args) != 2 or not isinstance(args[1], mx.array) or args[1].shape[0] == 1
+        kind = None if not is_fixed and (is_one or self._store is None) else self.kind(args, kwargs)
+        if kind is None:
             return super().look(args, kwargs)
-        pixels, grids = args
-        counts = num_patches(grids)
-        pictures = split_patches(pixels, counts)
-        if pictures is None:
-            return super().look(args, kwargs)
-        parts = [(picture, grids[i : i + 1]) for i, picture in enumerate(pictures)]
-        if self._store is None:
-            return self.tower(*args, **kwargs)
-        keys = [self.key(part, kwargs) for part in parts]
-        found = [self.known(key) for key in keys]
-        new = list({keys[index]: index for index, features in enumerate(found) if features is None}.values())
-        if new:
-            fresh = self.tower(
-                mx.concatenate([parts[index][0] for index in new], axis=patch_axis(pixels, counts)),
-                mx.concatenate([parts[index][1] for index in new]),
-                **kwargs,
-            )
-            split = split_rows(fresh, [counts[index] for index in new])
-            if split is None:  # an answer that is not one row for so many patches of each picture
-                return fresh if len(new) == len(parts) else self.tower(*args, **kwargs)
-            made = {keys[index]: features for index, features in zip(new, split, strict=True)}
-            for key, features in made.items():
-                self.remember(key, features)
-            found = [made.get(key, features) for key, features in zip(keys, found, strict=True)]
-        return join_rows(found)
+        call = TowerCall(self, tuple(args), kwargs, kind)
+        if is_fixed:
+            return self.apart([call])[0]
+        try:
+            return join_rows(self.each_once(self._pictures(call), self.as_one))
+        except ValueError:  # an answer that cannot be taken apart
+            return self.fresh(args, kwargs)
 
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
         if len(args) != 2 or not all(isinstance(value, mx.array) for value in args) or args[1].ndim != 2:
@@ -284,7 +272,7 @@ class RememberingGridTower(RememberingTower):
 
     def apart(self, calls: Sequence[TowerCall]) -> list[Any]:
         pictures = [self._pictures(call) for call in calls]
-        found = iter(self._by_shapes([picture for several in pictures for picture in several]))
+        found = iter(self.each_once([picture for several in pictures for picture in several], self._by_shapes))
         answers = []
         for call, several in zip(calls, pictures, strict=True):
             alone = [next(found) for _ in several]
@@ -297,23 +285,18 @@ class RememberingGridTower(RememberingTower):
         return answers
 
     def _by_shapes(self, calls: Sequence[TowerCall]) -> list[Any]:
-        """The answers to calls of one picture each; what is asked for twice is looked at once."""
-        keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [self.known(key) for key in keys]
-        names = [at if key is None else key for at, key in enumerate(keys)]
-        new = {name: at for at, name in enumerate(names) if found[at] is None}
+        """The answers to calls of one picture each, made with those of the same shape, so many at a time as a ``Call`` says."""
         shapes: dict[tuple[Any, ...], list[int]] = {}
-        for at in new.values():
-            shapes.setdefault(calls[at].shape, []).append(at)
+        for at, call in enumerate(calls):
+            shapes.setdefault(call.shape, []).append(at)
+        found: dict[int, Any] = {}
         pictures = current().pictures
         for places in shapes.values():
             count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
-                for at, features in zip(part, self.as_one([calls[at] for at in part], count), strict=True):
-                    self.remember(keys[at], features)
-                    found[at] = features
-        return [found[new.get(name, at)] for at, name in enumerate(names)]
+                found |= zip(part, self.as_one([calls[at] for at in part], count), strict=True)
+        return [found[at] for at in range(len(calls))]
 
     def as_one(self, calls: Sequence[TowerCall], count: int = 1) -> list[Any]:
         """The answers of one call of the tower to several of one picture each, with repeats of the first up to ``count``,
@@ -329,10 +312,7 @@ class RememberingGridTower(RememberingTower):
         parts = split_patches(pixels, num_patches(grids)) or [pixels]
         if len(parts) == 1:
             return [call]
-        return [self._call((part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
-
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> TowerCall:
-        return TowerCall(self, tuple(args), kwargs, kind)
+        return [TowerCall(self, (part, grids[at : at + 1]), call.kwargs, call.kind) for at, part in enumerate(parts)]
 
     def _joined(self, calls: Sequence[TowerCall]) -> tuple[mx.array, mx.array]:
         """The patches and grids of all calls."""
@@ -351,6 +331,11 @@ class RememberingGridTower(RememberingTower):
 
     def count_patches(self, call: TowerCall, patch: int) -> int:
         return sum(num_patches(call.args[1]))
+
+
+def apart(tower_class: type[RememberingTower], why: str) -> type[RememberingTower]:
+    """The same wrapper for a tower that encodes the pictures of each request in calls of their own, and why it does."""
+    return type(tower_class.__name__, (tower_class,), {"why_apart": why})
 
 
 def split_list(found: Any, counts: Sequence[int]) -> list[Any] | None:

@@ -25,7 +25,7 @@ class PlacingAdapter(Adapter):
             given = self.encode_pictures(extra, embeds.dtype) if given is None else given
             pictures = [given] if isinstance(given, mx.array) else given
             rows = mx.concatenate([picture.reshape(-1, picture.shape[-1]) for picture in pictures])  # (N, D)
-            embeds = put_features(embeds, ids, self.image_token_ids(), self.to_embeddings(rows, embeds.dtype))
+            embeds = put_features(embeds, ids, self.image_token_ids, self.to_embeddings(rows, embeds.dtype))
         return {"inputs_embeds": embeds}
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
@@ -43,7 +43,7 @@ class OnePlaceholder(PlacingAdapter):
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         if "pixel_values" not in extra:
             return ids
-        (marker,) = self.image_token_ids()
+        (marker,) = self.image_token_ids
         return repeat_placeholders(ids, marker, self.count_features(extra))
 
     def count_features(self, extra: Mapping[str, Any]) -> list[int]:
@@ -63,12 +63,10 @@ class MaskedPlaces(Adapter):
         """The mask is as long as the prompt and says no more than its ids: it is no part of a picture."""
         return super().pictures(ids, {name: value for name, value in extra.items() if name != "images_seq_mask"})
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        mask = extra.get("images_seq_mask")
-        return None if mask is None else int(np.array(mask).sum())
-
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        super().check_placeholders(ids, extra)
-        mask, marks = extra.get("images_seq_mask"), list(self.image_token_ids())
-        if mask is not None and not np.array_equal(np.array(mask).astype(bool), np.isin(np.array(ids), marks)):
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
+        if (mask := extra.get("images_seq_mask")) is None:
+            return None
+        masked, marked = np.array(mask).astype(bool), np.isin(np.array(ids), list(self.image_token_ids))
+        if masked.sum() == marked.sum() and not np.array_equal(masked, marked):
             raise InvalidPrompt("images_seq_mask marks other positions than those of the prompt's placeholder tokens")
+        return int(masked.sum())

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import Encoded
+from vlm_batch.records import Encoded, Picture
+from vlm_batch.store.digest import as_words, digest
 
 
 def cut(value: Any, axis: int | None, start: int, end: int) -> Any:
@@ -52,12 +53,9 @@ def repeat_last(value: Any, axis: int, count: int) -> mx.array:
 
 
 def padded(row: Encoded, length: int, axes: Mapping[str, int | None]) -> Encoded:
-    """A row with at least ``length`` positions: behind its own its last one is repeated, as text. ``axes``: those of its
-    features along the prompt."""
-    count = length - row.length
-    if count <= 0:
-        return row
-    prompt = row.position.prompt
+    """A row with ``length`` positions: behind its own its last one is repeated, as text. ``axes``: those of its features along
+    the prompt."""
+    count, prompt = length - row.length, row.position.prompt
     return replace(
         row,
         input_ids=repeat_last(row.input_ids, 1, count),
@@ -133,6 +131,14 @@ def put_features(embeds: mx.array, ids: mx.array, markers: frozenset[int], featu
     filled = mx.array(embeds)
     filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
     return filled
+
+
+def sight_of(pictures: Sequence[Picture], rows: np.ndarray) -> np.ndarray:
+    """What each position sees of pictures: the content (L, 2) of its tiles, or of all pictures, which a position attends to
+    that sees no tile. ``rows`` (L, 3) are the positions of the prompt's key."""
+    masks = np.concatenate([picture.seen for picture in pictures], axis=1)
+    everything = digest([rows[picture.start] for picture in pictures])
+    return np.stack([as_words(digest(np.flatnonzero(mask)) if mask.any() else everything) for mask in masks])
 
 
 def sized_pictures(extra: Mapping[str, Any]) -> list[tuple[mx.array, list[int]]]:

@@ -10,6 +10,7 @@ import mlx.core as mx
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.errors import UnsupportedModel
+from vlm_batch.records import Call
 
 #: Two tokens of the smallest request, prefilled one after the other.
 PROBE = (1, 2)
@@ -22,7 +23,7 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
     quantised keys and values, or that has no layer of full attention.
     """
     family = adapter.spec.family
-    if adapter.max_rows is not None:
+    if adapter.spec.max_rows is not None:
         raise UnsupportedModel(f"{family}: a model without a verified adapter is not run with kv_bits")
     fresh = adapter.make_cache()
     count, total = kv.counts(fresh)
@@ -49,6 +50,6 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
 
 
 def _run(adapter: Adapter, caches: list[Any]) -> None:
-    encoded = adapter.encode(adapter.probe(mx.array([PROBE], dtype=mx.int32)))
+    encoded = adapter.encode({"input_ids": mx.array([PROBE], dtype=mx.int32)}, Call(is_made_up=True))
     logits = [adapter.prefill([encoded], caches, at, at + 1) for at in (0, 1)]
     mx.eval(logits, [cache.state for cache in caches])

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.attention import HOOKS
-from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.hooks import files_of, put_hooks
+from vlm_batch.adapters.base import POSITIONS, Adapter
+from vlm_batch.adapters.hooks import files_of, put_hooks, running
 from vlm_batch.records import Call, DecodeStep, Encoded
 from vlm_batch.registry import ModelSpec
 
@@ -18,20 +18,22 @@ from vlm_batch.registry import ModelSpec
 class SingleRow(Adapter):
     """Hands all features of ``get_input_embeddings`` to the decoder, and leaves positions where the model keeps them.
 
-    That is right while one row is alive, so ``max_rows`` is 1.
+    That is right while one row is alive, so its ``max_rows`` is 1.
     """
 
-    spec = ModelSpec(family="(one row at a time)", model_types=(), chunked_prefill=False)
-    max_rows = 1
+    spec = ModelSpec(
+        family="(one row at a time)",
+        model_types=(),
+        chunked_prefill=False,
+        no_prefix_reuse="it runs one row at a time, through mlx-vlm's own path",
+        max_rows=1,
+    )
     is_causal = False
-    no_prefix_reuse = "it runs one row at a time, through mlx-vlm's own path"
+    last_hidden = None  # nothing is known of the trunk's answer
 
     def hook_functions(self) -> None:
         """Cheaper kernels where the model's files have mlx-vlm's functions; one row's own caches take any attention."""
         put_hooks(files_of(self.language), HOOKS, family=self.spec.family, is_strict=False)
-
-    def last_position_logits(self) -> None:
-        """Leave the trunk as it is: nothing is known of its result."""
 
     @staticmethod
     def can_run(model: nn.Module) -> bool:
@@ -45,15 +47,16 @@ class SingleRow(Adapter):
             if value is not None and name not in ("input_ids", "attention_mask")
         }
 
-    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return dict(features), {}
+    def _for_prefill(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in features.items() if name != "inputs_embeds"}
 
-    def forget(self) -> None:
-        """Keep the positions, which this row's decode steps read on the model. The next row's ``encode`` clears them."""
-
-    def _encoded(self, inputs: Mapping[str, Any], call: Call, cached: int) -> Encoded:
-        Adapter.forget(self)
-        return super()._encoded(inputs, call, cached)
+    def encode(self, inputs: Mapping[str, Any], call: Call = Call(), cached: int = 0) -> Encoded:
+        """As every family's, but the positions stay on the model, where this row's decode steps read them."""
+        for name in POSITIONS:
+            if hasattr(self.language, name):
+                setattr(self.language, name, None)
+        with running(call):
+            return self._encoded(inputs, call, cached)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The whole prompt is one chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,11 @@ class SlicedAdapter(MRoPEAdapter):
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         return PositionState(prompt=mx.broadcast_to(mx.arange(ids.shape[1], dtype=mx.int32), (3, 1, ids.shape[1])))
 
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        return sum(int((bounds[:, 1] - bounds[:, 0]).sum()) for bounds in slice_bounds(extra))
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        places = np.zeros(ids.shape[1], dtype=np.bool_)
+        for first, end in itertools.chain(*slice_bounds(extra)):
+            places[first:end] = True
+        return places
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """One picture for all slices, from the first slice's tokens to the last one's."""

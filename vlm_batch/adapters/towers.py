@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,11 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters import kernels
+from vlm_batch.adapters.modules import RememberingTower
 from vlm_batch.adapters.vision import resize_bicubic
+from vlm_batch.store.features import FeatureStore
 
-#: Why pictures of several requests do not share a call of some towers (``Adapter.encodes_apart``).
+#: Why pictures of several requests do not share a call of some towers.
 PICTURES_MASKED_APART = (
     "its tower masks pictures apart in one attention over all of them: the work grows with its square, and what is not finite "
     "in one reaches the others"
@@ -30,6 +31,14 @@ def vision_towers(model: Any) -> list[tuple[nn.Module, str]]:
     return [(owner, name) for name in VISION_TOWERS if isinstance(owner.get(name), nn.Module)]
 
 
+def remember_features(adapter: Any, store: FeatureStore | None) -> None:
+    """Let an adapter's vision towers encode a picture once, and keep its features in ``store``, if there is one."""
+    for owner, name in vision_towers(adapter.model):
+        tower = owner[name]
+        tower = tower.tower if isinstance(tower, RememberingTower) else tower
+        setattr(owner, name, adapter.tower_class(tower, store, adapter.config))
+
+
 @dataclass(frozen=True)
 class Inner:
     """Linear layers of one module, by name, and the one that takes their outputs: through an activation that is 0 at 0, or
@@ -42,15 +51,16 @@ class Inner:
 GATED = Inner(("gate_proj", "up_proj"), "down_proj")
 
 
-def widen(tower: nn.Module, inner: Iterable[Inner]) -> None:
-    """Fill the inner width of the working copy's MLPs with zeros, up to one for which products are fast on this device.
+def widen(model: Any, names: Inner) -> None:
+    """Fill the inner width of the MLPs in a working copy's towers with zeros, up to one for which products are fast on this
+    device.
 
     Layers are left alone that are not dense, or whose width is fast. Sums get terms that are zero, so answers are the same
     up to rounding. The filled weights take the place of the caller's in the copy; they are made one MLP at a time.
     """
-    for _, module in tower.named_modules():
-        for names in inner:
-            layers: list[Any] = [module.get(name) for name in (*names.first, names.last)]
+    for owner, name in vision_towers(model):
+        for _, module in owner[name].named_modules():
+            layers: list[Any] = [module.get(layer) for layer in (*names.first, names.last)]
             if all(type(layer) is nn.Linear for layer in layers):
                 _widen(layers[:-1], layers[-1])
 

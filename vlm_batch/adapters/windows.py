@@ -8,21 +8,16 @@ follow each other share a call.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters import kernels
-
-#: Made of an array last, by what made it; an array is known by itself, for as long as it is there.
-_last: dict[Callable[[mx.array], Any], tuple[weakref.ref[mx.array], Any]] = {}
 
 #: Factors of the first and of the second number of each pair: (N, 1, 2, D / 2), or (N, 1, D / 2, 2) of neighbours.
 Turn = tuple[mx.array, mx.array]
@@ -154,11 +149,7 @@ def _attend_filled(parts: Sequence[mx.array], size: int, mask: mx.array | None, 
 
 def merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Neighbouring runs of one size as one."""
-    return tuple((sum(count for count, _ in group), size) for size, group in _by_size(runs))
-
-
-def _by_size(runs: Sequence[Run]) -> list[tuple[int, list[Run]]]:
-    return [(size, list(group)) for size, group in groupby(runs, key=lambda run: run[1])]
+    return tuple((sum(count for count, _ in group), size) for size, group in groupby(runs, key=lambda run: run[1]))
 
 
 def attend_pictures(parent: type[nn.Module], project: str = "qkv", output: str = "proj") -> type[nn.Module]:
@@ -171,8 +162,10 @@ def attend_pictures(parent: type[nn.Module], project: str = "qkv", output: str =
         def __call__(self, x: mx.array, cu_seqlens: mx.array, rotary_pos_emb: mx.array) -> mx.array:
             """(N, D) -> (N, D)"""
             split = self[project](x).reshape(x.shape[0], 3, self.num_heads, -1)
-            queries, keys = rotate(split[:, :2].swapaxes(0, 1), once(rotary_pos_emb, turn_by))
-            return self[output](attend_runs(queries, keys, split[:, 2], once(cu_seqlens, runs_between), self.scale))
+            queries, keys = rotate(split[:, :2].swapaxes(0, 1), kernels.once(rotary_pos_emb, turn_by))
+            return self[output](
+                attend_runs(queries, keys, split[:, 2], kernels.once(cu_seqlens, runs_between), self.scale)
+            )
 
     return PictureAttention
 
@@ -186,26 +179,11 @@ def moon_attention(parent: type[nn.Module]) -> type[nn.Module]:
         ) -> mx.array:
             """(N, D) -> (N, D)"""
             split = self.wqkv(x).reshape(x.shape[0], 3, self.num_heads, -1)
-            turn = once(rotary_pos_emb, _turn_by_numbers)
+            turn = kernels.once(rotary_pos_emb, turn_by_numbers)
             queries, keys = rotate(split[:, :2].swapaxes(0, 1), turn, axis=-1)
-            return self.wo(attend_runs(queries, keys, split[:, 2], once(cu_seqlens, runs_between), self.scale))
+            return self.wo(attend_runs(queries, keys, split[:, 2], kernels.once(cu_seqlens, runs_between), self.scale))
 
     return MoonAttention
-
-
-def once(array: mx.array, make: Callable[[mx.array], Any]) -> Any:
-    """The answer of ``make`` to an array, made once while one array is asked for again and again."""
-    last = _last.get(make)
-    if last is not None and last[0]() is array:
-        return last[1]
-    made = make(array)
-
-    def forget(gone: weakref.ref[mx.array]) -> None:
-        if (kept := _last.get(make)) is not None and kept[0] is gone:
-            del _last[make]
-
-    _last[make] = (weakref.ref(array, forget), made)
-    return made
 
 
 def runs_between(boundaries: mx.array) -> tuple[Run, ...]:
@@ -216,14 +194,11 @@ def runs_between(boundaries: mx.array) -> tuple[Run, ...]:
 
 def turn_by(angles: mx.array) -> Turn:
     """The rotation by angles (N, D / 2) of pairs that lie half a head apart."""
-    angles = angles.astype(mx.float32)
-    return _turn_of(mx.cos(angles), mx.sin(angles), axis=-2)
+    cos, sin = mx.cos(angles.astype(mx.float32)), mx.sin(angles.astype(mx.float32))
+    return mx.stack([cos, sin], axis=-2)[:, None], mx.stack([-sin, cos], axis=-2)[:, None]
 
 
-def _turn_by_numbers(turned: mx.array) -> Turn:
+def turn_by_numbers(turned: mx.array) -> Turn:
     """The rotation by complex numbers (N, D / 2) of pairs that lie side by side."""
-    return _turn_of(mx.real(turned), mx.imag(turned), axis=-1)
-
-
-def _turn_of(cos: mx.array, sin: mx.array, axis: int) -> Turn:
-    return mx.stack([cos, sin], axis=axis)[:, None], mx.stack([-sin, cos], axis=axis)[:, None]
+    cos, sin = mx.real(turned), mx.imag(turned)
+    return mx.stack([cos, sin], axis=-1)[:, None], mx.stack([-sin, cos], axis=-1)[:, None]

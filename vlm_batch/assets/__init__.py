@@ -10,9 +10,7 @@ from pathlib import Path
 PACKAGED = Path(__file__).resolve().parent
 CHECKOUT = PACKAGED.parent.parent / "fixtures"
 
-#: Suffixes of the files that the command line and the file pickers take for pictures.
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".avif")
-#: And for a video.
+#: Suffixes of the files that the command line and the file pickers take for videos.
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
 
 

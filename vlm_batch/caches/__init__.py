@@ -6,7 +6,7 @@ import pkgutil
 from vlm_batch.caches.blocks import BlockCache, BlockSlabCache
 from vlm_batch.caches.full import can_share, can_trim, take_row, trim
 from vlm_batch.caches.indexed import IndexedCache
-from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, make_layer_cache
+from vlm_batch.caches.layers import DenseCache, LayerCache, Placement, kind_of
 from vlm_batch.caches.listed import ListedCache, level, set_layer
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.recurrent import RecurrentCache
@@ -32,8 +32,8 @@ __all__ = [
     "WholeCache",
     "can_share",
     "can_trim",
+    "kind_of",
     "level",
-    "make_layer_cache",
     "set_layer",
     "take_row",
     "trim",

@@ -79,7 +79,7 @@ class CacheKind:
         return CopiedState.of(self, length)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        """An empty cache of a batch for rows of this kind."""
+        """An empty cache of a batch for rows of this kind; kinds without a slab keep one cache a row."""
         return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
@@ -134,16 +134,6 @@ def kind_of(cache: Any) -> CacheKind:
     if isinstance(cache, CacheKind):
         return cache
     return UPSTREAM_KINDS.get(type(cache), UpstreamKind)(cache)
-
-
-def make_layer_cache(single: Any, placement: Placement, num_places: int) -> LayerCache:
-    """The batch cache for a layer whose single-row cache is ``single``; kinds without a slab keep one cache per row."""
-    return kind_of(single).batched(placement, num_places)
-
-
-def is_whole_kind(cache: Any) -> bool:
-    """Whether a single-row cache can be cut back to any length."""
-    return kind_of(cache).is_whole
 
 
 def row_bytes(caches: Sequence[Any], tokens: int, seen: int) -> int:

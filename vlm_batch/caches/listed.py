@@ -14,7 +14,6 @@ from vlm_batch.caches.layers import (
     Placement,
     UpstreamKind,
     kind_of,
-    make_layer_cache,
     row_bytes,
     upstream,
 )
@@ -129,7 +128,7 @@ class ListKind(UpstreamKind):
         return row_bytes(self.cache.caches, tokens, seen)
 
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        return ListedCache(*(make_layer_cache(part, placement, num_places) for part in self.cache.caches))
+        return ListedCache(*(kind_of(part).batched(placement, num_places) for part in self.cache.caches))
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return tuple(full for part in self.cache.caches for full in kind_of(part).full_parts())

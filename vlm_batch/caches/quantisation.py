@@ -163,7 +163,6 @@ class LateState(LayerState):
 
 
 def settings_of(kv: KVQuantisation | None) -> dict[str, str]:
-    """The settings that a saved row must share with the batcher that continues it, by the options' names."""
-    names = ("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start")
+    """The settings that a saved row must share with the batcher that continues it."""
     values = ("None",) * 4 if kv is None else (f"{kv.bits:g}", str(kv.group_size), kv.scheme, str(kv.start))
-    return dict(zip(names, values, strict=True))
+    return dict(zip(("kv_bits", "kv_group_size", "kv_scheme", "kv_start"), values, strict=True))

@@ -292,12 +292,17 @@ class QuantizedSlabCache(SlabCache):
         self._num_bits = bits
         self._heads = (0, 0)  # of keys and of values
         self._layouts: list[Layout] = []
+        #: (heads, width, type) of every part of every slab.
+        self._parts: list[list[tuple[int, int, mx.Dtype]]] = []
 
     def put(self, place: int, cache: QuantizedCache) -> None:
         """Copy one row's packed keys and values (its own bytes only) into a place."""
         length, states = cache.offset, cache.state
         self._layouts, self._heads = [one.layout for one in states], (states[0].shape[1], states[1].shape[1])
-        self._reserve_parts(self._widths(states), length + 1)
+        self._parts = [[(one.shape[1], part.shape[3], part.dtype) for part in one.parts] for one in states]
+        if self._is_stacked:
+            self._parts = [[(sum(self._heads), width, dtype) for _, width, dtype in self._parts[0]]]
+        self._reserve_parts(length + 1)
         self._left[place] = max(self._left[place], length)
         for (slabs, heads), one in zip(self._halves(), states, strict=True):
             for slab, part in zip(slabs, one.parts, strict=True):
@@ -320,7 +325,7 @@ class QuantizedSlabCache(SlabCache):
         stacks = [mx.concatenate([keys, values], axis=1)] if self._is_stacked else [keys, values]
         at = self._positions()[:, None, None, None]
         new = [quantize(stack, self._group_size, self._num_bits).parts for stack in stacks]
-        self._reserve_parts(self._held_widths(), self._idx + 1)
+        self._reserve_parts(self._idx + 1)
         written = [
             tuple(put_columns(slab, at, part) for slab, part in zip(slabs, parts, strict=True))
             for slabs, parts in zip((self.keys, self.values), new, strict=False)
@@ -336,7 +341,7 @@ class QuantizedSlabCache(SlabCache):
 
     def prepare(self) -> tuple[Any, ...]:
         """Make room for one more token; what a step's graph depends on."""
-        self._reserve_parts(self._held_widths(), self._idx + 1)
+        self._reserve_parts(self._idx + 1)
         return (tuple(part.shape for part in self.arrays()), self._dtype)
 
     @property
@@ -387,24 +392,13 @@ class QuantizedSlabCache(SlabCache):
             tuple(own_array(part[:, :, :capacity]) for part in slabs) for slabs in (self.keys, self.values)
         )
 
-    def _widths(self, states: Sequence[QuantizedStates]) -> list[list[tuple[int, int, mx.Dtype]]]:
-        """(heads, width, type) of every part of every slab, for states of keys and values."""
-        found = [[(one.shape[1], part.shape[3], part.dtype) for part in one.parts] for one in states]
-        if not self._is_stacked:
-            return found
-        return [[(sum(self._heads), width, dtype) for _, width, dtype in found[0]]]
-
-    def _held_widths(self) -> list[list[tuple[int, int, mx.Dtype]]]:
-        """The same of the slabs that there are."""
-        return [[(p.shape[1], p.shape[3], p.dtype) for p in slabs] for slabs in (self.keys, self.values) if slabs]
-
-    def _reserve_parts(self, widths: Sequence[Sequence[tuple[int, int, mx.Dtype]]], tokens: int) -> None:
-        """Make room for ``tokens`` columns of slabs of such widths."""
+    def _reserve_parts(self, tokens: int) -> None:
+        """Make room for ``tokens`` columns."""
         if tokens <= self.capacity:
             return
         capacity, places = self._capacity(tokens), self.num_places
         slabs_grown: list[tuple[mx.array, ...]] = []
-        for slabs, parts in zip((self.keys, self.values), widths, strict=False):
+        for slabs, parts in zip((self.keys, self.values), self._parts, strict=False):
             old = slabs or (None,) * len(parts)
             shapes = [((places, heads, capacity, width), dtype) for heads, width, dtype in parts]
             slabs_grown.append(tuple(widened(o, *shape) for o, shape in zip(old, shapes, strict=True)))

@@ -160,7 +160,9 @@ class RowsCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowStates, RowStates]:
         """Append (B, H, 1, D) keys and values, each place's to its own row."""
         if self._new:
-            self._stack_new()
+            if len(self._new) > 1:
+                self._stack_new()
+            self._new.clear()
         return self._states(lambda cache, first, end: cache.update_and_fetch(keys[first:end], values[first:end]))
 
     @property
@@ -215,8 +217,7 @@ class RowsCache:
 
     def _stack_new(self) -> None:
         """Make one array of each run of neighbours that came since the last token and have one length and shape."""
-        new, self._new = self._new, WeakSet()
-        kinds = [_kind(cache) if not self.always_masked and cache in new else None for cache in self.places]
+        kinds = [_kind(cache) if not self.always_masked and cache in self._new else None for cache in self.places]
         for kind, run in groupby(range(len(kinds)), key=lambda place: kinds[place]):
             places = list(run)
             if kind is not None and len(places) > 1:

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches import Placement, can_share
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -67,11 +68,11 @@ def measure(
     Begins nothing new once ``seconds`` have passed. Raises what the model raises.
     """
     clock = _Clock(time.perf_counter() + seconds)
-    adapter.remember_features(FeatureStore(ByteBudget(0)))
+    remember_features(adapter, FeatureStore(ByteBudget(0)))
     context = _most(adapter, CONTEXT + MOST_ROWS) - MOST_ROWS
     trial = Trial(adapter, kv, FreeShapes())
     decode: dict[str, dict[int, float]] = {}
-    if adapter.max_rows != 1 and context > 8:
+    if adapter.spec.max_rows != 1 and context > 8:
         say("decode steps")
         rows = [trial.row(max(2, context * part // LENGTHS)) for part in range(1, LENGTHS + 1)]
         for layout in Placement:
@@ -142,7 +143,7 @@ def _climb(clock: _Clock, counts: Sequence[int], make: Callable[[int], Callable[
 
 
 def _rows(adapter: Adapter) -> list[int]:
-    most = MOST_ROWS if adapter.max_rows is None else min(MOST_ROWS, adapter.max_rows)
+    most = MOST_ROWS if adapter.spec.max_rows is None else min(MOST_ROWS, adapter.spec.max_rows)
     return [rows for rows in LADDER if rows <= most]
 
 

@@ -80,11 +80,9 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(error)) from error
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, default: str = "default: the embedded tiny checkpoint") -> None:
     """The options that name a model."""
-    parser.add_argument(
-        "--model", default=None, metavar="PATH|HUB_ID", help="the model (default: the embedded tiny checkpoint)"
-    )
+    parser.add_argument("--model", default=None, metavar="PATH|HUB_ID", help=f"the model ({default})")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the model")
 
 

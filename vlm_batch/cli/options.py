@@ -34,7 +34,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="have a model that can think do so, or not (default: as its chat template has it)",
     )
-    add_model(parser)
+    add_model(parser, "needed, but for the sample pictures: of these the embedded tiny checkpoint knows something")
     reading = parser.add_argument_group("what is read")
     reading.add_argument(
         "--recursive",
@@ -123,8 +123,8 @@ def _add_writing(writing: argparse._ArgumentGroup) -> None:
         "-o",
         "--out",
         metavar="FILE",
-        help="the answers as they come: JSON lines, or .csv, .tsv, .parquet by the suffix; - is standard output; {shard} is "
-        "the shard's number",
+        help="the answers as they come, by the suffix: .jsonl, .ndjson or none for JSON lines, .csv, .tsv, .parquet; - is "
+        "standard output; {shard} is the shard's number",
     )
     writing.add_argument("--json", metavar="FILE", help="the same, as JSON lines whatever the suffix")
     writing.add_argument("--sidecar", metavar="SUFFIX", help="a text file beside each picture, such as .txt")

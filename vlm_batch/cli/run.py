@@ -20,7 +20,7 @@ from vlm_batch.jobs.cells import Columns
 from vlm_batch.jobs.files import common_folder, is_url
 from vlm_batch.jobs.lines import CannotWrite, replace_file
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
-from vlm_batch.jobs.rows import Row, Shard, Source
+from vlm_batch.jobs.rows import Row, Shard, Source, spelled
 from vlm_batch.jobs.runner import ANSWER_FIELDS, Job
 from vlm_batch.jobs.runner import run as run_job
 from vlm_batch.jobs.sidecars import Sidecars
@@ -181,7 +181,7 @@ def _write_report(args: argparse.Namespace, summary: Summary, questions: Questio
     from vlm_batch.jobs import report
 
     page = report.render(summary, model=str(args.model or EMBEDDED), prompts=questions.prompts)
-    replace_file(Path(args.report), page.encode("utf-8", "backslashreplace"))
+    replace_file(Path(args.report), spelled(page).encode())
 
 
 def _is_samples(source: Source) -> bool:
@@ -259,15 +259,17 @@ def _sink(
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that decide answers and output beside prompts and sampling."""
-    model = args.model
-    if model is not None and Path(model).expanduser().exists():
+    model, files = args.model, {}
+    if model is not None and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())
+        files = journal.model_files(Path(model))
     names = (
         *("max_prompt_tokens", "max_image_pixels", "min_pixels", "max_pixels", "reproducible"),
         *("kv_bits", "kv_group_size", "kv_quant_scheme", "quantized_kv_start"),
     )
     said = {name: value for name, value in vars(args).items() if name in names}
-    return {"model": model, **said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
+    said = {"model": model, journal.MODEL_FILES: files, **said}
+    return {**said, **{name: vars(args)[name] for name in ("columns", "dpi", "fps", "max_frames")}}
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:

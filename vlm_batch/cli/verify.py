@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlm_batch.assets import PICTURE_SUFFIXES, default_checkpoint, sample_images
+from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli.model import OpenBatcher, UsageError
 from vlm_batch.errors import InvalidRequest
+from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.types import Request
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ def pictures(folder: str | None) -> list[Path]:
     if folder is None:
         return sample_images()
     where = Path(folder).expanduser()
-    found = sorted(path for path in where.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES and path.is_file())
+    found = sorted(path for path in where.rglob("*") if path.suffix.lower() in picture_suffixes() and path.is_file())
     if not found:
         raise UsageError(
-            f"--images {folder}: no picture there; looked for files that end in {' '.join(PICTURE_SUFFIXES)}"
+            f"--images {folder}: no picture there; looked for files that end in {' '.join(sorted(picture_suffixes()))}"
         )
     return found[:MOST_PICTURES]
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.precision import precision_of
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx, as_numpy
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
@@ -183,7 +184,7 @@ def verify(
     inputs = prepared(plain, model, processor, requests)
     layout = Placement.for_device()
     shapes = fixed_shapes(held)
-    proof = Proof(((1,),), "one row at a time") if held.max_rows == 1 else prove(held, None, layout)
+    proof = Proof(((1,),), "one row at a time") if held.spec.max_rows == 1 else prove(held, None, layout)
     found: list[Comparison] = []
 
     def ask(adapter: Adapter, way: _Way, shapes: FixedShapes | None, said: str) -> list[Trace]:
@@ -227,7 +228,7 @@ def prepared(adapter: Adapter, model: nn.Module, processor: Any, requests: Seque
     preparer = Preparer(
         processing,
         adapter.spec,
-        image_token_ids=adapter.image_token_ids(),
+        image_token_ids=adapter.image_token_ids,
         max_context=adapter.max_context,
     )
     return [as_numpy(preparer.prepare(preparer.check(request)).inputs) for request in requests]
@@ -283,14 +284,14 @@ def _asked(
 
 
 def _engine(adapter: Adapter, way: _Way, shapes: FixedShapes | None) -> BatchGenerator:
-    rows = way.max_rows if adapter.max_rows is None else min(way.max_rows, adapter.max_rows)
+    rows = way.max_rows if adapter.spec.max_rows is None else min(way.max_rows, adapter.spec.max_rows)
     budgets = {} if way.budget is None else {"prefill_budget": way.budget, "idle_budget": way.budget}
     policy = policy_of({"max_rows": rows, **budgets})
-    if adapter.max_rows is not None:
+    if adapter.spec.max_rows is not None:
         policy = replace(policy, encode_ahead=0)
     budget = ByteBudget(KEPT_BYTES if way.keeps else 0)
-    adapter.remember_features(FeatureStore(budget))
-    prefix = PrefixCache(budget) if way.keeps and adapter.no_prefix_reuse is None else None
+    remember_features(adapter, FeatureStore(budget))
+    prefix = PrefixCache(budget) if way.keeps and adapter.spec.no_prefix_reuse is None else None
     reuse = Reuse(adapter, prefix, shapes=shapes or FreeShapes())
     return BatchGenerator(adapter, policy=policy, reuse=reuse, shapes=shapes)
 

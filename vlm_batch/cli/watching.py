@@ -87,8 +87,7 @@ class JobView(Watch):
         elif plan.others:
             said = f"none of the {_count(plan.others, 'answer')} in the output is to one of these rows"
             self._err.print(f"{said}: are paths spelled as in its first run?", soft_wrap=True)
-        for reason, count in list(plan.wrong.items())[:8]:
-            self._err.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
+        _print_wrong(self._err, plan)
         if plan.own and self._says_prompt:
             self._err.print(f"{_count(plan.own, 'row')} with a prompt or messages of its own: asked that, not --prompt")
         self._bar.update(self._task, total=plan.left)
@@ -243,10 +242,10 @@ def _stages(summary: Summary) -> Table | None:
 
 
 def _reasons(summary: Summary) -> Table | None:
-    """Failures by reason."""
-    if not summary.reasons:
+    """Failures by kind."""
+    if not summary.failed:
         return None
-    table = Table(title="failures", title_justify="left", box=None, show_header=False)
+    table = Table(title="failures, by the first of each kind", title_justify="left", box=None, show_header=False)
     for reason, count in summary.reasons.most_common(8):
         table.add_row(Text(str(count), justify="right"), Text(plain_text(reason), style="red"))
     return table
@@ -270,8 +269,7 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, rows: int 
     """
     console = open_console(out)
     plan = job.plan(Ids(), Ids())
-    for reason, count in list(plan.wrong.items())[:8]:
-        console.print(Text(plain_text(f"{_count(count, 'row')} cannot be asked: {reason}")), soft_wrap=True)
+    _print_wrong(console, plan)
     num_asked = max(DRY_ROWS, rows or 0)
     items = [item for item in islice(job.items(), 4 * num_asked) if item.error is None][:num_asked]
     asked = {item.id: item for item in items}
@@ -290,7 +288,7 @@ def show_dry_run(job: Job, open_batcher: OpenBatcher, out: TextIO, *, rows: int 
     if plan.total is None:
         console.print(f"{each:.2f} s a row; standard input does not say how many rows there are")
     else:
-        askable = plan.total - sum(plan.wrong.values())
+        askable = plan.total - plan.wrong.counts.total()
         console.print(
             f"{_count(askable, 'row')}, about {spell_seconds(askable * each)} at {each:.2f} s a row "
             f"(measured on {len(items)}, the model's first steps among them)",
@@ -326,6 +324,13 @@ def _show_asked(console: Console, item: Item, result: Result, batcher: object) -
     tokens = f"{usage.prompt_tokens} prompt tokens, {usage.image_tokens} of them pictures; {usage.completion_tokens} answered"
     console.print(Text("  " + "; ".join([*sizes, tokens]), style="dim"), soft_wrap=True)
     console.print(Text("  ").append_text(_answer(result)), soft_wrap=True)
+
+
+def _print_wrong(console: Console, plan: Plan) -> None:
+    """Rows that can be seen to fail, by kind."""
+    for message, count in plan.wrong.most_common(8):
+        said = f"{_count(count, 'row')} cannot be asked{', the first' if count > 1 else ''}: {message}"
+        console.print(Text(plain_text(said)), soft_wrap=True)
 
 
 # ---- words ----

@@ -11,9 +11,8 @@ import heapq
 import itertools
 from collections.abc import Hashable
 
-from vlm_batch.arrays import as_mlx
 from vlm_batch.engine.constraints import Guide
-from vlm_batch.engine.memory import RowMemory
+from vlm_batch.engine.memory import RowMemory, Sizes
 from vlm_batch.engine.port import Loading
 from vlm_batch.engine.row import Row, Status
 from vlm_batch.engine.scheduler import Scheduler
@@ -28,26 +27,6 @@ VIDEOS_AHEAD = 4
 BYTES_PER_PIXEL = 3
 #: Prepared requests that wait at most, in times of what is usual: urgent ones may be prepared beside those that wait.
 MOST_AHEAD = 4
-
-
-class Sizes:
-    """Bytes that processors made of pictures, by how many pixels these have: the most that was seen for each power of two."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-
-    def note(self, num_pixels: int, nbytes: int) -> None:
-        power = num_pixels.bit_length()
-        self._seen[power] = max(nbytes, self._seen.get(power, 0))
-
-    def expected(self, num_pixels: int) -> int | None:
-        """The bytes that the next larger ones came to, or in proportion to the largest; None if none was seen."""
-        power = num_pixels.bit_length()
-        not_smaller = [seen for seen in self._seen if seen >= power]
-        if not_smaller:
-            return self._seen[min(not_smaller)]
-        largest = max(self._seen, default=None)
-        return None if largest is None else self._seen[largest] << (power - largest)
 
 
 class Admission:
@@ -65,13 +44,13 @@ class Admission:
         self._processing: dict[Row, int] = {}  # with the loaders, and the bytes that they may come to
         self.prepared: dict[str, Row] = {}
         self._look_ahead, self._most_bytes = config.look_ahead, config.look_ahead_bytes
-        self._sizes = {False: Sizes(), True: Sizes()}  # without and with videos
+        self._sizes = {False: Sizes(max), True: Sizes(max)}  # without and with videos
 
     @property
     def nbytes(self) -> int:
         """Bytes of what was read and prepared for rows that wait, and is not encoded yet. From any thread."""
         return sum(
-            row.prompt_bytes
+            row.prompt.nbytes
             for rows in (self._reading, self._read, self._processing, self.prepared.values())
             for row in tuple(rows)
         )
@@ -82,7 +61,6 @@ class Admission:
 
     def add(self, row: Row) -> None:
         """Take in a row: to be prepared, or with its processor's output."""
-        assert row.prompt is not None
         if row.prompt.inputs is not None:
             self.prepared[row.request_id] = row
             return
@@ -92,7 +70,7 @@ class Admission:
 
     def remove(self, row: Row) -> None:
         """Remove a row at whatever stage it waits. In the inbox it stays until its turn comes, and is then skipped."""
-        if row.prompt is not None and row.prompt.loading is not None:
+        if row.prompt.loading is not None:
             row.prompt.loading.cancel()
         for rows in (self._reading, self._read, self.unprepared):
             rows.discard(row)
@@ -112,20 +90,24 @@ class Admission:
         return row
 
     def _has_room(self, lane: Hashable, has_videos: bool, heap: list[tuple[float, int, Row]]) -> bool:
-        """Whether the first row of a lane's heap may be read now."""
+        """Whether the first row of a lane's heap may be read now: loaders have few of its lane, few rows wait before it, and
+        those leave room."""
         while heap and heap[0][2].status is Status.FINISHED:
             heapq.heappop(heap)
+        if not heap:
+            return False
         most = self._look_ahead + self._scheduler.num_places
-        if not heap or len(self.prepared) + len(self._read) >= MOST_AHEAD * most:
-            return False
-        beside = [row for row in (*self._reading, *self._processing) if row.lane == lane]
-        waiting = [*beside, *self._read, *self.prepared.values()]
-        if has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD:
-            return False
+        loading = [row for row in (*self._reading, *self._processing) if row.lane == lane]
+        waiting = [*loading, *self._read, *self.prepared.values()]
         before = [row for row in waiting if self.urgency(row) <= heap[0][0]]
-        files = any(row.prompt_bytes for row in (*self._reading, *self._read) if row.lane == lane)
-        has_bytes = not files or sum(row.prompt_bytes for row in before) < self._most_bytes
-        return len(beside) < WITH_LOADERS and len(before) < most and has_bytes
+        holds_files = any(row.prompt.nbytes for row in (*self._reading, *self._read) if row.lane == lane)
+        return (
+            len(loading) < WITH_LOADERS
+            and len(before) < most
+            and len(self.prepared) + len(self._read) < MOST_AHEAD * most
+            and not (has_videos and sum(row.has_videos for row in waiting) >= VIDEOS_AHEAD)
+            and not (holds_files and sum(row.prompt.nbytes for row in before) >= self._most_bytes)
+        )
 
     def note_read(self, row: Row) -> None:
         """A row's pictures are in memory: it waits for room. Nothing happens if it ended meanwhile, or if that is known."""
@@ -143,7 +125,7 @@ class Admission:
         sizes = {row: self._expected(row) for row in self._read}
         row = min(self._read, key=lambda row: (sizes[row] > 0, self.urgency(row)))
         expected = sizes[row]
-        ahead = {**self._processing, **{row: row.prompt_bytes for row in self.prepared.values()}}
+        ahead = {**self._processing, **{row: row.prompt.nbytes for row in self.prepared.values()}}
         held = sum(ahead.values())
         is_first = all(self.urgency(other) > self.urgency(row) for other, nbytes in ahead.items() if nbytes)
         if expected and held + expected > self._most_bytes and not (is_first and held <= self._most_bytes):
@@ -154,8 +136,8 @@ class Admission:
 
     def _expected(self, row: Row) -> int:
         """Bytes that a row that was read may take while it is processed and afterwards: more than there are if nobody knows."""
-        assert row.prompt is not None and row.prompt.loading is not None
         loading = row.prompt.loading
+        assert loading is not None
         if loading.known_nbytes is not None:
             return loading.known_nbytes
         seen = self._sizes[row.has_videos].expected(loading.num_pixels)
@@ -163,7 +145,6 @@ class Admission:
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """A row's loading is done. Raises what reading or processing raised."""
-        assert row.prompt is not None
         self._reading.discard(row)
         self._processing.pop(row, None)
         row.prompt.loading = None
@@ -171,11 +152,11 @@ class Admission:
         prepared = loading.result()
         row.image_sizes, row.video_sizes = prepared.image_sizes, prepared.video_sizes
         row.answer.bad_words = prepared.bad_words
-        row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
-        row.prompt.inputs = as_mlx(prepared.inputs)
+        if prepared.form is not None or row.params.thinking_budget is not None:
+            row.answer.guide = Guide.of(row.params, prepared.form, prepared.thinking, row.answer.end_ids)
+        row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self.memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
-        row.keep_given(row.prompt.inputs, prepared.kept)
         if loading.known_nbytes is None:
-            self._sizes[row.has_videos].note(loading.num_pixels, row.prompt_bytes)
+            self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self.unprepared.remove(row)
         self.prepared[row.request_id] = row

@@ -20,11 +20,13 @@ class DecodeBatch:
     """Rows that decode together. ``places[b]`` is the row at place b of every layer's cache, or None.
 
     With ``Placement.ROWS`` the places stay dense; with ``Placement.SLAB`` a place is kept until another row takes it. How many
-    there are, ``shapes`` say; places without a row run and are thrown away. Slabs have at least ``least`` columns.
+    there are, ``shapes`` say; places without a row run and are thrown away. Slabs have at least ``least`` columns. A batch that
+    ``is_apart`` is one row's whose last forward failed.
     """
 
-    def __init__(self, shapes: Shapes, max_rows: int, least: int = 0) -> None:
+    def __init__(self, shapes: Shapes, max_rows: int, least: int = 0, *, is_apart: bool = False) -> None:
         self.least = least
+        self.is_apart = is_apart
         self.max_rows = max_rows
         self._shapes = shapes
         self.places: list[Row | None] = []
@@ -65,21 +67,14 @@ class DecodeBatch:
         return taken
 
     def leave(self, row: Row) -> None:
-        """Free a row's place, if it has one; nobody else moves."""
-        if row in self.places:
-            self._free(self.places.index(row))
-
-    def drop(self) -> None:
-        """Let go of all rows and layers, whatever state those are in."""
-        self.places, self.layers = [], []
-
-    def _free(self, place: int) -> None:
+        """Free a row's place; nobody else moves."""
+        place = self.places.index(row)
         if self._shapes.layout is Placement.ROWS:
             del self.places[place]
             for layer in self.layers:
                 assert isinstance(layer, DenseCache)
                 layer.remove(place)
-            self._resize(len(self))
+            self._resize(len(self.places))
         else:
             self.places[place] = None
             for layer in self.layers:
@@ -89,6 +84,10 @@ class DecodeBatch:
                 self._resize(last)
         if not self.places:
             self.layers = []  # the memory of an idle batch goes back
+
+    def drop(self) -> None:
+        """Let go of all rows and layers, whatever state those are in."""
+        self.places, self.layers = [], []
 
     def _resize(self, wanted: int) -> None:
         """Have at least ``wanted`` places."""

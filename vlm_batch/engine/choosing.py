@@ -14,9 +14,8 @@ from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.port import Sampler
 from vlm_batch.engine.row import Row, Status
-from vlm_batch.engine.sampling import Sampled, SamplingRow, changes_logits, process
+from vlm_batch.engine.sampling import Sampled, SamplingRow, process
 from vlm_batch.engine.work import Failed, Part, attempt
-from vlm_batch.types import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,6 @@ class Flight:
         """The rows that its tokens are still for."""
         return [row for index, row in enumerate(self.rows) if self.is_for(index)]
 
-    def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
-        """Wait for it: (tokens, each row's highest logit, log-probabilities by index)."""
-        return self.sampled.read()
-
 
 def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     """Choose the next tokens of the rows that decode from their logits, and launch that: all at once, but for those who have
@@ -63,8 +58,9 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
         found.append(attempt(again, _launch, again, Sampled(tokens, chosen), is_known=True, is_shared=True))
     if len(new) < len(rows):
         rows, logits = [rows[index] for index in new], logits[mx.array(new)] if new else logits
-    rows, logits, failed = _allowed(rows, logits)
-    found += failed
+    if any(row.answer.changes_logits or row.answer.guide is not None for row in rows):
+        rows, logits, failed = _allowed(rows, logits)
+        found += failed
     if not rows:
         return found
     try:
@@ -84,10 +80,10 @@ def _allowed(rows: list[Row], logits: mx.array) -> tuple[list[Row], mx.array, li
     """Rows with their logits (R, V), after the rows' own penalties and processors, of which only those stay that the rows'
     forms allow; and who failed."""
     failed: list[Failed] = []
-    if any(changes_logits(row.params) for row in rows):
+    if any(row.answer.changes_logits for row in rows):
         made = [
             attempt([row], process, logits[index : index + 1], _sampling_row(row))
-            if changes_logits(row.params)
+            if row.answer.changes_logits
             else logits[index : index + 1]
             for index, row in enumerate(rows)
         ]

@@ -11,7 +11,7 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.row import Row
-from vlm_batch.records import Call, DecodeStep
+from vlm_batch.records import Call, DecodeStep, Graphs
 
 
 class Decoder:
@@ -21,7 +21,9 @@ class Decoder:
     def __init__(self, adapter: ModelAdapter, call: Call = Call(), *, compile_decode: bool | None = False) -> None:
         self._adapter = adapter
         self._call = call
-        compiles = adapter.graphs_pay if compile_decode is None else compile_decode and adapter.compiles
+        compiles = compile_decode and adapter.graphs is not Graphs.NEVER
+        if compile_decode is None:
+            compiles = adapter.graphs is Graphs.BY_DEFAULT
         self._compiled = CompiledDecode(partial(adapter.decode, call=call)) if compiles else None
         self._is_plain = compile_decode is None
 

@@ -172,12 +172,12 @@ class BatchGenerator:
         before, self._launched = self._launched, []
         self.retry.set_apart()
         self.retry.keep_within_memory()
-        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups if len(group)]
+        groups = [tuple(row.request_id for row in group.rows) for group in rows.batch.groups]
         decoded = [part for names in groups for part in self._run(Work(Kind.DECODE, names))]
         self._choose([part for part in decoded if not part.is_held])
         self._read(before)
         self._choose([part for part in decoded if part.is_held])
-        joined = self._join(self._next_forks())
+        joined = self._join(self._next_forks()) if rows.forks else []
         encoding = self._encode(bool(groups))
         prefilling = self.runner.views(begin)
         longest = max((row.waited for row in prefilling), default=0.0)
@@ -225,7 +225,7 @@ class BatchGenerator:
                 for index, row in enumerate(flight.rows):
                     if flight.is_for(index):
                         row.answer.advance(tokens, index)
-                        if row.is_last:  # its last token needs no further step
+                        if row.answer.num_sampled >= row.answer.max_tokens:  # its last token needs no further step
                             self._try(row, self.rows.leave, row)
                 self._launched.append(flight)
 
@@ -238,7 +238,7 @@ class BatchGenerator:
                     self._try(flight.rows[0], mx.eval, flight.arrays)
                 flight.arrays.clear()  # the next chunk is written into what they are cut out of, if nobody holds them
             elif rows := flight.waiting:
-                found = attempt(rows, flight.read, is_shared=True)
+                found = attempt(rows, flight.sampled.read, is_shared=True)
                 if isinstance(found, Failed):
                     self.retry.settle(found)
                 else:
@@ -254,7 +254,9 @@ class BatchGenerator:
             if not math.isfinite(highest[index]):
                 self.rows.end(row, "error", _no_token(row, highest[index]))
                 continue
-            self.reuse.settle(row)
+            if row.reuse is not None and row.reuse.pending is not None:  # what its prompt left is sound
+                self.reuse.store(row.reuse.pending)
+                row.reuse.pending = None
             if not flight.is_known:
                 told = attempt([row], row.take, tokens[index], logprobs.get(index), self.text.decode)
                 if isinstance(told, Failed):
@@ -275,37 +277,45 @@ class BatchGenerator:
         if not waiting.prepared:
             return 0.0
         live = [*rows.prefilling.values(), *rows.batch.rows, *(row for row, _ in rows.forks)]
-        others = [*rows.prefilling.values(), *(row for row in waiting.prepared.values() if row.is_encoded)]
+        # those whose beginnings others may wait for
+        others = [
+            *rows.prefilling.values(),
+            *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
+        ]
         free = self.scheduler.num_free(len(live))
-        line = [row for row in waiting.prepared.values() if not self.reuse.waits_for(row, others)]
+        line = [row for row in waiting.prepared.values() if not (others and self.reuse.waits_for(row, others))]
         line = sorted(line, key=waiting.urgency)[: free + self.scheduler.config.encode_ahead]
         has_begun = False
         for place, (row, losses) in enumerate([(row, row.losses) for row in line]):
             if row.losses != losses or row.status is Status.FINISHED:
                 continue  # it failed, in a call with another
-            if not row.is_encoded:
-                if self.reuse.waits_for(row, others):
+            if row.prompt.encoded is None:
+                if others and self.reuse.waits_for(row, others):
                     continue  # a row that was encoded just now has its beginning
                 if live and not runner.encoding.fits(picture_bytes(row)):
                     break  # nobody overtakes it: it is encoded once those beside it have ended
                 seconds = time.perf_counter() - begin
                 most = self.scheduler.most_encoded(is_decoding, seconds, rows.num_pending, has_begun=has_begun)
                 if not most or (has_begun and place >= free):
-                    break
-                unencoded = [other for other in line[place:] if not other.is_encoded]
-                # Who found no memory alone is tried alone again: others of the same call would take the room.
-                those = self.reuse.new_ones([row] if row.was_alone else unencoded, others, most)
+                    break  # the step has done enough
+                those = [row]
+                if (
+                    most > 1 and not row.was_alone
+                ):  # who found no memory alone is alone again: others would take the room
+                    unencoded = [other for other in line[place:] if other.prompt.encoded is None]
+                    those = self.reuse.new_ones(unencoded, others, most)
                 made = self._run(Work(Kind.ENCODE, tuple(one.request_id for one in those)))
                 others += [part.rows[0] for part in made]
                 has_begun = True
-            if place < free and row.is_encoded:
-                if self.memory.fits(row, live):
-                    live.append(row)
-                    rows.place(row)
-                elif live:
-                    free = 0  # nobody overtakes it: it is the first in line
-                else:
-                    self._try(row, self.memory.check, row)
+            if place >= free or row.prompt.encoded is None:
+                continue  # it is encoded ahead, or has failed
+            if self.memory.fits(row, live):
+                live.append(row)
+                rows.place(row)
+            elif live:
+                free = 0  # nobody overtakes it: it is the first in line
+            else:
+                self._try(row, self.memory.check, row)
         return time.perf_counter() - begin
 
     def _next_forks(self) -> list[Part]:
@@ -313,7 +323,7 @@ class BatchGenerator:
         others."""
         rows = self.rows
         rows.forks = [(row, logits) for row, logits in rows.forks if row.status is not Status.FINISHED]
-        live = [*rows.batch.rows, *rows.prefilling.values()] if rows.forks else []
+        live = [*rows.batch.rows, *rows.prefilling.values()]
         taken: list[Part] = []
         for row, logits in rows.forks[: self.scheduler.num_free(len(live))]:
             if live and not self.memory.fits(row, live):
@@ -327,7 +337,7 @@ class BatchGenerator:
         """Launch chunks; those that ended their rows' prompts."""
         last: dict[Row, Part] = {}  # whoever holds what an earlier chunk left has it copied
         done: list[Part] = []
-        for work in self.runner.group(plan):
+        for work in self.runner.group(plan) if len(plan) > 1 else plan:
             for part in self._run(work):
                 last[part.rows[0]] = part
                 if part.logits is not None:

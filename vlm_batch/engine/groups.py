@@ -20,14 +20,8 @@ class DecodeGroups:
 
     def __init__(self, shapes: Shapes, max_rows: int) -> None:
         self._shapes = shapes
-        self._most = shapes.most(max_rows)
-        self._shared: tuple[DecodeBatch, ...] = ()
-        self._apart: tuple[DecodeBatch, ...] = ()
-
-    @property
-    def groups(self) -> tuple[DecodeBatch, ...]:
-        """Those of several rows first."""
-        return (*self._shared, *self._apart)
+        self._most = shapes.group_size(max_rows)
+        self.groups: tuple[DecodeBatch, ...] = ()  # those of rows that are apart at the end; each has a row
 
     @property
     def rows(self) -> list[Row]:
@@ -46,42 +40,38 @@ class DecodeGroups:
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
-    def __contains__(self, row: Row) -> bool:
-        return any(row in group.places for group in self.groups)
-
-    def is_apart(self, row: Row) -> bool:
-        """Whether a row decodes in a forward of its own."""
-        return any(row in group.places for group in self._apart)
+    def of(self, row: Row) -> DecodeBatch | None:
+        """The group that a row is in; None if it has no place."""
+        return next((group for group in self.groups if row in group.places), None)
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a prefilled row a place: in the first group of its kind that has one, or in a group of its own. ``others`` join
         next."""
-        least = self._shapes.group(_next_length(row))
-        if row.is_suspect:
-            group = DecodeBatch(self._shapes, self._shapes.most(1), least)
-            group.join(row, caches)
-            self._apart = (*self._apart, group)
-            return
-        with_room = [group for group in self._shared if group.least == least and len(group) < self._most]
-        group = with_room[0] if with_room else DecodeBatch(self._shapes, self._most, least)
-        group.join(row, caches, min(others, self._most - len(group) - 1))
-        if not with_room:
-            self._shared = (*self._shared, group)
+        least, is_apart = self._shapes.least_columns(_next_length(row)), row.is_suspect
+        for group in self.groups:
+            if not (is_apart or group.is_apart) and group.least == least and len(group) < self._most:
+                group.join(row, caches, min(others, self._most - len(group) - 1))
+                return
+        most = self._shapes.group_size(1) if is_apart else self._most
+        group = DecodeBatch(self._shapes, most, least, is_apart=is_apart)
+        group.join(row, caches, 0 if is_apart else min(others, most - 1))
+        self.groups = tuple(sorted((*self.groups, group), key=lambda one: one.is_apart))
 
     def misplaced(self) -> list[Row]:
         """The rows that the next step may not decode where they are: they were set apart, or let back, or have outgrown the
         columns of their group."""
         return [
             row
-            for groups, is_apart in ((self._shared, False), (self._apart, True))
-            for group in groups
+            for group in self.groups
             for row in group.rows
-            if row.is_suspect is not is_apart or group.least != self._shapes.group(_next_length(row))
+            if row.is_suspect is not group.is_apart or group.least != self._shapes.least_columns(_next_length(row))
         ]
 
     def move(self, row: Row) -> None:
         """Take a row with its caches out of its group, into the one that it belongs to."""
-        caches = self.take(row)
+        group = self.of(row)
+        assert group is not None
+        caches = group.take(row)
         self.leave(row)
         self.join(row, caches)
 
@@ -92,25 +82,21 @@ class DecodeGroups:
             return [(1, length) for length in lengths]
         kinds: dict[int, list[int]] = {}
         for length in lengths:
-            kinds.setdefault(self._shapes.group(length), []).append(length)
+            kinds.setdefault(self._shapes.least_columns(length), []).append(length)
         found = []
         for least, of_kind in kinds.items():
             full, rest = divmod(len(of_kind), self._most)
             wanted = full * self._most + self._shapes.places(rest, self._most)
-            there = sum(len(group.places) for group in self._shared if group.least == least)
+            there = sum(len(group.places) for group in self.groups if group.least == least and not group.is_apart)
             places = wanted if len(lengths) == 1 else max(wanted, there)
             found.append((places, self._shapes.columns(max(of_kind), least)))
         return found
 
-    def take(self, row: Row) -> list[Any]:
-        """Take a live row's caches back as single-row caches, with all that it has seen; call it when the row leaves."""
-        return next(group for group in self.groups if row in group.places).take(row)
-
     def leave(self, row: Row) -> None:
         """Free a row's place, if it has one; a group without rows ends."""
-        for group in self.groups:
+        if (group := self.of(row)) is not None:
             group.leave(row)
-        self._close_up()
+            self.groups = tuple(group for group in self.groups if group.rows)
 
     def drop(self, rows: Iterable[Row]) -> list[Row]:
         """Let go of the groups of some rows with all that they hold, unread and unwritten; all rows that were in them."""
@@ -119,17 +105,13 @@ class DecodeGroups:
         found = [row for group in broken for row in group.rows]
         for group in broken:
             group.drop()
-        self._close_up()
+        self.groups = tuple(group for group in self.groups if group not in broken)
         return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of KV that the live rows' layers hold."""
         return sum(group.nbytes for group in self.groups)
-
-    def _close_up(self) -> None:
-        self._shared = tuple(group for group in self._shared if len(group))
-        self._apart = tuple(group for group in self._apart if len(group))
 
 
 def _next_length(row: Row) -> int:

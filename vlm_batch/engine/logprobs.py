@@ -40,7 +40,8 @@ class Logprobs:
     def read(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
         """Host values, beside the same tokens; none of tokens that cannot come."""
         found: list[TokenLogprobs] = []
-        values = zip(tokens, self.counts, *map(to_list, self.arrays()), strict=True)
+        held: list[Any] = [array.tolist() for array in self.arrays()]
+        values = zip(tokens, self.counts, *held, strict=True)
         for token, count, logprob, ids, top in values:
             likely = [pair for pair in zip(ids, top, strict=True) if pair[1] > -math.inf]
             found.append(TokenLogprobs(token, logprob, tuple(likely[:count])))
@@ -68,13 +69,6 @@ def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.a
     order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
     ids = mx.take_along_axis(ids, order, axis=-1)
     return ids, mx.take_along_axis(logprobs, ids, axis=-1)
-
-
-def to_list(array: mx.array) -> list[Any]:
-    """An array's values on the host; waits for them."""
-    values = array.tolist()
-    assert isinstance(values, list)
-    return values
 
 
 class PromptScores:

@@ -286,7 +286,6 @@ class EngineLoop:
         while (row := waiting.next_to_prepare()) is not None:
             self._prepare(row)
         while (row := waiting.next_to_process()) is not None:
-            assert row.prompt is not None
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False
@@ -315,7 +314,6 @@ class EngineLoop:
         self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
     def _prepare(self, row: Row) -> None:
-        assert row.prompt is not None
         question, row.prompt.question = row.prompt.question, None
         put = self._inbox.put  # a loader's thread holds this, and no engine
         try:
@@ -340,7 +338,8 @@ class EngineLoop:
             self._rate.count(time.perf_counter())
         if event.result is not None:
             del self._alive[event.request_id]
-            self._forget_several(event.request_id)
+            if several is not None:
+                self._forget_several(event.request_id)
             self._totals.add(event.result)
         handle.push(event)
 

@@ -108,6 +108,26 @@ def tokens(row: Row) -> int:
     return row.facts.length + max(row.answer.num_sampled, len(row.answer.token_ids))
 
 
+class Sizes:
+    """Bytes that something came to, by the power of two of what went in. Of two that were seen, ``keep`` says which stays."""
+
+    def __init__(self, keep: Callable[[int, int], int]) -> None:
+        self._keep = keep
+        self._seen: dict[int, int] = {}
+
+    def note(self, size: int, nbytes: int) -> None:
+        power = size.bit_length()
+        self._seen[power] = self._keep(nbytes, self._seen.get(power, nbytes))
+
+    def expected(self, size: int) -> int | None:
+        """The bytes that the next larger ones came to, or in proportion to the largest; None if none was seen."""
+        power, largest = size.bit_length(), max(self._seen, default=None)
+        if largest is None:
+            return None
+        nearest = min((seen for seen in self._seen if seen >= power), default=largest)
+        return self._seen[nearest] << max(0, power - nearest)
+
+
 class EncoderMemory:
     """Bytes that the encoder takes for a moment, learned from the process's peak around each encoding.
 
@@ -117,7 +137,7 @@ class EncoderMemory:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._seen: dict[int, int] = {}  # by the power of two of what goes in, the least that was enough
+        self._sizes = Sizes(min)  # the least that was enough
         self._running: list[tuple[int, int, int]] = []  # (bytes that go in, active before, steps since)
 
     def begin(self, nbytes: int, before: int | None = None) -> None:
@@ -136,8 +156,7 @@ class EncoderMemory:
             if steps < STEPS_OF_ENCODING:
                 still.append((nbytes, before, steps + 1))
                 continue
-            power, enough = nbytes.bit_length(), max(0, peak - before)
-            self._seen[power] = min(enough, self._seen.get(power, enough))
+            self._sizes.note(nbytes, max(0, peak - before))
         self._running = still
 
     def fits(self, nbytes: int) -> bool:
@@ -145,9 +164,5 @@ class EncoderMemory:
         return self._limit is None or mx.get_active_memory() + self.expected(nbytes) <= self._limit
 
     def expected(self, nbytes: int) -> int:
-        """Bytes that it may take, by those of its size, or in proportion to the nearest larger or the largest."""
-        if not nbytes or not self._seen:
-            return 0
-        power = nbytes.bit_length()
-        nearest = min((seen for seen in self._seen if seen >= power), default=max(self._seen))
-        return self._seen[nearest] << max(0, power - nearest)
+        """Bytes that it may take; 0 while that is not known."""
+        return (self._sizes.expected(nbytes) or 0) if nbytes else 0

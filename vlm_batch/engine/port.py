@@ -7,22 +7,28 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
-import numpy as np
 
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.constraints import Form
 from vlm_batch.engine.sampling import Sampled, SamplingRow
-from vlm_batch.records import Call, DecodeStep, Encoded, PromptKey, Thinking
+from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, PromptKey, Thinking
 
 #: ``(processed logits (B, V), their rows) -> Sampled``; ``sampling.sample`` unless another is handed in.
 Sampler: TypeAlias = Callable[[mx.array, Sequence[SamplingRow]], Sampled]
+
+
+class Family(Protocol):
+    """Facts about an adapter's family (``vlm_batch.registry.ModelSpec``)."""
+
+    @property
+    def no_prefix_reuse(self) -> str | None: ...
 
 
 class Recogniser(Protocol):
     """The part of an adapter that tells prompts apart."""
 
     @property
-    def no_prefix_reuse(self) -> str | None: ...
+    def spec(self) -> Family: ...
     def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey: ...
 
 
@@ -30,16 +36,13 @@ class ModelAdapter(Recogniser, Protocol):
     """A model's family (``vlm_batch.adapters.base.Adapter`` says what each call does)."""
 
     @property
-    def compiles(self) -> bool: ...
-    @property
-    def graphs_pay(self) -> bool: ...
+    def graphs(self) -> Graphs: ...
     @property
     def max_context(self) -> int | None: ...
     @property
     def is_causal(self) -> bool: ...
     @property
     def scores_chunks(self) -> bool: ...
-    def text_positions(self, inputs: Mapping[str, Any]) -> np.ndarray: ...
     def encode_together(
         self, requests: Sequence[Mapping[str, Any]], call: Call = Call()
     ) -> list[Mapping[str, Any]]: ...
@@ -51,7 +54,6 @@ class ModelAdapter(Recogniser, Protocol):
     def finish_prefill(self, encoded: Encoded, cache: list[Any]) -> None: ...
     def decode(self, step: DecodeStep, call: Call = Call()) -> mx.array: ...
     def with_products(self, numbers: Mapping[str, Sequence[int]]) -> ModelAdapter: ...
-    def probe(self, ids: mx.array) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Prepared(Protocol):
     def inputs(self) -> Mapping[str, Any]: ...
     @property
     def kept(self) -> Mapping[str, Any] | None:
-        """The same on the host, to begin again from; None where that is not made yet."""
+        """The same on the host, to begin again from; None where it is too large for that."""
 
     @property
     def image_sizes(self) -> tuple[tuple[int, int], ...]: ...

@@ -47,7 +47,8 @@ class Retry:
             for row in rows:
                 self._rows.end(row, "error", error)
             return
-        is_alone = len(rows) == 1 and (batch.is_apart(rows[0]) or rows[0].is_suspect)
+        group = batch.of(rows[0])
+        is_alone = len(rows) == 1 and (rows[0].is_suspect or (group is not None and group.is_apart))
         found = dict.fromkeys([*rows, *batch.drop(rows)])
         lost = [row for row in found if row.status is not Status.FINISHED]  # others ended by an error of their own
         if is_want:

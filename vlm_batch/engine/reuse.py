@@ -16,13 +16,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.caches.layers import is_whole_kind
+from vlm_batch.caches.layers import kind_of
 from vlm_batch.checks import whole_option
 from vlm_batch.engine.port import Recogniser
 from vlm_batch.engine.row import Prompt, Row, RowReuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
-from vlm_batch.records import PromptKey
 from vlm_batch.runtime.memory import give_back
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
@@ -124,7 +123,7 @@ class Reuse:
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Whether one of the rows in prefill will soon leave much more of this one's prompt than there is now."""
-        if self.prefix is None or row.prompt is None or row.is_encoded or row.params.prompt_logprobs is not None:
+        if self.prefix is None or row.prompt.encoded is not None or row.params.prompt_logprobs is not None:
             return False
         if row.reuse is not None and row.reuse.continues is not None:
             return False
@@ -142,15 +141,15 @@ class Reuse:
             book.known = (self.prefix.version, 0 if found is None else found.length)
         return coming >= book.known[1] + worth(book.key.length)
 
-    def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> Sequence[Row]:
+    def new_ones(self, rows: Sequence[Row], others: Iterable[Row], most: int) -> list[Row]:
         """The first of some rows, one at least and at most so many, that take nothing over, so that all of their pictures have
         to be encoded; not from each other either, nor from ``others``, which are in prefill."""
         chosen: list[Row] = []
-        for row in rows[:most] if most > 1 else ():
+        for row in rows[:most]:
             if (chosen and row.was_alone) or not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
                 break
             chosen.append(row)
-        return chosen or rows[:1]
+        return chosen or [rows[0]]
 
     def _is_new(self, row: Row) -> bool:
         if row.reuse is not None and row.reuse.continues is not None:
@@ -161,7 +160,7 @@ class Reuse:
             key = self._book(row).key
         except Exception:  # what is wrong with it is said when it is encoded
             return False
-        return key is None or self._found(key) is None
+        return key is None or self.prefix.find(key, worth(key.length)) is None
 
     def _shared(self, book: RowReuse, other: Row) -> int:
         """The number of first positions that a prompt shares with another row's and could continue from."""
@@ -178,23 +177,29 @@ class Reuse:
 
         Raises InvalidCache if the cache that it is to continue does not fit its prompt.
         """
-        assert row.prompt is not None
         row.prompt.cache = list(fresh)
-        if row.reuse is not None:
-            row.reuse.shared.clear()
-        wanted = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
-        needs_all = row.params.prompt_logprobs is not None  # something of each of its tokens
-        if wanted and needs_all:
-            raise InvalidCache("prompt_logprobs: every token is prefilled for them; leave cache and return_cache out")
-        if not wanted and (self.prefix is None or needs_all):
+        is_asked = row.reuse is not None and (row.reuse.continues is not None or row.reuse.is_returned)
+        if row.params.prompt_logprobs is not None:  # no token may be left out
+            if is_asked:
+                raise InvalidCache(
+                    "prompt_logprobs: every token is prefilled for them; leave cache and return_cache out"
+                )
+            return 0
+        if self.prefix is None and not is_asked:
             return 0
         book = self._book(row)
+        book.shared.clear()
         if book.key is None:
-            if wanted:
-                raise InvalidCache(f"this model's conversations have no prompt caches: {self.adapter.no_prefix_reuse}")
+            if is_asked:
+                raise InvalidCache(
+                    f"this model's conversations have no prompt caches: {self.adapter.spec.no_prefix_reuse}"
+                )
             return 0
-        found = self._continued(book) if book.continues is not None else self._found(book.key)
-        if not all(map(is_whole_kind, fresh)):
+        if book.continues is not None:
+            found: Match | None = self._continued(book)
+        else:
+            found = None if self.prefix is None else self.prefix.find(book.key, worth(book.key.length))
+        if not all(kind_of(cache).is_whole for cache in fresh):
             common = 0 if found is None else found.common
             book.stops = tuple(sorted({common, *(end for _, end in book.key.pictures)}))
         if found is None or not found.length:
@@ -212,20 +217,23 @@ class Reuse:
         """Save where a chunk ended, before anything is dropped from a row's caches: the prompt's state, with its ``logits``
         (1, V), or a snapshot for layers that cannot be cut back to it later. Returns what is to be evaluated.
 
-        Of a whole prompt ``settle`` makes it known then.
+        A prompt's state is ``pending`` until its first token is known to be finite: rows that come while it decodes go on from
+        it. What is saved at its end has its answer as well, and takes its place.
         """
         book, prompt, length = row.reuse, row.prompt, row.facts.length
-        if book is None or book.key is None or prompt is None or prompt.cache is None:
+        if book is None or book.key is None or prompt.cache is None:
             return []
         if logits is None:
             last = max((at for at in book.snapshots if at <= prompt.prefilled), default=0)
             is_far = prompt.prefilled in book.stops or prompt.prefilled - last >= SNAPSHOT_STRIDE
-            return _add_snapshot(book, prompt, None) if is_far and not all(map(is_whole_kind, prompt.cache)) else []
+            can_be_cut = all(kind_of(cache).is_whole for cache in prompt.cache)
+            return _add_snapshot(book, prompt, None) if is_far and not can_be_cut else []
         if book.key.length != length:  # ids that grew into several positions: these have no keys
             book.key = None
             if book.is_returned:
                 raise InvalidCache("the family's prompts have more positions than ids: they have no prompt caches")
             return []
+        book.is_wanted = book.is_returned or (self.prefix is not None and self.shapes.goes_on_anywhere)
         book.constant = save_constant(prompt.cache)
         constant = [array for state in book.constant.values() for array in state.arrays()]
         if book.cached == length:
@@ -236,27 +244,10 @@ class Reuse:
         book.pending = self._saved(row, book, prompt.cache, 0)
         return book.pending.arrays()
 
-    def settle(self, row: Row) -> None:
-        """Make a prompt's state known to later rows, once it is evaluated and its first token is finite."""
-        if row.reuse is not None and row.reuse.pending is not None:
-            pending, row.reuse.pending = row.reuse.pending, None
-            self._store(pending)
-
-    def wants(self, row: Row) -> bool:
-        """Whether the caches of a row that leaves are wanted."""
-        book = row.reuse
-        keeps = self.prefix is not None and self.shapes.goes_on_anywhere
-        return book is not None and book.key is not None and (book.is_returned or keeps)
-
-    def forget(self, row: Row) -> None:
-        """Release the prompt cache that a row reserved, if the row ended before it took it."""
-        if row.reuse is not None and row.reuse.continues is not None:
-            row.reuse.continues.release()
-
     def end(self, row: Row) -> PromptCache | None:
-        """Save the caches of a row that has ended; returns its prompt cache, if that was asked for."""
+        """Save the caches that a row left with, if they were wanted; returns its prompt cache, if that was asked for."""
         book = row.reuse
-        if not self.wants(row) or book is None or book.left is None:
+        if book is None or book.left is None:
             return None
         left, book.left = book.left, None
         with if_it_can_be(book):
@@ -274,10 +265,10 @@ class Reuse:
         """Make states known that rows left a step ago: the device has copied them by now, so nothing waits."""
         ended, self._ended = self._ended, []
         for saved in ended:
-            self._store(saved)
+            self.store(saved)
 
-    def _store(self, saved: SavedRow) -> None:
-        """Keep a row for later ones. If that fails, for lack of memory say, the row is not kept, and no request fails."""
+    def store(self, saved: SavedRow) -> None:
+        """Make a saved row known to later ones. If that fails, for lack of memory say, it is not, and no request fails."""
         with contextlib.suppress(Exception):
             mx.eval(saved.arrays())
             if self.prefix is not None:
@@ -293,14 +284,10 @@ class Reuse:
     def _book(self, row: Row) -> RowReuse:
         if row.reuse is None:
             row.reuse = RowReuse()
-        inputs = None if row.prompt is None else row.prompt.inputs
-        if row.reuse.key is None and self.adapter.no_prefix_reuse is None and inputs is not None:
+        inputs = row.prompt.inputs
+        if row.reuse.key is None and self.adapter.spec.no_prefix_reuse is None and inputs is not None:
             row.reuse.key = self.shapes.key(self.adapter.prompt_key(inputs))
         return row.reuse
-
-    def _found(self, key: PromptKey) -> Match | None:
-        found = self.prefix.find(key) if self.prefix is not None else None
-        return None if found is None or found.common < worth(key.length) else found
 
     def _continued(self, book: RowReuse) -> Match:
         """The place at which the prompt continues its user's cache. Raises InvalidCache if there is none."""

@@ -49,7 +49,14 @@ class Prompt:
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
     ends: tuple[int, ...] = ()  # where its chunks have to end; open where there are none
-    rows: int = 1  # of every array in which it is prefilled whole, where that is fixed
+    is_shared: bool = False  # prefilled whole, it is in one array with others
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was read or prepared, until it is encoded."""
+        if self.inputs is not None:
+            return num_bytes(self.inputs)
+        return 0 if self.loading is None else self.loading.nbytes
 
 
 @dataclass(frozen=True)
@@ -65,17 +72,6 @@ class Facts:
     model_image_sizes: tuple[tuple[int, int], ...] = ()
     vocabulary: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, encoded: Encoded) -> Facts:
-        return cls(
-            encoded.length,
-            encoded.position.delta,
-            encoded.image_tokens,
-            encoded.model_image_sizes,
-            encoded.vocabulary,
-            encoded.decode,
-        )
 
 
 @dataclass(frozen=True)
@@ -104,6 +100,7 @@ class Answer:
     end_ids: frozenset[int] = frozenset()  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...] = ()
     rules: RowRules = NO_RULES  # made of these two when its prompt is encoded
+    changes_logits: bool = False  # whether any stage of its own concerns it
     guide: Guide | None = None  # for rows whose last token decides what may be the next
     is_whole: bool = False  # it has the form that it is held to, and can only end
     parsed: Any = None
@@ -182,18 +179,19 @@ class RowReuse:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
     pending: SavedRow | None = None  # its prompt's state, until its first token shows that it is sound
+    is_wanted: bool = False  # whether its caches are, at its end
     left: list[Any] | None = None  # its single-row caches again, from leaving the batch to its end
 
 
 @dataclass(eq=False)
 class Row:
-    """One request inside the engine. ``prompt`` is None from the end of its prefill on."""
+    """One request inside the engine. ``prompt`` is empty from the end of its prefill on."""
 
     request_id: str
     params: SamplingParams
     seed: int
     answer: Answer
-    prompt: Prompt | None = None
+    prompt: Prompt = field(default_factory=Prompt)
     priority: int = 0
     lane: Hashable = None  # what its loading waits for
     has_videos: bool = False
@@ -211,35 +209,13 @@ class Row:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the forward that comes next, or one that was not read yet, may be the one that failed with this row in it."""
+        """Whether its next forward, or one that was not read yet, may be the one that failed with it: until it is past that, it
+        is alone in a batch that ``is_apart``."""
         return (
             self.suspected is not None
             and self.suspected[0] <= self.answer.num_sampled
             and len(self.answer.token_ids) <= self.suspected[1]
         )
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether its prompt is, and is not prefilled."""
-        return self.prompt is not None and self.prompt.encoded is not None
-
-    @property
-    def prompt_bytes(self) -> int:
-        """Bytes of what was read or prepared for it, until it is encoded."""
-        if self.prompt is None:
-            return 0
-        inputs, loading = self.prompt.inputs, self.prompt.loading
-        if inputs is not None:
-            return num_bytes(inputs)
-        return 0 if loading is None else loading.nbytes
-
-    def keep_given(self, inputs: Mapping[str, Any] | None, kept: Mapping[str, Any] | None = None) -> None:
-        """Keep a copy of a processor's output, on the host, to begin again from, if it is not too large: ``kept``, if that is
-        one."""
-        if inputs is None or num_bytes(inputs) > MOST_ON_HOST:
-            self.given = None
-        else:
-            self.given = on_host(inputs) if kept is None else kept
 
     def suspect(self) -> None:
         """Note that the forward that failed gave one of the tokens that are not read yet, or the next one; after several
@@ -299,11 +275,6 @@ class Row:
         """The position of the token that is decoded next."""
         return self.facts.length + self.answer.num_sampled - 1 + self.facts.delta
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the token that was sampled last is its last by count."""
-        return self.answer.num_sampled >= self.answer.max_tokens
-
     def result(
         self,
         reason: FinishReason,
@@ -338,7 +309,7 @@ class Row:
     def clear(self) -> None:
         """Drop everything but the name: the row has ended, and a launched step may still hold it."""
         self.status, self.params = Status.FINISHED, SamplingParams()
-        self.prompt = self.reuse = self.given = None
+        self.prompt, self.reuse, self.given = Prompt(), None, None
         self.siblings = ()
         self.answer, self.facts = new_answer(self.params), Facts()
 
@@ -365,11 +336,12 @@ def new_row(
     return_cache: bool = False,
     given: Mapping[str, Any] | None = None,
 ) -> Row:
-    """A row that waits, with a seed of its own if its parameters name none. ``given`` is what it may begin again from, if that
-    is on the host; otherwise its inputs are copied there."""
+    """A row that waits, with a seed of its own if its parameters name none. Of ``given``, a processor's output, by default
+    its prompt's, it keeps a copy on the host to begin again from, if that is not too large."""
     seed = fresh_seed() if params.seed is None else params.seed
     row = Row(request_id, params, seed, new_answer(params, text), prompt, priority)
-    row.keep_given(prompt.inputs if given is None else given)
+    if (given := given or prompt.inputs) is not None and num_bytes(given) <= MOST_ON_HOST:
+        row.given = on_host(given)
     if cache is not None or return_cache:
         row.reuse = RowReuse(continues=cache, is_returned=return_cache)
     row.siblings = tuple(
@@ -389,13 +361,13 @@ def fork(row: Row) -> list[Row]:
 
     Arrays are shared until one of them writes: a copied cache costs nothing yet.
     """
-    assert row.prompt is not None
     for sibling in row.siblings:
         sibling.prompt = Prompt(cache=copy.deepcopy(row.prompt.cache), prefilled=row.prompt.prefilled)
         sibling.facts, sibling.clock, sibling.priority = row.facts, replace(row.clock), row.priority
         sibling.image_sizes, sibling.video_sizes, sibling.given = row.image_sizes, row.video_sizes, row.given
         answer, given = sibling.answer, row.answer
-        answer.max_tokens, answer.history, answer.rules = given.max_tokens, given.history, given.rules
+        answer.max_tokens, answer.history = given.max_tokens, given.history
+        answer.rules, answer.changes_logits = given.rules, given.changes_logits
         answer.bad_words, answer.prompt_scores = given.bad_words, given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
     siblings, row.siblings = row.siblings, ()

@@ -10,7 +10,7 @@ import mlx.core as mx
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.reuse import Reuse, if_it_can_be
-from vlm_batch.engine.row import Ending, Row, Status, fork
+from vlm_batch.engine.row import Ending, Prompt, Row, Status, fork
 from vlm_batch.engine.scheduler import Scheduler
 from vlm_batch.errors import let_go
 from vlm_batch.store.prompt import PromptCache
@@ -49,9 +49,7 @@ class Rows:
     @property
     def num_pending(self) -> int:
         """Prompt tokens that have places and are not prefilled."""
-        return sum(
-            row.facts.length - row.prompt.prefilled for row in self.prefilling.values() if row.prompt is not None
-        )
+        return sum(row.facts.length - row.prompt.prefilled for row in self.prefilling.values())
 
     def live(self) -> list[Row]:
         """The rows that have places, the first in line first."""
@@ -70,17 +68,18 @@ class Rows:
         for sibling in fork(row) if row.siblings else ():
             self.by_id[sibling.request_id] = sibling
             self.forks.append((sibling, logits))
-        prompt, row.prompt = row.prompt, None
-        assert prompt is not None and prompt.cache is not None
+        caches, row.prompt = row.prompt.cache, Prompt()
+        assert caches is not None
         self.prefilling.pop(row.request_id, None)
-        self.waiting.memory.learn(prompt.cache, row.facts.length)
-        self.batch.join(row, prompt.cache, others)
+        self.waiting.memory.learn(caches, row.facts.length)
+        self.batch.join(row, caches, others)
 
     def leave(self, row: Row) -> None:
-        """Free a row's place; what is wanted of its caches goes with it."""
-        if row.reuse is not None and row in self.batch and self._reuse.wants(row):
-            with if_it_can_be(row.reuse):
-                row.reuse.left = self.batch.take(row)
+        """Free a row's place; its caches go with it, where they are wanted."""
+        group, book = self.batch.of(row), row.reuse
+        if group is not None and book is not None and book.is_wanted:
+            with if_it_can_be(book):
+                book.left = group.take(row)
         self.batch.leave(row)
 
     def put_back(self, row: Row) -> None:
@@ -120,7 +119,8 @@ class Rows:
         """Drop a row and all that it has, without an event."""
         del self.by_id[row.request_id]
         self._take_out(row)
-        self._reuse.forget(row)
+        if row.reuse is not None and row.reuse.continues is not None:  # it ended before it took its user's cache
+            row.reuse.continues.release()
         row.clear()
 
     def tell(self) -> list[Event]:

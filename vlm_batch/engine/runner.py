@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory
 from vlm_batch.engine.port import ModelAdapter
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Facts, Prompt, Row
+from vlm_batch.engine.row import Facts, Row
 from vlm_batch.engine.rows import Rows
-from vlm_batch.engine.sampling import RowRules, reads_history
+from vlm_batch.engine.sampling import READ_HISTORY, RowRules, stages_of
 from vlm_batch.engine.scheduler import PrefillRow
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
@@ -69,7 +69,8 @@ class Runner:
 
     def _decode(self, rows: Sequence[Row]) -> list[Part]:
         """Launch a forward of the group that some rows are; rows whose last token decides what may be the next are held."""
-        group = next(group for group in self._rows.batch.groups if rows[0] in group.places)
+        group = self._rows.batch.of(rows[0])
+        assert group is not None
         logits = self._decoder.logits(group, rows)
         for row in rows:
             row.answer.num_fed = row.answer.num_sampled
@@ -87,36 +88,35 @@ class Runner:
 
     def _encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
         """Encode the first row, and with it those whose pictures were encoded in the same call."""
-        count = self._encode_pictures(rows)
-        if not count:
+        count = self._encode_pictures(rows) if len(rows) > 1 else 1
+        if count == 1:
             self.encoding.begin(picture_bytes(rows[0]))
-        return [attempt([row], self._encode_row, row) for row in rows[: max(1, count)]]
+        return [attempt([row], self._encode_row, row) for row in rows[:count]]
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
-        """Encode pictures of the first rows in one call, where that can be done and has room; how many rows, or 0."""
+        """Encode pictures of the first rows in one call, where that can be done and has room; of how many rows, or 1."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
         count = next((at for at, nbytes in enumerate(sizes) if at and not self.encoding.fits(nbytes)), len(rows))
         if count < 2:
-            return 0
+            return 1
         before = mx.get_active_memory()
-        prompts = [_prompt(row) for row in rows[:count]]
+        prompts = [row.prompt for row in rows[:count]]
         given = [prompt.inputs or {} for prompt in prompts]
         try:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
-            return 0  # each of them is encoded alone and told its own error
+            return 1  # each of them is encoded alone and told its own error
         for prompt, inputs in zip(prompts, found, strict=True):
             prompt.inputs = inputs
-        count = max((index + 1 for index in range(count) if found[index] is not given[index]), default=0)
-        if count < 2:
-            return 0
-        self.encoding.begin(sizes[count - 1], before)
+        count = max((index + 1 for index in range(count) if found[index] is not given[index]), default=1)
+        if count > 1:
+            self.encoding.begin(sizes[count - 1], before)
         return count
 
     def _encode_row(self, row: Row) -> Part:
         """Give a row its caches and its ``Encoded``. Raises PromptTooLong, DoesNotFit, and whatever the family raises for bad
         inputs."""
-        prompt, answer, params = _prompt(row), row.answer, row.params
+        prompt, answer, params = row.prompt, row.answer, row.params
         assert prompt.inputs is not None
         begin = time.perf_counter()
         cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
@@ -127,17 +127,26 @@ class Runner:
                 raise InvalidParameters(
                     "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
                 )
-            answer.prompt_scores = self._scores(params.prompt_logprobs, prompt.inputs, encoded)
+            answer.prompt_scores = self._scores(params.prompt_logprobs, encoded)
         context = self.adapter.max_context
         check_length(encoded.length, context, self._max_prompt_tokens)
         if answer.prompt_scores is None and encoded.is_plain:
-            prompt.rows = self._shapes.prompts(encoded.length, encoded.atomic)
+            prompt.is_shared = self._shapes.shares(encoded.length, encoded.atomic)
         mx.async_eval(encoded.inputs_embeds)
         prompt.inputs, prompt.encoded, prompt.prefilled = None, encoded, cached
-        row.facts = Facts.of(encoded)
+        row.facts = Facts(
+            encoded.length,
+            encoded.position.delta,
+            encoded.image_tokens,
+            encoded.model_image_sizes,
+            encoded.vocabulary,
+            encoded.decode,
+        )
         answer.max_tokens = params.max_tokens if context is None else min(params.max_tokens, context - encoded.length)
         answer.rules = RowRules(answer.end_ids, answer.bad_words)
-        if reads_history(params):
+        stages = stages_of(params, answer.rules)
+        answer.changes_logits = bool(stages)
+        if answer.bad_words or not READ_HISTORY.isdisjoint(stages):
             known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
         if row.reuse is not None and row.reuse.continues is not None:
@@ -148,12 +157,12 @@ class Runner:
         self._rows.waiting.memory.check(row)
         return Part([row])
 
-    def _scores(self, count: int, inputs: Mapping[str, Any], encoded: Encoded) -> PromptScores:
+    def _scores(self, count: int, encoded: Encoded) -> PromptScores:
         """A record for the log-probabilities of a prompt's tokens. Raises InvalidParameters where the family has none."""
         if encoded.input_ids.shape[1] != encoded.length:
             raise InvalidParameters("prompt_logprobs: this family's prompts have more positions than tokens")
         ids: Any = encoded.input_ids[0].tolist()
-        scores = PromptScores(ids, self.adapter.text_positions(inputs), encoded.atomic, count, encoded.vocabulary)
+        scores = PromptScores(ids, ~encoded.is_picture, encoded.atomic, count, encoded.vocabulary)
         if len(ids) > 1 and not scores.says_any:
             raise InvalidParameters(
                 "prompt_logprobs: this family sees its prompts as wholes, and tells none of their tokens"
@@ -166,30 +175,31 @@ class Runner:
         """The rows in prefill as the scheduler sees them."""
         found = []
         for name, row in self._rows.prefilling.items():
-            prompt, length = _prompt(row), row.facts.length
+            prompt, length = row.prompt, row.facts.length
+            assert prompt.encoded is not None
             stops = self._stops if row.reuse is None else (*self._stops, *row.reuse.stops)
             if row.answer.prompt_scores is not None:
                 together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
                 stops = (*stops, *range(together, length, together))
             waited = max(0.0, now - row.clock.submitted)
-            atomic = _encoded(prompt).atomic
+            atomic = prompt.encoded.atomic
             found.append(PrefillRow(name, length, prompt.prefilled, atomic, stops, row.priority, waited, prompt.ends))
         return found
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
-        """A plan's chunks in groups that run as one array."""
+        """A plan's chunks, those of whole prompts that share an array as one work."""
         rows = self._rows.prefilling
-        whole = [chunk for chunk in chunks if self._is_shared(rows[chunk.rows[0]], chunk.begin, chunk.end)]
+        whole = [
+            chunk
+            for chunk in chunks
+            if (row := rows[chunk.rows[0]]).prompt.is_shared and (chunk.begin, chunk.end) == (0, row.facts.length)
+        ]
         works = {chunk: chunk for chunk in chunks if chunk not in whole}
         for places in self._shapes.groups([chunk.end for chunk in whole]):
             group = [whole[place] for place in places]
             names = tuple(chunk.rows[0] for chunk in group)
             works[group[0]] = replace(group[0], rows=names, end=max(chunk.end for chunk in group))
         return [works[chunk] for chunk in chunks if chunk in works]
-
-    def _is_shared(self, row: Row, begin: int, end: int) -> bool:
-        """Whether a chunk is a whole prompt that may be in an array with others, or always is."""
-        return _prompt(row).rows != 1 and (begin, end) == (0, row.facts.length)
 
     def _prefill(self, rows: Sequence[Row], begin: int, end: int) -> list[Part | Failed]:
         """Launch positions of one row, or several whole prompts as one array. If that fails, each runs alone, and is told its
@@ -201,25 +211,28 @@ class Runner:
         return [attempt([row], self._prefill_alone, row, begin, min(end, row.facts.length)) for row in rows]
 
     def _prefill_alone(self, row: Row, begin: int, end: int) -> Part:
-        """Launch one row's chunk, beside idle rows where its prompt always has some."""
-        prompt = _prompt(row)
-        if prompt.rows > 1 and self._is_shared(row, begin, end):
-            return self._take(row, 0, *self._launch([row]))
-        assert prompt.cache is not None
+        """Launch one row's chunk, beside idle rows where an array of its prompt always has some."""
+        prompt = row.prompt
+        assert prompt.encoded is not None and prompt.cache is not None
+        is_whole = prompt.is_shared and (begin, end) == (0, row.facts.length)
         logits = row.reuse.logits if row.reuse is not None else None  # (1, V), kept from the same prompt
         scores, scored = row.answer.prompt_scores, []
         if logits is None:
             is_scored = scores is not None and self.adapter.scores_chunks  # else each token has a forward of its own
-            _, stop, call = self._shapes.prefill_call(begin, [end], is_scored=is_scored)
-            logits = self.adapter.prefill([_encoded(prompt)], prompt.cache, begin, stop, call)
-            trim(prompt.cache, stop - end)
+            count, stop, call = self._shapes.prefill_call(begin, [end], is_whole=is_whole, is_scored=is_scored)
+            if count > 1:
+                return self._take(row, 0, *self._launch([row]))
+            logits = self.adapter.prefill([prompt.encoded], prompt.cache, begin, stop, call)
+            if stop > end:
+                trim(prompt.cache, stop - end)
             if scores is not None:
                 scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
         return self._settle(row, logits, scored)
 
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
-        prompts, cache = [_encoded(_prompt(row)) for row in rows], self.adapter.make_cache(self._kv)
+        prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
+        cache = self.adapter.make_cache(self._kv)
         count, end, call = self._shapes.prefill_call(0, [prompt.length for prompt in prompts], is_whole=True)
         logits = self.adapter.prefill([*prompts, *[prompts[-1]] * (count - len(prompts))], cache, 0, end, call)
         mx.async_eval(logits, [layer.state for layer in cache])
@@ -227,19 +240,19 @@ class Runner:
 
     def _take(self, row: Row, index: int, logits: mx.array, cache: list[Any], width: int) -> Part:
         """Give a row its own part of what an array of whole prompts left."""
-        prompt, length = _prompt(row), row.facts.length
+        prompt, length = row.prompt, row.facts.length
         prompt.cache, prompt.prefilled = take_row(cache, index, is_own=self._shapes.layout is Placement.ROWS), length
         trim(prompt.cache, width - length)
         return self._settle(row, logits[index : index + 1])
 
     def _settle(self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()) -> Part:
         """Launch what a chunk left in a row's caches and ``scored`` of its tokens; ``logits`` (1, V) are those of its end."""
-        prompt = _prompt(row)
-        assert prompt.cache is not None
+        prompt = row.prompt
+        assert prompt.encoded is not None and prompt.cache is not None
         is_done = prompt.prefilled == row.facts.length
         kept = self._reuse.keep(row, logits if is_done else None)
         if is_done:
-            self.adapter.finish_prefill(_encoded(prompt), prompt.cache)
+            self.adapter.finish_prefill(prompt.encoded, prompt.cache)
         state, last = arrays_of([cache.state for cache in prompt.cache]), [logits] if is_done else []
         mx.async_eval(state, last, kept, scored)
         # Whoever holds a row's state keeps the next token from being written into it: it would be copied first.
@@ -248,7 +261,7 @@ class Runner:
 
 def picture_bytes(row: Row) -> int:
     """Bytes of what the encoder gets of a row that has pictures or videos."""
-    return row.prompt_bytes if row.image_sizes or row.video_sizes else 0
+    return row.prompt.nbytes if row.image_sizes or row.video_sizes else 0
 
 
 def check_length(prompt: int, context: int | None, limit: int | None) -> None:
@@ -259,13 +272,3 @@ def check_length(prompt: int, context: int | None, limit: int | None) -> None:
         )
     if context is not None and prompt >= context:
         raise PromptTooLong(f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}")
-
-
-def _prompt(row: Row) -> Prompt:
-    assert row.prompt is not None
-    return row.prompt
-
-
-def _encoded(prompt: Prompt) -> Encoded:
-    assert prompt.encoded is not None
-    return prompt.encoded

@@ -8,12 +8,13 @@ depends on its own logits, parameters, seed and step only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from vlm_batch.engine.logprobs import Logprobs, to_list
+from vlm_batch.engine.logprobs import Logprobs
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
@@ -46,9 +47,13 @@ class SamplingRow:
     params: SamplingParams
     seed: int
     step: int
-    history: mx.array | None = None  # (T,) int, prompt and answer, where ``reads_history``
+    history: mx.array | None = None  # (T,) int, prompt and answer, where a stage reads it
     vocabulary: int | None = None  # how many of the columns are its own; None for all
     rules: RowRules = NO_RULES
+
+
+#: (logits (1, V), their row) -> logits (1, V)
+Stage: TypeAlias = Callable[[mx.array, SamplingRow], mx.array]
 
 
 @dataclass(frozen=True)
@@ -107,24 +112,13 @@ class Sampled:
 
     def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
         """Wait for it: (tokens, each row's highest logit, log-probabilities by row)."""
-        tokens = to_list(self.tokens)
-        highest = [0.0] * len(tokens) if self.highest is None else to_list(self.highest)
+        tokens: Any = self.tokens.tolist()
+        highest: Any = [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
         told = [] if self.logprobs is None else self.logprobs.read([tokens[row] for row in self.logprob_rows])
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
 # One row at a time, where it asks for it ------------------------------------------------------------------------------
-
-
-def reads_history(params: SamplingParams) -> bool:
-    """Whether a row's tokens so far have a say in its next one."""
-    is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return bool(is_penalised or params.logits_processors or params.bad_words)
-
-
-def changes_logits(params: SamplingParams) -> bool:
-    """Whether any stage here concerns a row."""
-    return bool(reads_history(params) or params.logit_bias or params.min_tokens or params.allowed_token_ids is not None)
 
 
 def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
@@ -133,7 +127,7 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
     Ids that have no logit (placeholders of pictures, below 0 or beyond the vocabulary) are passed over.
     """
     penalty, size = row.params.repetition_penalty, logits.shape[-1]
-    if penalty == 1.0 or row.history is None:
+    if row.history is None:
         return logits
     context = row.history[-row.params.repetition_context_size :]
     context = mx.where((context >= 0) & (context < size), context, size)
@@ -146,7 +140,7 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
 def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
     """Subtract the presence penalty from tokens that the answer has, and the frequency penalty as often as it has them."""
     params, size = row.params, logits.shape[-1]
-    if not (params.presence_penalty or params.frequency_penalty) or row.history is None:
+    if row.history is None:
         return logits
     answer = row.history[row.history.shape[0] - row.step :]
     counts = mx.zeros((size,)).at[mx.where(answer < size, answer, 0)].add((answer < size).astype(mx.float32))
@@ -156,9 +150,8 @@ def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
 
 def biases(logits: mx.array, row: SamplingRow) -> mx.array:
     """Add the numbers of ``logit_bias``."""
-    made = row.rules.arrays(row.params, logits.shape[-1]) if row.params.logit_bias else None
-    if made is None or made.biased is None or made.biases is None:
-        return logits
+    made = row.rules.arrays(row.params, logits.shape[-1])
+    assert made.biased is not None and made.biases is not None
     return logits.at[:, made.biased].add(made.biases.astype(logits.dtype))
 
 
@@ -176,8 +169,6 @@ def processors(logits: mx.array, row: SamplingRow) -> mx.array:
 def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
     """Minus infinity for tokens that are not allowed, ends that come too early, and those that would end a bad word."""
     params, rules, size = row.params, row.rules, logits.shape[-1]
-    if params.allowed_token_ids is None and not params.min_tokens and not rules.bad_words:
-        return logits
     made = rules.arrays(params, size)
     if made.allowed is not None:
         logits = mx.where(made.allowed, logits, -mx.inf)
@@ -191,21 +182,27 @@ def forbidden(logits: mx.array, row: SamplingRow) -> mx.array:
     return logits
 
 
-#: The stages of a row's own logits (1, V), in their order.
-CHANGES: tuple[Callable[[mx.array, SamplingRow], mx.array], ...] = (
-    repetition_penalty,
-    count_penalties,
-    biases,
-    processors,
-    forbidden,
-)
+def stages_of(params: SamplingParams, rules: RowRules) -> tuple[Stage, ...]:
+    """The stages of a row's own logits (1, V) that concern it, in their order."""
+    stages: dict[Stage, object] = {
+        repetition_penalty: params.repetition_penalty != 1.0,
+        count_penalties: params.presence_penalty or params.frequency_penalty,
+        biases: params.logit_bias,
+        processors: params.logits_processors,
+        forbidden: params.allowed_token_ids is not None or params.min_tokens or rules.bad_words,
+    }
+    return tuple(stage for stage, is_asked in stages.items() if is_asked)
+
+
+#: Those that read the tokens so far, as bad words do.
+READ_HISTORY: Set[Stage] = frozenset({repetition_penalty, count_penalties, processors})
 
 
 def process(logits: mx.array, row: SamplingRow) -> mx.array:
     """One row's logits (1, V) after all stages that are its own. Raises whatever a processor raises."""
     logits = logits[:, : row.vocabulary]
-    for change in CHANGES:
-        logits = change(logits, row)
+    for stage in stages_of(row.params, row.rules):
+        logits = stage(logits, row)
     return logits
 
 
@@ -296,7 +293,7 @@ def _draw_sorted(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow])
     order = mx.argsort(-mx.take_along_axis(scaled, candidates, axis=-1), axis=-1)
     tokens, mass = _draw_in_order(scaled, noise, rows, mx.take_along_axis(candidates, order, axis=-1))
     may_miss = [not 0 < row.params.top_k <= NUM_CANDIDATES for row in rows]
-    held = to_list(mass) if any(may_miss) else []
+    held: Any = mass.tolist() if any(may_miss) else []
     for index, row in enumerate(rows):
         if may_miss[index] and (row.params.top_k > NUM_CANDIDATES or held[index] < row.params.top_p):
             one = scaled[index : index + 1]

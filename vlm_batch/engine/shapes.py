@@ -21,7 +21,7 @@ from vlm_batch.caches import (
     Placement,
     can_share,
     can_trim,
-    make_layer_cache,
+    kind_of,
     set_layer,
     slab,
 )
@@ -62,15 +62,15 @@ class JointProof(Protocol):
 class FreeShapes:
     """The shapes that cost least, by a policy and what a model can do.
 
-    ``can_pad``: chunks are computed in multiples of the policy's ``pad_to``. ``can_share``: whole prompts of one length share
-    an array; shorter prompts join longer ones where that takes fewer further positions than half of what a forward computes as
-    fast.
+    Chunks are computed in multiples of ``pad_to`` positions, 0 for none. Up to ``most_prompts`` whole prompts of one length
+    share an array; shorter prompts join longer ones where that takes fewer further positions than half of what a forward
+    computes as fast.
     """
 
     layout: Placement = Placement.ROWS
     policy: Policy = field(default_factory=Policy)
-    can_pad: bool = False
-    can_share: bool = False
+    pad_to: int = 0
+    most_prompts: int = 1
 
     #: Whether a row may go on from any position, also from one that a decode step computed.
     goes_on_anywhere = True
@@ -81,17 +81,10 @@ class FreeShapes:
     def of(cls, adapter: ModelAdapter, kv: KVQuantisation | None, policy: Policy) -> FreeShapes:
         """Those of a model with a policy."""
         fresh = adapter.make_cache(kv)
-        return cls(Placement(policy.placement), policy, pads(adapter, fresh), shares(adapter, fresh))
-
-    @property
-    def _padding(self) -> int:
-        """Multiples of positions that chunks are computed in; 0: as they are."""
-        return self.policy.pad_to if self.can_pad else 0
-
-    @property
-    def _most(self) -> int:
-        """Whole prompts of an array."""
-        return self.policy.prefill_together if self.can_share else 1
+        pad_to = policy.pad_to if pads(adapter, fresh) else 0
+        return cls(
+            Placement(policy.placement), policy, pad_to, policy.prefill_together if shares(adapter, fresh) else 1
+        )
 
     def adapter(self, adapter: ModelAdapter) -> ModelAdapter:
         """The adapter that computes in these shapes."""
@@ -116,34 +109,34 @@ class FreeShapes:
         """Where a prompt's chunks end; () where the step's budget decides."""
         return ()
 
-    def prompts(self, length: int, atomic: Spans = ()) -> int:
-        """The rows of every array in which a whole prompt is prefilled: 1 if it is alone, 0 if that goes by who is there."""
-        return 0 if self._most > 1 else 1
+    def shares(self, length: int, atomic: Spans = ()) -> bool:
+        """Whether a whole prompt may be in an array with others, or always is beside idle ones."""
+        return self.most_prompts > 1
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Whole prompts by the array that they share: places in ``lengths``. None of them is of those that are always alone."""
-        fill = self.policy.smallest_chunk // 2 if self._padding else 0
-        return together(lengths, self._most, self.policy.together_tokens, self._padding, fill)
+        """Whole prompts by the array that they share: places in ``lengths``. All of them are shared."""
+        fill = self.policy.smallest_chunk // 2 if self.pad_to else 0
+        return together(lengths, self.most_prompts, self.policy.together_tokens, self.pad_to, fill)
 
     def positions(self, count: int) -> int:
         """Positions that a chunk of so many is computed in: others behind them belong to no prompt."""
-        return padded_length(count, self._padding)
+        return padded_length(count, self.pad_to)
 
     def prefill_call(
         self, begin: int, ends: Sequence[int], *, is_whole: bool = False, is_scored: bool = False
     ) -> tuple[int, int, Call]:
         """(rows, end, what the forward must know) of a call with the positions [begin, ends[i]) of each row: idle rows and
         positions of no prompt fill it up. ``is_whole``: these are whole prompts. ``is_scored``: each position has logits."""
-        rows = padded_count(len(ends), self._padding)
-        return _prefill_call(begin, ends, rows, 0 if is_scored else self._padding, Call(is_scored=is_scored))
+        rows = padded_count(len(ends), self.pad_to)
+        return _prefill_call(begin, ends, rows, 0 if is_scored else self.pad_to, Call(is_scored=is_scored))
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         """(rows, positions) of the arrays that whole prompts of one chunk come in, those of one row first; the longest where
         they are of any length. ``context``: positions that the model has."""
-        widths, most = _widths(self.policy.max_chunk, context, self._padding), self.policy.together_tokens
-        if not self._padding:
+        widths, most = _widths(self.policy.max_chunk, context, self.pad_to), self.policy.together_tokens
+        if not self.pad_to:
             return [(1, width) for width in widths]
-        counts = sorted({padded_count(count, self._padding) for count in range(1, self._most + 1)})
+        counts = sorted({padded_count(count, self.pad_to) for count in range(1, self.most_prompts + 1)})
         return [(count, width) for count in counts for width in widths if count == 1 or count * width <= most]
 
     # Decode steps
@@ -152,25 +145,26 @@ class FreeShapes:
         """The choice of compiled steps: as asked for; None leaves it to the adapter."""
         return asked
 
-    def most(self, rows: int) -> int:
-        """The most rows of a batch that decodes in one forward, of an engine with so many."""
+    def group_size(self, rows: int) -> int:
+        """The most rows that decode in one forward, of an engine with so many."""
         return rows
 
     def places(self, rows: int, most: int) -> int:
-        """Places of a batch with so many rows, of at most ``most``; 0 for none."""
+        """The places of a forward of so many rows, up to ``most``; 0 for none."""
         return min(1 << (rows - 1).bit_length(), most) if self.layout is Placement.SLAB and rows else rows
 
-    def group(self, tokens: int) -> int:
-        """Rows of so many tokens decode in one forward with those of the same number alone."""
+    def least_columns(self, tokens: int) -> int:
+        """The columns that the slab of a row of so many tokens has at least. Rows decode in one forward with those of the same
+        number alone; 0 for all that need no number of their own."""
         return 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
-        """Columns of a slab whose longest row has so many tokens; ``least`` where a group has its own."""
+        """Columns of a slab whose longest row has so many tokens, and that has at least so many."""
         return max(least, slab.capacity_for(tokens))
 
     def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
         """The layers of an empty batch, by a row's caches; slabs have at least so many columns."""
-        layers = [make_layer_cache(single, self.layout, places) for single in caches]
+        layers = [kind_of(single).batched(self.layout, places) for single in caches]
         for layer in layers:
             set_layer(layer, partial(self.columns, least=least), self.policy.few_bits)
         return layers
@@ -190,13 +184,14 @@ class FixedShapes:
     """Shapes by which a row's numbers are a function of its request.
 
     ``counts``: numbers of rows, ascending, in which a decode step gives each row the same bits. ``widths``: numbers of columns
-    of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. None:
-    nothing goes by columns. ``grid``: positions between a prompt's cuts: a multiple of 256, so that single-row caches, which
-    grow in steps of that, have the same room whether a prompt was run from its beginning or from one of the cuts. ``stops``:
-    further cuts, settings as well (where quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in,
-    each by its own length; 0 for none. A call holds short prompts of one length, or small pictures of one shape, up to
-    ``call_tokens`` or ``call_patches``, where ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were
-    shown to have the same bits. ``products``: kinds of products that are computed in numbers of rows of their own, and those.
+    of slabs, ascending, that do so; longer rows decode in one forward with those alone that need as many columns. There are
+    none where each row is alone in its slab or has a cache of its own: its columns follow from its length. ``grid``: positions
+    between a prompt's cuts: a multiple of 256, so that single-row caches, which grow in steps of that, have the same room
+    whether a prompt was run from its beginning or from one of the cuts. ``stops``: further cuts, settings as well (where
+    quantised keys begin). ``pad_to``: multiples of positions that chunks are computed in, each by its own length; 0 for none.
+    A call holds short prompts of one length, or small pictures of one shape, up to ``call_tokens`` or ``call_patches``, where
+    ``joint`` says so; without it each is alone. ``can_graph``: compiled steps were shown to have the same bits. ``products``:
+    kinds of products that are computed in numbers of rows of their own, and those.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -279,9 +274,12 @@ class FixedShapes:
             ends.append(done)
         return tuple(ends)
 
+    def shares(self, length: int, atomic: Spans = ()) -> bool:
+        return self.prompts(length, atomic) > 1
+
     def prompts(self, length: int, atomic: Spans = ()) -> int:
-        """1 for a prompt of several chunks, and where prompts come in any length, of which each would have to be proven. Raises
-        what the proof raises."""
+        """The rows of every array in which a whole prompt is prefilled: 1 for one of several chunks, and where prompts come in
+        any length, of which each would have to be proven. Raises what the proof raises."""
         return self._prompts(length) if self.ends(length, atomic) == (length,) else 1
 
     def _prompts(self, length: int) -> int:
@@ -325,15 +323,15 @@ class FixedShapes:
             )
         return None if self.can_graph else False
 
-    def most(self, rows: int) -> int:
+    def group_size(self, rows: int) -> int:
         return self.places(min(rows, self.counts[-1]), rows)
 
     def places(self, rows: int, most: int) -> int:
         return next(count for count in self.counts if count >= rows) if rows else 0
 
-    def group(self, tokens: int) -> int:
-        is_slab = self.layout is Placement.SLAB and self.widths
-        return self.columns(tokens) if is_slab and tokens > self.widths[-1] else 0
+    def least_columns(self, tokens: int) -> int:
+        has_own = self.layout is Placement.SLAB and self.widths and tokens > self.widths[-1]
+        return self.columns(tokens) if has_own else 0
 
     def columns(self, tokens: int, least: int = 0) -> int:
         """The least of those that agree, and beyond them a power of two."""
@@ -341,7 +339,7 @@ class FixedShapes:
         return max(least, next((width for width in self.widths if width >= tokens), power))
 
     def layers(self, caches: Sequence[Any], places: int, least: int = 0) -> list[LayerCache]:
-        layers = [make_layer_cache(single, self.layout, places) for single in caches]
+        layers = [kind_of(single).batched(self.layout, places) for single in caches]
         for layer in layers:
             set_layer(layer, partial(self.columns, least=least), self.few_bits, always_masked=True)
         return layers
@@ -350,7 +348,7 @@ class FixedShapes:
         return Call(is_fixed=True)
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
-        counts = [count for count in self.counts if count <= self.most(rows)]
+        counts = [count for count in self.counts if count <= self.group_size(rows)]
         widths = sorted({self.columns(tokens) for tokens in range(1, longest + 1, slab.CAPACITY_STEP)})
         return [(count, columns) for columns in widths for count in counts]
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
-from vlm_batch.assets import PICTURE_SUFFIXES
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, is_url, shown
 from vlm_batch.types import FetchPolicy, ImageInput
@@ -46,8 +45,8 @@ def load_image(
 ) -> Image.Image:
     """Read one picture as RGB, upright (EXIF orientation applied), its first frame if it is animated.
 
-    Transparent pictures are laid on white; 16-bit grey is scaled to 8 bits. ``max_pixels`` is checked on the header,
-    before anything is decoded; None lifts it. Raises InvalidImage, or OperationCancelled.
+    Transparent pictures are laid on white; grey of 16 bits, 32 bits and floats is scaled to 8 bits. ``max_pixels`` is
+    checked on the header, before anything is decoded; None lifts it. Raises InvalidImage, or OperationCancelled.
     """
     if isinstance(source, Image.Image):
         image = source
@@ -103,7 +102,7 @@ def size_of_file(path: str) -> tuple[int, int] | None:
 
 def names_picture(text: str) -> bool:
     """Whether a text is a URL or a data URI, or ends as the names of picture files do."""
-    return is_url(text) or is_data_uri(text) or text.lower().endswith(PICTURE_SUFFIXES)
+    return is_url(text) or is_data_uri(text) or text.lower().endswith(tuple(picture_suffixes()))
 
 
 def describe_source(source: ImageInput) -> str:
@@ -256,6 +255,12 @@ def _init_pillow() -> None:
     Image.init()
 
 
+def picture_suffixes() -> frozenset[str]:
+    """The suffixes of files that are read: those that Pillow has for ``FORMATS``, with what plugins have registered."""
+    _init_pillow()
+    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in FORMATS and name in Image.OPEN)
+
+
 def _said(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
@@ -284,19 +289,40 @@ def _from_array(source: Any) -> Image.Image:
     return Image.fromarray(array.astype(np.uint8))
 
 
+def _range_of(values: np.ndarray) -> tuple[float, float]:
+    """The values that are black and white in grey of floats, or of more than 8 bits.
+
+    0 and 1, 255 or 65,535, whichever the numbers fit; floats may overshoot 0..1, as resampling leaves them. For other
+    numbers (heights, 32 bits, floats beyond 255) the least and the most.
+    """
+    low, high = float(values.min()), float(values.max())
+    is_float = values.dtype.kind == "f"
+    if is_float and low >= -0.5 and high <= 1.5:
+        return 0.0, 1.0
+    if low >= 0 and high <= 255:
+        return 0.0, 255.0
+    if low >= 0 and high <= 65535 and not is_float:
+        return 0.0, 65535.0
+    return low, max(high, low + 1)
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":  # Pillow's own conversion clips these at 255
         values = np.asarray(image)
         if image.mode == "F" and not np.isfinite(values).all():
             raise ValueError("it has values that are no numbers (NaN or infinity)")
-        peak = 255.0 if values.max(initial=0) <= 255 else 65535.0
+        black, white = _range_of(values)
         scaled = np.empty(values.shape, np.uint8)
         for top in range(0, len(values), _STRIP):  # in eight bytes a value: a few rows at a time
             rows = values[top : top + _STRIP].astype(np.float64)
-            scaled[top : top + _STRIP] = np.clip(rows / peak * 255, 0, 255).round()
+            scaled[top : top + _STRIP] = np.clip((rows - black) / (white - black) * 255, 0, 255).round()
+        clear = image.info.get("transparency")  # of a 16-bit PNG, in its own numbers
         image = Image.fromarray(scaled)
+        if clear is not None:
+            image.putalpha(Image.fromarray(np.where(values == clear, np.uint8(0), np.uint8(255))))
+    elif image.mode in ("La", "RGBa"):
+        image = image.convert(image.mode.upper())
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")

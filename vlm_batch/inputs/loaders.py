@@ -14,10 +14,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from vlm_batch.arrays import num_bytes
 from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled
+from vlm_batch.inputs.images import fetch_image
 from vlm_batch.inputs.pool import Pool
-from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error, read_medium
+from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
+from vlm_batch.inputs.videos import fetch_video
 from vlm_batch.runtime import threads
+from vlm_batch.types import Video
 
 #: Threads that decode and process pictures and videos, each with a copy of the processor: one a core, eight at most.
 #: Pillow, numpy, OpenCV and tokenizers let go of Python's lock.
@@ -47,6 +51,9 @@ class Loading:
         #: Places among its pictures and videos, with the lanes, of those that are still to be read.
         self.unread = {at: lane for at, medium in enumerate(self._media) if (lane := lane_of(medium)) is not None}
         self.is_read = not self.unread  # its pictures and videos are in memory, or at hand
+        self.num_pixels = question.num_pixels  # of the pictures that are in memory
+        #: Bytes that it will come to; None if nobody knows that yet.
+        self.known_nbytes = num_bytes(question.inputs) if question.inputs is not None else None if question.media else 0
         self._future: Future[Prepared] = Future()
         self._calls: list[Callable[[], None]] | None = []  # to be told that it is done; None once they were
         self._lock = threading.Lock()
@@ -57,16 +64,6 @@ class Loading:
         """Bytes of the files that were read for it and are in memory."""
         media = self.question.media if self.is_read else tuple(self._media)
         return sum(len(medium.data) for medium in media if isinstance(medium, Fetched))
-
-    @property
-    def num_pixels(self) -> int:
-        """Pixels of the pictures that are in memory."""
-        return self.question.num_pixels
-
-    @property
-    def known_nbytes(self) -> int | None:
-        """Bytes that it will come to; None if nobody knows that yet."""
-        return self.question.known_nbytes
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once."""
@@ -106,6 +103,7 @@ class Loading:
             self.read_seconds = time.perf_counter() - self._began
             media = list(self._media)
         self.question = self.question.with_media(media)
+        self.num_pixels = self.question.num_pixels
         self.is_read = True
         return True
 
@@ -160,8 +158,9 @@ class Loaders:
         try:
             for at, lane in unread.items():
                 medium = question.media[at]
+                fetch: Callable[..., Any] = fetch_video if isinstance(medium, Video) else fetch_image
                 reading = self._reads[lane].submit(
-                    partial(read_medium, medium, policy, loading.cancelled),
+                    partial(fetch, medium, policy, loading.cancelled),
                     loading.cancelled,
                     seconds=policy.seconds + GRACE_SECONDS,
                     late=partial(late_error, medium, policy),

@@ -17,8 +17,6 @@ from vlm_batch.runtime import threads
 
 #: Calls that were given up and have not come back. With so many, further ones are refused.
 MAX_LOST = 64
-#: Seconds after which an idle thread goes back to where all batchers take theirs from.
-IDLE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -40,7 +38,9 @@ class _Job:
 
 
 class Pool:
-    """Up to ``num_threads`` daemon threads that run calls in order, and do not wait for one that hangs.
+    """Up to ``num_threads`` of the process's threads that run calls in order, and do not wait for one that hangs.
+
+    A thread is taken when there is a call for it, and goes back when there is none.
 
     A call that has not begun ends when its request is cancelled. One with a limit of ``seconds`` ends then in any case,
     and that long after it began; its thread is written off until it comes back, and another takes its place. Where
@@ -54,7 +54,8 @@ class Pool:
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._running: set[_Job] = set()
-        self._threads = self._idle = self._lost = 0
+        self._threads = 0
+        self._lost = 0  # threads whose call was given up and has not come back: they are the pool's no more
         self._has_watch = self._is_closed = False
 
     def submit(
@@ -70,10 +71,7 @@ class Pool:
         with self._changed:
             refused = self._is_closed or self._lost >= MAX_LOST
             if not refused:
-                if self._idle > len(self._waiting):
-                    self._changed.notify()
-                else:
-                    self._add_thread()
+                self._add_thread()
                 self._waiting.append(job)
         if refused:
             job.future.set_exception(
@@ -92,7 +90,6 @@ class Pool:
         with self._changed:
             self._is_closed = True
             waiting = list(self._waiting)
-            self._changed.notify_all()
         for job in waiting:
             job.cancel()
 
@@ -114,33 +111,15 @@ class Pool:
             self._threads += 1
 
     def _run(self) -> None:
-        while self._serve():  # a frame of its own: nothing of a call is held while the next one is waited for
+        while self._serve():  # a frame of its own: nothing of a call is held while the next one runs
             pass
 
     def _serve(self) -> bool:
         """Do the next call; whether the thread goes on."""
-        job = self._next()
-        if job is None:
-            return False
-        result, error = None, None
-        try:
-            result = job.call()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
-            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
-            error.__cause__ = raised
-        return self._end(job, result, error)
-
-    def _next(self) -> _Job | None:
-        """The next call; None if the thread may go."""
         with self._changed:
-            self._idle += 1
-            has_work = self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_SECONDS)
-            self._idle -= 1
-            if not has_work or not self._waiting:
+            if not self._waiting:
                 self._threads -= 1
-                return None
+                return False
             job = self._waiting.popleft()
             self._running.add(job)
             if job.seconds is not None:
@@ -150,7 +129,15 @@ class Pool:
                         threads.start(self._watch, f"{self._name}-watch")
                         self._has_watch = True
                 self._changed.notify_all()
-            return job
+        result, error = None, None
+        try:
+            result = job.call()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # SystemExit of a picture's own code would end whoever asks for the result
+            error = InvalidRequest(f"{type(raised).__name__} was raised while the request was prepared: {raised}")
+            error.__cause__ = raised
+        return self._end(job, result, error)
 
     def _end(self, job: _Job, result: Any, error: Exception | None) -> bool:
         """Hand out a call's outcome; whether its thread is still one of the pool's."""
@@ -170,27 +157,26 @@ class Pool:
         return True
 
     def give_up(self, job: _Job, error: Callable[[], Exception]) -> None:
-        """End a call without waiting for it. Nothing happens if it has ended."""
-        stranded: list[_Job] = []
+        """End a call without waiting for it. Nothing happens if it has ended, or runs without a limit."""
+        without_thread: list[_Job] = []
         with self._changed:
             if job.has_ended or (job in self._running and job.seconds is None):
                 return
             job.has_ended = True
-            if job in self._running:
-                self._running.discard(job)
-                self._lost += 1
-                self._threads -= 1
+            if job not in self._running:
+                self._waiting.remove(job)
+            else:
+                self._running.remove(job)
+                self._threads, self._lost = self._threads - 1, self._lost + 1
                 try:
                     if self._waiting and not self._is_closed:
                         self._add_thread()
-                except RuntimeError:
-                    stranded = list(self._waiting)
-            else:
-                self._waiting.remove(job)
+                except RuntimeError:  # the lost thread was the last one
+                    without_thread = list(self._waiting)
             self._changed.notify_all()
         job.cancelled.forget(job.cancel)
         job.future.set_exception(error())
-        for other in stranded:
+        for other in without_thread:
             self.give_up(other, _no_thread)
 
     def _watch(self) -> None:

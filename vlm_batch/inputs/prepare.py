@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -35,7 +36,6 @@ from vlm_batch.inputs.images import (
     DEFAULT_MAX_PIXELS,
     count_pixels,
     describe_source,
-    fetch_image,
     load_image,
     names_picture,
     own_image,
@@ -49,7 +49,6 @@ from vlm_batch.inputs.videos import (
     Clip,
     as_video,
     describe_video,
-    fetch_video,
     is_to_be_fetched,
     load_video,
     own_video,
@@ -119,13 +118,6 @@ class Question:
     pixels: PixelBounds | None = None
     num_pixels: int = 0
     has_large_form: bool = False
-
-    @property
-    def known_nbytes(self) -> int | None:
-        """Bytes of what a processor will make of it; None if nobody knows that yet."""
-        if self.inputs is not None:
-            return num_bytes(self.inputs)
-        return None if self.media else 0
 
     @property
     def least_tokens(self) -> int:
@@ -228,21 +220,52 @@ class Preparer:
 
         Raises InvalidRequest.
         """
-        params, thinking = request.params, None
+        params, options = request.params, request.template
         is_large = params.form is not None and self._forms.check(params)
-        question, pixels = self._checked(request), self._pixels(request)
-        if params.form is not None or params.thinking_budget is not None:
-            thinking = self._thinking(question, request)
-        num_pixels = sum(map(count_pixels, question.images))
-        return replace(
-            question, params=params, pixels=pixels, has_large_form=is_large, thinking=thinking, num_pixels=num_pixels
+        _check_types(request)
+        if options is not None and (request.inputs is not None or request.token_ids is not None):
+            refuse(options, "the prompt is final already; a chat template's arguments go with prompt or messages")
+        images, videos = tuple(request.images), tuple(request.videos)
+        turns: list[Message] = []
+        if request.messages is not None:
+            turns, *media = split_messages(request.messages, images, videos)
+            images, videos = map(tuple, media)
+        images, clips = self._own_media(images, videos)
+        inputs: Mapping[str, Any] | None = None
+        prompt: str | None = None
+        ids: tuple[int, ...] = ()
+        if request.inputs is not None:
+            inputs = _checked_inputs(request.inputs, images or videos)
+            self._check_inputs(inputs)
+        elif request.token_ids is not None:
+            ids = _checked_ids(request.token_ids, self._image_token_ids)
+            if not images and not videos:
+                self._check_inputs({"input_ids": np.array([ids])})
+            self._check_length(len(ids), 1, "token_ids has {} ids")
+        else:
+            prompt = self._rendered(request, turns, len(images), len(clips), options)
+        question = Question(
+            prompt,
+            ids,
+            inputs,
+            images,
+            clips,
+            self._fetch,
+            params,
+            pixels=self._pixels(request),
+            num_pixels=sum(map(count_pixels, images)),
+            has_large_form=is_large,
         )
+        if params.form is None and params.thinking_budget is None:
+            return question
+        return replace(question, thinking=self._thinking(question, request))
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """The bounds on pictures' pixels; None for the checkpoint's own. Raises InvalidImage."""
-        limits, own = self.limits, self.processing.pixels
+        limits = self.limits
         if request.min_pixels is None and request.max_pixels is None and limits.min_pixels is limits.max_pixels is None:
             return None
+        own = self.processing.pixels
         if own is None:
             raise InvalidImage(f"min_pixels and max_pixels: the processor of {self.spec.family} has no such bounds")
         most = next(value for value in (request.max_pixels, limits.max_pixels, own.most) if value is not None)
@@ -268,30 +291,6 @@ class Preparer:
         is_asked = params.form is None or (request.template is not None and request.template.enable_thinking is True)
         may_begin = is_asked and not is_open and not marks.is_over(question.prompt) and len(start) == 1
         return Thinking(start, end, is_open=is_open, may_begin=may_begin)
-
-    def _checked(self, request: Request) -> Question:
-        _check_types(request)
-        options = request.template
-        if options is not None and (request.inputs is not None or request.token_ids is not None):
-            refuse(options, "the prompt is final already; a chat template's arguments go with prompt or messages")
-        images, videos = tuple(request.images), tuple(request.videos)
-        turns: list[Message] = []
-        if request.messages is not None:
-            turns, *media = split_messages(request.messages, images, videos)
-            images, videos = map(tuple, media)
-        images, clips = self._own_media(images, videos)
-        if request.inputs is not None:
-            inputs = _checked_inputs(request.inputs, images or videos)
-            self._check_inputs(inputs)
-            return Question(inputs=inputs)
-        if request.token_ids is not None:
-            ids = _checked_ids(request.token_ids, self._image_token_ids)
-            if not images and not videos:
-                self._check_inputs({"input_ids": np.array([ids])})
-            self._check_length(len(ids), 1, "token_ids has {} ids")
-            return Question(token_ids=ids, images=images, videos=clips, fetch=self._fetch)
-        prompt = self._rendered(request, turns, len(images), len(clips), options)
-        return Question(prompt=prompt, images=images, videos=clips, fetch=self._fetch)
 
     def _own_media(
         self, images: Sequence[ImageInput], videos: Sequence[VideoInput]
@@ -356,9 +355,7 @@ class Preparer:
         Raises InvalidRequest for what cannot be read or does not fit, and OperationCancelled soon after ``cancelled`` is
         set.
         """
-        if question.inputs is not None:
-            return self._prepared(settled(question.inputs), (), (), question)
-        cancelled, limits = cancelled or Cancelled(), self.limits
+        cancelled, limits, params = cancelled or Cancelled(), self.limits, question.params
         images = []
         for source in question.images:
             cancelled.check()
@@ -369,26 +366,14 @@ class Preparer:
             sampling = self.processing.sampling
             clips.append(load_video(video, sampling, limits.video_pixels, limits.image_pixels, self._fetch, cancelled))
         cancelled.check()
-        found = self._processed(question, images, clips)
-        sizes = tuple(image.size for image in images), tuple(clip.size for clip in clips)
-        return self._prepared(found, *sizes, question)
-
-    def _prepared(
-        self,
-        inputs: dict[str, Any],
-        image_sizes: tuple[tuple[int, int], ...],
-        video_sizes: tuple[tuple[int, int, int], ...],
-        question: Question,
-    ) -> Prepared:
-        """The engine's part, with all that it would otherwise make of the inputs on its own thread."""
-        if self._hashes:
+        inputs = settled(self._processed(question, images, clips) if question.inputs is None else question.inputs)
+        if self._hashes:  # what the engine would otherwise do on its own thread
             hash_ahead(inputs)
-        params = question.params
         words = [spelled for word in params.bad_words for spelled in (word, f" {word.lstrip()}")]
         return Prepared(
             inputs,
-            image_sizes,
-            video_sizes,
+            tuple(image.size for image in images),
+            tuple(clip.size for clip in clips),
             kept=on_host(inputs) if num_bytes(inputs) <= MOST_ON_HOST else None,
             bad_words=tuple(dict.fromkeys(filter(None, map(self.processing.ids_of, words)))),
             form=None if params.form is None else self._forms.compiled(params),
@@ -396,20 +381,22 @@ class Preparer:
         )
 
     def _processed(self, question: Question, images: Sequence[Image.Image], clips: Sequence[Clip]) -> dict[str, Any]:
-        """The processor's output. A very long prompt has a processor of its own, so that others do not wait for it."""
+        """The processor's output."""
         prompt = question.prompt
-        if prompt is not None and len(prompt) >= LONG_PROMPT:
-            with self._long_lock:
-                settings = settings_of(self.processing.processor)
-                if self._long is None or self._long[0] != settings:
-                    self._long = settings, self.processing.copy()
-                with self._long[1].seeing(question.pixels):
-                    return settled(self._long[1].inputs(prompt, images, clips))
-        with self._copies.one() as processing, processing.seeing(question.pixels):
+        is_long = prompt is not None and len(prompt) >= LONG_PROMPT
+        with self._for_long() if is_long else self._copies.one() as processing, processing.seeing(question.pixels):
             if prompt is not None:
-                return settled(processing.inputs(prompt, images, clips))
-            found = processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
-            return settled(found)
+                return processing.inputs(prompt, images, clips)
+            return processing.inputs_of_ids(question.token_ids, images, self._image_token_ids, clips)
+
+    @contextmanager
+    def _for_long(self) -> Iterator[Processing]:
+        """The processor of very long prompts, one at a time: others do not wait for them."""
+        with self._long_lock:
+            settings = settings_of(self.processing.processor)
+            if self._long is None or self._long[0] != settings:
+                self._long = settings, self.processing.copy()
+            yield self._long[1]
 
 
 def lane_of(medium: ImageInput | Video) -> Lane | None:
@@ -424,12 +411,6 @@ def lane_of(medium: ImageInput | Video) -> Lane | None:
         return Lane.NETWORK
     is_here = all(is_data_uri(source) or not isinstance(source, (str, Path)) for source in sources)
     return None if is_here else Lane.DISK
-
-
-def read_medium(medium: ImageInput | Video, policy: FetchPolicy, cancelled: Cancelled) -> ImageInput | Video:
-    """The picture or video with its file in memory or at hand. Raises InvalidRequest, or OperationCancelled."""
-    fetched = fetch_video if isinstance(medium, Video) else fetch_image
-    return fetched(medium, policy, cancelled)
 
 
 def late_error(medium: ImageInput | Video, policy: FetchPolicy) -> InvalidRequest:

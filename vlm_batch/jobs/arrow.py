@@ -41,8 +41,8 @@ class ArrowTable(Source):
         return tuple(self._open().names)
 
     @property
-    def numbered(self) -> bool:
-        return self._columns(self._open()).id is None
+    def found(self) -> Columns:
+        return self._columns(self._open())
 
     def rows(self) -> Iterator[Row]:
         return self._rows(with_pictures=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,28 @@ PICTURE_NAMES = ("image", "images", "image_path", "image_url")
 FILE_NAMES = ("file_name", "filename", "path", "file", "url")
 VIDEO_COLUMNS = ("video", "videos", "video_path", "video_url")
 ID_COLUMNS = ("id", "custom_id", "request_id", "key", "__key__")
+#: What people call them otherwise, where spelling does not show it.
+OTHER_WORDS = {
+    **dict.fromkeys(("img", "picture", "photo", "pic", "image_file", "image_name", "image_filename"), "image"),
+    **dict.fromkeys(("imgs", "pictures", "photos", "pics"), "images"),
+    **dict.fromkeys(("file_path", "filepath"), "image_path"),
+    **dict.fromkeys(("question", "query", "instruction"), "prompt"),
+    **dict.fromkeys(("chat", "conversation", "conversations", "msgs"), "messages"),
+    **dict.fromkeys(("param", "parameters", "sampling", "sampling_params"), "params"),
+}
+
+
+def meant(name: str, known: Collection[str]) -> str | None:
+    """The known name that another one probably stands for; None if none is like it."""
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    plain = plain if plain in known else OTHER_WORDS.get(plain, plain)
+    return next(iter(difflib.get_close_matches(plain, known, 1, 0.8)), None)
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """What is said of a name that is unknown: the one that is probably meant."""
+    likely = meant(name, known)
+    return "" if likely is None else f" ({likely!r} is probably meant)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +74,23 @@ class Columns:
             video=self.video or next((name for name in VIDEO_COLUMNS if name in names), None),
             id=self.id or next((name for name in ID_COLUMNS if name in names), None),
         )
+
+    def check_meant(self, names: Collection[str], table: str, named: Collection[str], *, asks: bool) -> None:
+        """Raise InvalidJob for a column that probably holds the pictures, or the prompts, that none was found for.
+
+        ``self`` is what was found, ``named`` what the job uses otherwise, ``asks`` whether it has a prompt of its own.
+        """
+        wanted = {} if self.image or self.video else dict.fromkeys(PICTURE_NAMES, "image")
+        wanted |= dict.fromkeys(VIDEO_COLUMNS if wanted else (), "video")
+        wanted |= {"prompt": "prompt"} if self.prompt is None and not asks else {}
+        for name in names:
+            likely = meant(name, wanted) if name not in named else None
+            if likely is not None:
+                what = wanted[likely]
+                raise InvalidJob(
+                    f"{table} has no column of {what}s, but {name!r}: --{what}-column {name} takes it for that, "
+                    f"and --columns {name} says that it is something else"
+                )
 
 
 def row_of_cells(cells: Mapping[str, Any], columns: Columns, *, place: str, folder: str) -> Row:

@@ -7,14 +7,17 @@ import glob
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from PIL import Image
+
+from vlm_batch.assets import VIDEO_SUFFIXES
+from vlm_batch.inputs import images
 from vlm_batch.jobs.rows import InvalidJob
 
-HEIC_SUFFIXES = (".heic", ".heif")
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")
 #: Files that are neither pictures nor read in another way: skipped where a shell's pattern names them among pictures.
 TEXT_SUFFIXES = (".txt", ".caption", ".md", ".log", ".html", ".xml", ".yaml", ".yml", ".json")
 ARCHIVE_SUFFIXES = (".zip", ".7z", ".rar", ".gz", ".zst")
@@ -41,7 +44,7 @@ class Found:
         self.paths.append(path)
         return True
 
-    def look_for(self, path: str, *, suffixes: Sequence[str], recursive: bool) -> list[str]:
+    def look_for(self, path: str, *, suffixes: Collection[str], recursive: bool) -> list[str]:
         """The new files that a name stands for: a file, a URL and the name of nothing as they are, a folder by suffixes.
 
         Linked folders are looked through like others, but none twice. Files whose suffix says that they are text, archives or
@@ -78,7 +81,7 @@ class Found:
 
 
 def _hint(suffix: str) -> str:
-    hints = (
+    hints: tuple[tuple[tuple[str, ...], str], ...] = (
         (VIDEO_SUFFIXES, "--videos takes them"),
         ((".pdf",), "--pdf takes them"),
         ((".parquet", ".jsonl", ".tar"), f"a pattern takes them: '*{suffix}'"),
@@ -87,6 +90,8 @@ def _hint(suffix: str) -> str:
         (OFFICE_SUFFIXES, "to be saved as PDF or CSV first"),
         (HEIC_SUFFIXES, "pip install 'vlm-batch[heic]' reads them"),
     )
+    if suffix in Image.EXTENSION:  # pictures of another kind than those of FORMATS
+        hints += (((suffix,), f"{Image.EXTENSION[suffix]} is not read here: to be saved as PNG first"),)
     return next((f" ({hint})" for suffixes, hint in hints if suffix in suffixes), "")
 
 
@@ -116,9 +121,10 @@ def check_there(arguments: Sequence[str]) -> None:
         raise InvalidJob(f"nothing matches {first}" if glob.has_magic(first) else f"{first} does not exist")
 
 
-def picture_suffixes() -> tuple[str, ...]:
+def picture_suffixes() -> frozenset[str]:
     """The suffixes of pictures that can be read here: with pillow-heif, those of HEIC, too."""
-    return PICTURE_SUFFIXES + (HEIC_SUFFIXES if "pillow_heif" in sys.modules or find_spec("pillow_heif") else ())
+    with_heif = "pillow_heif" in sys.modules or find_spec("pillow_heif")
+    return images.picture_suffixes().union(HEIC_SUFFIXES if with_heif else ())
 
 
 def prepare_for(path: str) -> None:

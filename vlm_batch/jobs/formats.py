@@ -39,7 +39,7 @@ class DelimitedFile:
                 yield {name: value if value != "" else None for name, value in record.items()}
 
     def write(self, path: Path, records: Callable[[], Iterator[Record]], columns: tuple[str, ...]) -> None:
-        with open(path, "w", encoding="utf-8", newline="", errors="backslashreplace") as file:
+        with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, delimiter=self._separator, lineterminator="\n")
             writer.writerow(columns)
             for record in records():
@@ -98,10 +98,9 @@ def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _typed(value: Any, as_text: bool) -> Any:
-    """A value that Arrow takes: names that are no UTF-8 are written out, and anything as text where that is its column."""
-    if value is not None and as_text and not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False)
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    """A value that Arrow takes: anything is text where that is its column."""
+    is_other = value is not None and as_text and not isinstance(value, str)
+    return json.dumps(value, ensure_ascii=False) if is_other else value
 
 
 def _cell(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The files beside a job's output: a header with the settings of its first run, and a lock while it runs."""
+"""The files beside a job's output: a header with the settings of its first run, what answers were made of, a lock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from typing import Any
 import filelock
 
 from vlm_batch._version import __version__
-from vlm_batch.jobs.lines import replace_file
-from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.jobs.files import is_url
+from vlm_batch.jobs.lines import LineFile, read_answers, replace_file
+from vlm_batch.jobs.rows import InvalidJob, Row, digest
 
 #: The header's form. A later one that reads differently has another number.
 FORM = 1
+#: The setting that has the stamps of a model's files, and the suffixes of those that decide answers.
+MODEL_FILES, MODEL_SUFFIXES = (
+    "model_files",
+    (".safetensors", ".npz", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"),
+)
 
 
 def check_writable(path: Path) -> None:
@@ -81,11 +87,15 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
     if before is None:
         raise InvalidJob(f"{output} has no header beside it that says how it was made; --force goes on without it")
     now = json.loads(json.dumps(settings))
+    first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
     other = [
         f"{name} was {_short(before.get(name))} and is {_short(now.get(name))}"
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name) and not (name == "tables" and _tables_agree(before, now))
     ]
+    if before.get("model") == now.get("model"):
+        changed = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
+        other += [f"the model's files have changed: {', '.join(changed[:3])}"] if changed else []
     if other:
         raise InvalidJob(f"{output} was made with other settings: {'; '.join(other)}. --force goes on all the same")
 
@@ -94,6 +104,54 @@ def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """True if every table that both runs read, and whose ids are places in it is what it was."""
     first, second = before.get("tables") or {}, now.get("tables") or {}
     return all(first[name] == second[name] for name in first.keys() & second.keys())
+
+
+Stamp = list[int]
+
+
+def stamp(path: str | Path) -> Stamp | None:
+    """A file's size and time of change; None for one that is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.stat(os.path.expanduser(path))
+        return [found.st_size, found.st_mtime_ns]
+    return None
+
+
+def model_files(folder: Path) -> dict[str, Stamp | None]:
+    """The files that a model's answers depend on."""
+    return {path.name: stamp(path) for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES}
+
+
+def stamps_of(row: Row) -> list[Stamp]:
+    """A stamp for each of the row's pictures and videos that are files of their own, and there."""
+    sources = (*(row.images if row.load is None else ()), *(video.source for video in row.videos))
+    paths = (one for one in sources if isinstance(one, (str, Path)) and not is_url(str(one)))
+    return [found for path in paths if (found := stamp(path)) is not None]
+
+
+class Stamps:
+    """What answers were made of, in a file beside the output: a line with its stamps for each row that has any."""
+
+    def __init__(self, output: Path) -> None:
+        self._path = Path(f"{output}.files")
+        self._file: LineFile | None = None
+
+    def read(self) -> dict[int, int]:
+        """A digest of each row's stamps, by that of its id."""
+        return {digest(str(line["id"])): digest(str(line["stamps"])) for line in read_answers(self._path)}
+
+    def add(self, row_id: str, stamps: list[Stamp]) -> None:
+        """Keep a row's stamps; the last count. Raises CannotWrite."""
+        self._file = self._file or LineFile(self._path)
+        self._file.append({"id": row_id, "stamps": stamps})
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vlm_batch.errors import VLMBatchError
-from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.jobs.rows import InvalidJob, spelled
 
 Record = dict[str, Any]
 
@@ -25,8 +25,8 @@ class CannotWrite(VLMBatchError):
 
 
 def encoded(record: Mapping[str, Any]) -> bytes:
-    """One record as a line. A name that is no UTF-8 is written with JSON's escapes, and read back as it was."""
-    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", errors="backslashreplace")
+    """One record as a line, in UTF-8 whatever names it has: other readers of JSON take no lone surrogates."""
+    return (spelled(json.dumps(record, ensure_ascii=False, allow_nan=False), "\\\\") + "\n").encode()
 
 
 class LineFile:

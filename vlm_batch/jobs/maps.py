@@ -14,7 +14,7 @@ from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, 
 from vlm_batch.jobs.cells import Columns, row_of_cells
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
-from vlm_batch.jobs.runner import submitted_row
+from vlm_batch.jobs.runner import submitted_row, with_form
 from vlm_batch.types import Result, SamplingParams, params_of
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class _Asked:
         if self.prompt is None and "prompt" not in names:
             raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
         found = self.given.among(names, "the table", pictures)
+        found.check_meant(names, "the table", self.questions.columns, asks=True)
         return found if self.prompt is not None else replace(found, prompt="prompt")
 
     def answers(
@@ -109,13 +110,18 @@ class _Asked:
                 row = row_of_cells(cells, columns, place=f"row {number}", folder="")
                 ahead.append((cells, submitted_row(self.batcher, self.questions, row)))
                 if len(ahead) == WINDOW:
-                    yield _answered(*ahead.popleft())
+                    yield self._answered(*ahead.popleft())
             while ahead:
-                yield _answered(*ahead.popleft())
+                yield self._answered(*ahead.popleft())
         finally:  # whoever reads the answers may stop
             for _, one in ahead:
                 if isinstance(one, Handle):
                     one.cancel()
+
+    def _answered(self, cells: Mapping[str, Any], one: Handle | Result) -> tuple[Mapping[str, Any], Answer]:
+        result = with_form(self.questions.params, one.result() if isinstance(one, Handle) else one)
+        text = result.text if result.error is None else None
+        return cells, (text, result.error, result.usage.completion_tokens)
 
     def lists(self, rows: Iterable[Mapping[str, Any]], names: list[str], pictures: list[str]) -> dict[str, list[Any]]:
         """The answers' columns by their names."""
@@ -124,11 +130,6 @@ class _Asked:
 
     def by_name(self, answers: Sequence[Answer]) -> dict[str, list[Any]]:
         return {name: [answer[place] for answer in answers] for place, name in enumerate(self.names)}
-
-
-def _answered(cells: Mapping[str, Any], one: Handle | Result) -> tuple[Mapping[str, Any], Answer]:
-    result = one.result() if isinstance(one, Handle) else one
-    return cells, ((result.text if result.ok else None), result.error, result.usage.completion_tokens)
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:

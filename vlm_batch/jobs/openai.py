@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vlm_batch.jobs.cells import hint
 from vlm_batch.jobs.rows import Row
 
 #: Fields of a body that are sampling parameters here, and their names.
@@ -34,6 +35,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tools": ([], None),
     "tool_choice": ("none", None),
 }
+_LINE = ("custom_id", "method", "url", "body")
 _KNOWN = frozenset((*_PARAMS, *_ONLY, *_WITHOUT_EFFECT, "messages", "logprobs", "top_logprobs"))
 
 
@@ -86,6 +88,8 @@ def _schema(given: Any) -> Mapping[str, Any] | None:
 
 def _wrong(line: Mapping[str, Any]) -> str | None:
     body = line["body"]
+    if strange := [name for name in line if name not in _LINE]:
+        return f"the line has {strange[0]!r} beside its body{hint(strange[0], _LINE)}"
     if line.get("method", "POST") != "POST" or line.get("url", "/v1/chat/completions") != "/v1/chat/completions":
         return f"{line.get('method', 'POST')} {line.get('url')} is not answered here; POST /v1/chat/completions is"
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
@@ -94,5 +98,5 @@ def _wrong(line: Mapping[str, Any]) -> str | None:
         if name in _ONLY and value not in _ONLY[name]:
             return f"{name} is {value!r}, which is not done here"
         if name not in _KNOWN:
-            return f"body has {name!r}, which is not known here"
+            return f"body has {name!r}, which is not known here{hint(name, _KNOWN)}"
     return None

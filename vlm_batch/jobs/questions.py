@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from vlm_batch.jobs.cells import hint
 from vlm_batch.jobs.rows import InvalidJob, Row
 from vlm_batch.types import ImageInput, Message, Request, SamplingParams
 from vlm_batch.types import Template as ChatTemplate
@@ -58,6 +59,11 @@ class Item:
     params: SamplingParams = _PLAIN
     enable_thinking: bool | None = None
     error: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The row's id and the names of its pictures, as they may stand in a message."""
+        return [self.row.id, *self.row.image_names]
 
     def request(self) -> Request:
         """The request for the batcher; the row's pictures are read here, where they lie inside something larger."""
@@ -148,5 +154,7 @@ def schema_fields(params: SamplingParams) -> frozenset[str]:
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:
     """``params`` with a row's own. Raises InvalidJob for a name that is none, InvalidParameters for a value out of range."""
     if unknown := sorted(set(own) - _PARAMS):
-        raise InvalidJob(f"params does not know {', '.join(unknown)}; it takes {', '.join(sorted(_PARAMS))}")
+        raise InvalidJob(
+            f"params does not know {', '.join(unknown)}{hint(unknown[0], _PARAMS)}; it takes {', '.join(sorted(_PARAMS))}"
+        )
     return replace(params, **own) if own else params

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.types import ImageInput, Message, Video
+
+if TYPE_CHECKING:
+    from vlm_batch.jobs.cells import Columns
 
 
 class InvalidJob(VLMBatchError, ValueError):
@@ -20,7 +24,8 @@ class Row:
     """One row: what is asked about, and what it says itself of prompt and sampling.
 
     ``images`` are pictures, or, where ``load`` is there, the names of those that it reads when it is their turn.
-    ``columns`` are what prompts and outputs may name. ``error`` says why the row cannot be asked at all.
+    ``columns`` are what prompts and outputs may name; ``strange`` are those that are mistakes unless they are named.
+    ``error`` says why the row cannot be asked at all.
     """
 
     id: str
@@ -30,6 +35,7 @@ class Row:
     messages: Sequence[Message] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+    strange: tuple[str, ...] = ()
     load: Callable[[], Sequence[ImageInput]] | None = None
     error: str | None = None
 
@@ -59,8 +65,13 @@ class Source:
         return False
 
     @property
+    def found(self) -> Columns | None:
+        """What a table's columns hold."""
+        return None
+
+    @property
     def numbered(self) -> bool:
-        return False
+        return self.found is not None and self.found.id is None
 
     def rows(self) -> Iterator[Row]:
         """Every row. A row that cannot be read comes with its ``error``."""
@@ -103,9 +114,23 @@ class Ids:
         return True
 
 
+#: How Python holds the bytes of a name that is no UTF-8, and what JSON may have in their place.
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
+
+
+def spelled(text: str, backslash: str = "\\") -> str:
+    """A text that is UTF-8: a byte of a name that is none is written as shells and Python take it, ``caf\\xe9.png``."""
+
+    def code(match: re.Match[str]) -> str:
+        value = ord(match[0])
+        return f"{backslash}x{value - 0xDC00:02x}" if 0xDC80 <= value <= 0xDCFF else f"{backslash}u{value:04x}"
+
+    return _NO_UTF8.sub(code, text)
+
+
 def digest(text: str) -> int:
-    """64 bits that are the same for a text on every machine, and for a name that is no UTF-8 as outputs write it out."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big")
+    """64 bits that are the same for a text on every machine, and for a name that is no UTF-8 as outputs have it."""
+    return int.from_bytes(hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)

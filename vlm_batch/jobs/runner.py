@@ -12,15 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.errors import describe
+from vlm_batch.jobs import journal
+from vlm_batch.jobs.cells import hint
 from vlm_batch.jobs.files import identity
 from vlm_batch.jobs.order import by_size
-from vlm_batch.jobs.questions import Item, Questions, schema_fields
-from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, name_of
+from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
+from vlm_batch.jobs.rows import Ids, InvalidJob, Row, Shard, Source, digest, name_of
 from vlm_batch.jobs.sinks import Record, Sink
 from vlm_batch.jobs.sources import Files, fingerprint
-from vlm_batch.jobs.summary import Summary
+from vlm_batch.jobs.summary import Kinds, Summary
+from vlm_batch.jobs.tables import REQUEST_KEYS
 from vlm_batch.many import submitted
-from vlm_batch.types import Request, Result, Stats, TokenLogprobs, Usage
+from vlm_batch.types import Request, Result, SamplingParams, Stats, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from vlm_batch.batcher import VLMBatcher
@@ -60,16 +63,33 @@ class Watch:
 class Plan:
     """A job's rows, counted before it begins. ``total`` is None where they can be read once only.
 
-    ``wrong`` counts rows that can be seen to fail, by reason; ``own`` those that have a prompt or messages of their own.
-    ``others`` are answers of the output that are to none of the rows.
+    ``wrong`` counts rows that can be seen to fail, by kind; ``own`` those that have a prompt or messages of their own.
+    ``others`` are answers of the output that are to none of the rows, and ``changed`` rows whose files are others since they
+    were answered.
     """
 
     total: int | None
     done: int = 0
     failed_before: int = 0
-    wrong: Mapping[str, int] = field(default_factory=dict)
+    wrong: Kinds = field(default_factory=Kinds)
     own: int = 0
     others: int = 0
+    changed: Sequence[str] = ()
+
+    def check_goes_on(self) -> None:
+        """Raise InvalidJob for rows that the output has by other names, or of other pictures."""
+        if self.changed:
+            named = ", ".join(self.changed[:3]) + (", ..." if len(self.changed) > 3 else "")
+            raise InvalidJob(
+                f"files of {len(self.changed)} answered rows have changed since: {named}. --overwrite asks all rows again, "
+                "--force keeps their answers"
+            )
+        if self.others and not self.done and not self.failed_before:
+            answers = "1 answer" if self.others == 1 else f"{self.others} answers"
+            raise InvalidJob(
+                f"none of the {answers} in the output is to one of these rows: are paths spelled as in its first run? "
+                "--force goes on all the same"
+            )
 
     @property
     def left(self) -> int | None:
@@ -91,9 +111,19 @@ class Job:
         return (item for item in self._all_items(scan) if self.shard.has(item.id))
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        rows = (row for source in self.sources for row in _rows_of(source, scan))
+        rows = (self._known(row) for source in self.sources for row in _rows_of(source, scan))
         asked = (item for row in rows for item in self.questions.ask(row))
         return (replace(item, number=number) for number, item in enumerate(asked))
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The columns that prompts and the output use."""
+        return self.questions.columns.union(self.carried)
+
+    def _known(self, row: Row) -> Row:
+        """The row, with an error if it says something that is neither known nor named."""
+        strange = [name for name in row.strange if name not in self.named] if row.error is None else []
+        return replace(row, error=_said_of(strange[0])) if strange else row
 
     @property
     def is_once(self) -> bool:
@@ -120,17 +150,21 @@ class Job:
         for source in self.sources:
             if source.columns is not None:
                 self._check_columns(source.columns, source.name)
+            if source.found is not None:
+                asks = self.questions.prompts != (DEFAULT_PROMPT,)
+                source.found.check_meant(source.columns or (), source.name, self.named, asks=asks)
         if self.is_once:
             return Plan(None)
-        known, twice, wrong = Ids(), Counter[str](), Counter[str]()
-        columns, fields = set[str](), set[str]()
+        known, twice, wrong = Ids(), Counter[str](), Kinds()
+        columns, fields, strange = set[str](), set[str](), Counter[str]()
         num_done = num_failed = total = own = 0
-        is_empty = True
+        num_items, stamps, changed = 0, self.sink.stamps() if len(done) else {}, []
         for item in self._all_items(scan=True):
-            is_empty = False
+            num_items += 1
             if not known.add(item.id):
                 twice[item.id] += 1
             columns.update(item.row.columns)
+            strange.update(item.row.strange)
             fields |= schema_fields(item.params)
             if not self.shard.has(item.id):
                 continue
@@ -138,20 +172,25 @@ class Job:
             own += item.row.prompt is not None or item.row.messages is not None
             if item.id in done:
                 num_done += 1
+                before = stamps.get(digest(item.id))
+                if before is not None and (now := journal.stamps_of(item.row)) and digest(str(now)) != before:
+                    changed.append(item.id)
             elif item.id in failed:
                 num_failed += 1
             elif item.error is not None:
-                wrong[item.error.replace(item.id, "...")[:120]] += 1
+                wrong.add(item.error, item.names)
         if twice:
             named = ", ".join(repr(one) for one in list(twice)[:3])
             number = sum(twice.values())
             said = "1 row has" if number == 1 else f"{number} rows have"
             raise InvalidJob(f"{said} an id that another row has: {named}")
-        if is_empty:
+        if not num_items:
             raise InvalidJob(f"there are no rows in {', '.join(source.name for source in self.sources)}")
         self._check_columns(tuple(sorted(columns)), "any row", fields)
+        if mistakes := [name for name, count in strange.items() if count == num_items and name not in self.named]:
+            raise InvalidJob(_said_of(mistakes[0]))
         others = len(done) + len(failed) - num_done - num_failed
-        return Plan(total, num_done, num_failed, dict(wrong), own, others)
+        return Plan(total, num_done, num_failed, wrong, own, others, changed)
 
     def _check_columns(self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()) -> None:
         """Raise InvalidJob for a column that prompts or the output name, and that is not there. ``fields`` are answers'."""
@@ -163,6 +202,14 @@ class Job:
         there = {*known, *fields, *schema_fields(self.questions.params)}
         if lost := [name for name in self.carried if name not in there]:
             raise InvalidJob(f"{lost[0]!r} is neither a column of {where} nor a field of an answer")
+
+
+def _said_of(key: str) -> str:
+    """What is wrong with a line of JSON that has an unknown key."""
+    return (
+        f"the line has {key!r}, which no request has{hint(key, REQUEST_KEYS)}; where it is a column, name it: in a prompt, "
+        f"or by --columns {key}"
+    )
 
 
 def _rows_of(source: Source, scan: bool) -> Iterator[Row]:
@@ -211,6 +258,8 @@ def run(
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
         done, failed = sink.existing() if resume else (Ids(), Ids())
         plan = job.plan(done, Ids() if retry_errors else failed)
+        if not force:
+            plan.check_goes_on()
         if plan.total is None:  # of rows that are not known yet, what the output has is what was done
             plan = replace(plan, done=len(done), failed_before=0 if retry_errors else len(failed))
         summary = Summary(plan.total, plan.done, plan.failed_before, keeps_samples)
@@ -243,11 +292,15 @@ def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
 def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done: Callable[[Item], bool]) -> None:
     """Ask the questions that are not answered. Rows are read when the batcher has room; a bad row ends with its error."""
     alive: dict[str, Item] = {}
+    made_of: dict[str, list[journal.Stamp]] = {}
     seen = Ids()
 
     def end(item: Item, result: Result) -> None:
         if result.finish_reason == "cancelled":  # not answered: the next run asks it
             return
+        result = with_form(item.params, result)
+        if stamps := made_of.pop(item.id, None):
+            job.sink.stamp(item.id, stamps)
         job.sink.append(record_of(item, result))
         summary.add(item, result)
         watch.ended(item, result, len(alive))
@@ -271,7 +324,7 @@ def _stream(job: Job, batcher: Batcher, summary: Summary, watch: Watch, is_done:
             if request is None:
                 end(item, Result(request_id=item.id, finish_reason="error", error=item.error))
                 continue
-            alive[item.id] = item
+            alive[item.id], made_of[item.id] = item, journal.stamps_of(item.row)
             yield request
 
     summary.begin()
@@ -302,6 +355,19 @@ def submitted_row(batcher: VLMBatcher, questions: Questions, row: Row) -> Handle
     if request is None:
         return Result(request_id=item.id, finish_reason="error", error=item.error)
     return submitted(batcher.submit_request, replace(request, request_id=None))
+
+
+def with_form(params: SamplingParams, result: Result) -> Result:
+    """The result, with an error where its answer ended before it had the form that was asked for."""
+    others = tuple(with_form(params, other) for other in result.others)
+    if params.json_schema is not None:
+        is_whole, what = result.parsed is not None or result.text.strip() == "null", "its JSON was whole"
+    else:
+        is_whole, what = params.choice is None or result.text in params.choice, "it was one of the choices"
+    if is_whole or result.error is not None:
+        return replace(result, others=others)
+    cut = f" by its longest length (max_tokens is {params.max_tokens})" if result.finish_reason == "length" else ""
+    return replace(result, error=f"CutAnswer: the answer was ended{cut} before {what}", others=others)
 
 
 def record_of(item: Item, result: Result) -> Record:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.assets import VIDEO_SUFFIXES
 from vlm_batch.jobs import journal
+from vlm_batch.jobs.files import picture_suffixes
 from vlm_batch.jobs.lines import Record, replace_file
 from vlm_batch.jobs.rows import Ids, InvalidJob
 from vlm_batch.jobs.sinks import Sink
@@ -24,12 +25,13 @@ class Sidecars(Sink):
         self, suffix: str, folder: str, paths: Callable[[], Iterable[tuple[str, str]]], sink: Sink | None
     ) -> None:
         self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
-        if self._suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES or not self._suffix[1:].strip(". "):
+        if self._suffix.lower() in picture_suffixes().union(VIDEO_SUFFIXES) or not self._suffix[1:].strip(". "):
             raise InvalidJob(f"--sidecar {suffix} is no suffix for text; .txt and .caption are")
         self._paths = paths
         self._sink = sink
         self.name = sink.name if sink is not None else f"*{self._suffix}"
         self._header = Path(folder or ".") / f".vlm-batch{self._suffix}"
+        self._stamps = journal.Stamps(self._header)
 
     def path_of(self, picture: str) -> Path:
         """The file for a picture's answer."""
@@ -65,6 +67,9 @@ class Sidecars(Sink):
             return self._sink.existing()
         return Ids(row_id for row_id, picture in self._paths() if self.path_of(picture).exists()), Ids()
 
+    def stamps(self) -> Mapping[int, int]:
+        return self._sink.stamps() if self._sink is not None else self._stamps.read()
+
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         if self._sink is not None:
             self._sink.begin(settings, overwrite=overwrite, drop_errors=drop_errors)
@@ -72,7 +77,14 @@ class Sidecars(Sink):
         if overwrite:  # or a job that is killed and resumed would take old answers for its own
             for _, picture in self._paths():
                 self.path_of(picture).unlink(missing_ok=True)
+            self._stamps.clear()
         journal.write_header(self._header, settings)
+
+    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+        if self._sink is not None:
+            self._sink.stamp(row_id, stamps)
+        else:
+            self._stamps.add(row_id, stamps)
 
     def append(self, record: Record) -> None:
         if not record.get("error"):
@@ -87,5 +99,6 @@ class Sidecars(Sink):
             self._sink.finish()
 
     def close(self) -> None:
+        self._stamps.close()
         if self._sink is not None:
             self._sink.close()

@@ -16,7 +16,7 @@ from typing import Any
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
 from vlm_batch.jobs.lines import CannotWrite, LineFile, Record, encoded, has_lines, read_answers, replacing
-from vlm_batch.jobs.rows import Ids, InvalidJob
+from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
 
 #: The columns of CSV and Parquet files where none are named.
 FLAT_COLUMNS = (
@@ -29,6 +29,14 @@ FLAT_COLUMNS = (
     "completion_tokens",
     "seconds",
 )
+
+#: The form of a file by its suffix; None is JSON lines.
+FORMS: Mapping[str, Format | None] = {
+    **dict.fromkeys(("", ".jsonl", ".ndjson")),
+    ".csv": DelimitedFile(),
+    ".tsv": DelimitedFile("\t"),
+    **dict.fromkeys((".parquet", ".pq"), ParquetFile()),
+}
 
 
 class Sink:
@@ -52,7 +60,14 @@ class Sink:
         """The ids that are answered, and those that failed."""
         return Ids(), Ids()
 
+    def stamps(self) -> Mapping[int, int]:
+        """What the answers were made of: a digest of each row's stamps, by that of its id."""
+        return {}
+
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None: ...
+
+    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+        """Keep what the answer that comes next is made of. Raises CannotWrite."""
 
     def append(self, record: Record) -> None:
         """Keep an answer. Raises CannotWrite, and what was kept before stays whole."""
@@ -64,12 +79,14 @@ class Sink:
 
 
 def open_sink(target: str, columns: tuple[str, ...] | None = None) -> Sink:
-    """The sink of an output's name: by its suffix CSV, TSV or Parquet, else JSON lines; ``-`` is standard output."""
+    """The sink of an output's name, by its suffix; without one JSON lines. ``-`` is standard output. Raises InvalidJob."""
     if target == "-":
         return StandardOutput(columns)
     path = Path(target).expanduser()
-    forms: dict[str, Format] = {".csv": DelimitedFile(), ".tsv": DelimitedFile("\t"), ".parquet": ParquetFile()}
-    return AnswerFile(path, columns, {**forms, ".pq": forms[".parquet"]}.get(path.suffix.lower()))
+    if (suffix := path.suffix.lower()) not in FORMS:
+        known = ", ".join(filter(None, FORMS))
+        raise InvalidJob(f"cannot write {target}: {suffix} is no form of output that is known here; {known} are")
+    return AnswerFile(path, columns, FORMS[suffix])
 
 
 class StandardOutput(Sink):
@@ -98,6 +115,7 @@ class AnswerFile(Sink):
         self._columns = FLAT_COLUMNS if form is not None and columns is None else columns
         self._form = form
         self._file: LineFile | None = None
+        self._stamps = journal.Stamps(path)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         journal.check_writable(self.path)
@@ -121,6 +139,9 @@ class AnswerFile(Sink):
             (failed if record.get("error") else answered).add(str(record["id"]))
         return answered, failed
 
+    def stamps(self) -> Mapping[int, int]:
+        return self._stamps.read()
+
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool) -> None:
         if self._is_device():
             self._file = LineFile(self.path)
@@ -140,6 +161,10 @@ class AnswerFile(Sink):
         self._file = LineFile(self.journal)
         journal.write_header(self.path, settings)
 
+    def stamp(self, row_id: str, stamps: list[journal.Stamp]) -> None:
+        if not self._is_device():
+            self._stamps.add(row_id, stamps)
+
     def append(self, record: Record) -> None:
         assert self._file is not None
         self._file.append(chosen(record, self._columns))
@@ -155,6 +180,7 @@ class AnswerFile(Sink):
             self.journal.unlink(missing_ok=True)
 
     def close(self) -> None:
+        self._stamps.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -165,6 +191,7 @@ class AnswerFile(Sink):
 
     def _clear(self) -> None:
         try:
+            self._stamps.clear()
             if self._form is None and self.path.exists():
                 os.truncate(self.path, 0)
             elif self._form is not None:
@@ -191,7 +218,7 @@ class AnswerFile(Sink):
         assert self._form is not None
         try:
             with replacing(self.path) as beside:
-                self._form.write(beside, records, self._columns or ())
+                self._form.write(beside, records, tuple(map(spelled, self._columns or ())))
         except Exception as error:  # a full disk, or whatever Arrow finds: the journal has every answer
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotWrite(f"cannot write {self.path}: {why}; every answer is in {self.journal}") from error

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlm_batch.assets import PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from vlm_batch.assets import VIDEO_SUFFIXES
 from vlm_batch.errors import InvalidImage
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
@@ -64,9 +64,9 @@ class Reading:
     own_prompts: bool = True
 
     @property
-    def suffixes(self) -> tuple[str, ...]:
+    def suffixes(self) -> frozenset[str]:
         """The suffixes that folders are searched for."""
-        return picture_suffixes() + (VIDEO_SUFFIXES if self.videos else ()) + (PDF if self.pdfs else ())
+        return picture_suffixes().union(VIDEO_SUFFIXES if self.videos else (), PDF if self.pdfs else ())
 
 
 def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tuple[list[Source], Found]:
@@ -90,7 +90,7 @@ def open_sources(arguments: Sequence[str], reading: Reading | None = None) -> tu
                 files = []
     sources += _of_files(files, reading)
     if not sources:
-        looked = " ".join(reading.suffixes)
+        looked = " ".join(sorted(reading.suffixes))
         said = f" ({found.said()})" if found.said() else ""
         raise InvalidJob(f"no picture in {', '.join(arguments)}; looked for files that end in {looked}{said}")
     return [_with_own_prompts(source) if reading.own_prompts else source for source in sources], found
@@ -321,4 +321,4 @@ class Tar(SourceFile):
 
 
 def _is_picture(suffix: str) -> bool:
-    return f".{suffix.rpartition('.')[2]}" in PICTURE_SUFFIXES
+    return f".{suffix.rpartition('.')[2]}" in picture_suffixes()

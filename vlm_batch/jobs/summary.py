@@ -6,8 +6,10 @@ import contextlib
 import io
 import math
 import random
+import re
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vlm_batch.inputs.images import load_image
@@ -20,7 +22,7 @@ FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
 #: Failures that are listed, kinds of failure that are counted, answers that are shown, bins of the course of time.
 MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS = 200, 50, 24, 120
-#: Characters of a kind of failure.
+#: Characters of a message that stands for a kind of failure.
 MAX_REASON = 120
 THUMBNAIL_SIDE = 240
 
@@ -90,6 +92,33 @@ class Course:
         self.counts[bin_number] += 1
 
 
+#: Words of a message that are its row's own: paths, names of files, numbers.
+_OWN_WORDS = re.compile(r"\S*(?:[\d/\\]|\w\.\w)\S*")
+
+
+@dataclass
+class Kinds:
+    """Failures by kind, each shown by its first message. Messages are of one kind if they differ in names and numbers only."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    firsts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, message: str, names: Iterable[str] = ()) -> None:
+        """Count a failure. ``names`` are its row's, which may hold spaces."""
+        kind = message
+        for name in names:
+            kind = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", kind) if name else kind
+        kind = _OWN_WORDS.sub("0", kind)
+        kind = kind if kind in self.counts or len(self.counts) < MAX_REASONS else "others"
+        message = message if len(message) <= MAX_REASON else f"{message[: MAX_REASON - 3]}..."
+        self.firsts.setdefault(kind, message if kind != "others" else kind)
+        self.counts[kind] += 1
+
+    def most_common(self, number: int | None = None) -> list[tuple[str, int]]:
+        """The first message and the number of each kind, the most frequent first."""
+        return [(self.firsts[kind], count) for kind, count in self.counts.most_common(number)]
+
+
 @dataclass(frozen=True)
 class Sample:
     """An answer to be looked at, with its first picture, small, as JPEG."""
@@ -130,7 +159,7 @@ class Summary:
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     source: float = 0.0
     busy: float | None = None
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Kinds = field(default_factory=Kinds)
     failures: list[tuple[str, str]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -171,9 +200,7 @@ class Summary:
         self.pictures += len(result.image_sizes)
         if result.error is not None:
             self.failed += 1
-            reason = result.error.replace(item.id, "...")
-            reason = reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
-            self.reasons[reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else "others"] += 1
+            self.reasons.add(result.error, item.names)
             if len(self.failures) < MAX_FAILURES:
                 self.failures.append((item.id, result.error))
             return

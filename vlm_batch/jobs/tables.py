@@ -10,16 +10,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from vlm_batch.jobs.cells import Columns, row_of_cells
+from vlm_batch.jobs.cells import FILE_NAMES, ID_COLUMNS, PICTURE_NAMES, VIDEO_COLUMNS, Columns, row_of_cells
 from vlm_batch.jobs.openai import row_of_body
 from vlm_batch.jobs.rows import InvalidJob, Row, SourceFile
+
+#: What a line of JSON may say of its request. Other keys are columns that the job names, or mistakes.
+REQUEST_KEYS = (*PICTURE_NAMES, *FILE_NAMES, *VIDEO_COLUMNS, *ID_COLUMNS, "prompt", "messages", "params")
 
 
 @dataclass(frozen=True)
 class JsonLines(SourceFile):
     """Requests in JSON, a line each: ``{"id", "image"/"images", "prompt"/"messages", "params", ...}`` or OpenAI's batch form.
 
-    Any other key is a column. ``stream`` is read instead of the file, once.
+    Any other key is a column that the job names. ``stream`` is read instead of the file, once.
     """
 
     own: Columns
@@ -53,8 +56,9 @@ class JsonLines(SourceFile):
         return self._request(cells, place)
 
     def _request(self, cells: dict[str, Any], place: str) -> Row:
+        named = set(vars(self.own).values())
         try:
-            given = self.own.among(list(cells), "the line")
+            given = self.own.among([name for name in cells if cells[name] is not None or name in named], "the line")
         except InvalidJob as error:
             return Row(id=place, columns=cells, error=f"{place}: {error}")
         if given.image and cells[given.image] is None:
@@ -72,11 +76,19 @@ class JsonLines(SourceFile):
                 )
                 if value is not None and not isinstance(value, kind)
             ),
-            "prompt and messages exclude each other" if prompt is not None and messages is not None else None,
+            next(
+                (
+                    f"{one} and {other} exclude each other"
+                    for one, other in (("prompt", "messages"), ("image", "images"), ("video", "videos"))
+                    if cells.get(one) is not None and cells.get(other) is not None
+                ),
+                None,
+            ),
         )
         if wrong is not None and row.error is None:
             return replace(row, error=f"{place}: {wrong}")
-        return replace(row, prompt=prompt, messages=messages, params=params)
+        strange = tuple(name for name in cells if name not in REQUEST_KEYS and name not in named)
+        return replace(row, prompt=prompt, messages=messages, params=params, strange=strange)
 
 
 def open_text(path: str) -> TextIO:
@@ -99,8 +111,8 @@ class Delimited(SourceFile):
             return tuple(self._reader(file)[0])
 
     @property
-    def numbered(self) -> bool:
-        return self.own.among(self.columns, self.path).id is None
+    def found(self) -> Columns:
+        return self.own.among(self.columns, self.path)
 
     def rows(self) -> Iterator[Row]:
         with open_text(self.path) as file:

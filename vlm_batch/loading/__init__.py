@@ -15,9 +15,11 @@ from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_path, get_model_type
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.adapters.single import SingleRow
+from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches.known import check_caches
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.engine.generator import BatchGenerator
@@ -81,9 +83,11 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
         check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
     policy = replace(options.policy, max_prompt_tokens=options.limits.prompt_tokens)
-    if adapter.max_rows is not None:
+    if adapter.spec.max_rows is not None:
         # Where rows cannot share a batch, what a row's encoding leaves on the model must last until its end.
-        policy = replace(policy, max_rows=min(policy.max_rows or adapter.max_rows, adapter.max_rows), encode_ahead=0)
+        policy = replace(
+            policy, max_rows=min(policy.max_rows or adapter.spec.max_rows, adapter.spec.max_rows), encode_ahead=0
+        )
     shapes = None
     if options.reproducible:
         shapes = fixed_shapes(adapter, options.kv, policy, max_rows=policy.max_rows or policy.most_rows)
@@ -102,7 +106,7 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     preparer = Preparer(
         processing,
         adapter.spec,
-        image_token_ids=adapter.image_token_ids(),
+        image_token_ids=adapter.image_token_ids,
         check_inputs=adapter.check_inputs,
         max_context=adapter.max_context,
         limits=options.limits,
@@ -129,12 +133,12 @@ def _bytes_for_rows(for_caches: int) -> int | None:
 
 
 def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:
-    identity = Identity(adapter.fingerprint, {**settings_of(options.kv), **shapes.settings})
+    identity = Identity(fingerprint(adapter), {**settings_of(options.kv), **shapes.settings})
     if not options.caches.max_bytes:
         return Reuse(adapter, None, identity, shapes=shapes)
     budget = ByteBudget(options.caches.max_bytes)
-    adapter.remember_features(FeatureStore(budget))
-    prefix = options.caches.prefix_cache(budget, identity) if adapter.no_prefix_reuse is None else None
+    remember_features(adapter, FeatureStore(budget))
+    prefix = options.caches.prefix_cache(budget, identity) if adapter.spec.no_prefix_reuse is None else None
     return Reuse(adapter, prefix, identity, budget, shapes)
 
 

@@ -42,6 +42,7 @@ from vlm_batch.engine.shapes import FixedShapes, pads, shares
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory, describe, is_out_of_memory
 from vlm_batch.policy import PACKED, POLICIES, Policy, policy_of
+from vlm_batch.records import Graphs
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.device import device
 from vlm_batch.store.digest import digest
@@ -100,7 +101,7 @@ def fixed_shapes(
         call_patches=policy.call_patches,
         few_bits=policy.few_bits,
     )
-    if adapter.max_rows == 1:
+    if adapter.spec.max_rows == 1:
         return shapes
     proof = prove(adapter, kv, layout, max_rows=max_rows, few_bits=policy.few_bits)
     counts = proof.best(layout)
@@ -271,7 +272,7 @@ def _measured(adapter: Adapter, kv: KVQuantisation | None, shapes: FixedShapes, 
 
 def _graphs_agree(trial: Trial, found: Mapping[int, Found], counts: tuple[int, ...]) -> bool:
     """Whether compiled steps of all numbers of rows have the bits of ``found``; not where they are not made, or cannot be."""
-    if not trial.adapter.graphs_pay or counts == (1,):
+    if trial.adapter.graphs is not Graphs.BY_DEFAULT or counts == (1,):
         return False
     try:
         decode = partial(trial.adapter.decode, call=trial.shapes.decode_call())

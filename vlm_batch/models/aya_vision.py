@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -26,7 +27,7 @@ class AyaVision(Adapter):
     """The plain ``Adapter`` serves it: RoPE takes each row's own offset, and the caches keep the windows."""
 
     tower_class = RememberingBatchTower
-    compiles = True
+    graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"spatial_shapes", "num_patches"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class CohereCompass(Qwen3VL):
     """Positions have one axis where the config has no M-RoPE section."""
 
     input_keys = Adapter.input_keys | {"image_grid_thw"}
-    ignored_features = frozenset({"attention_mask"})
+    ignored = frozenset({"attention_mask"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -42,14 +42,13 @@ class CohereCompass(Qwen3VL):
             found["deepstack_visual_embeds"] = found["deepstack_visual_embeds"].embeddings
         return found
 
-    def place_positions(self, positions: mx.array) -> mx.array:
-        """(3, B, L), or (B, L) without M-RoPE."""
-        return positions if self.language.model.rotary_emb.position_selector is not None else positions[0]
-
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and remembers deltas."""
+        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and remembers deltas. Without M-RoPE
+        positions are (B, L)."""
+        if self.language.model.rotary_emb.position_selector is None:
+            extra = {**extra, "position_ids": extra["position_ids"][0]}
         logits = trunk_logits(self.language, ids, embeds, cache, extra)
         scale = self.language.config.logit_scale
         return logits if scale is None else logits * scale

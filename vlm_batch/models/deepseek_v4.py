@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import numpy as np
 from mlx_vlm.models.cache import RotatingKVCache
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.caches import PoolCache, WholeCache
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
@@ -42,7 +44,7 @@ PER_PICTURE = ("image_grid_hw", "image_sample_indices", "image_offsets")
 class DeepseekV4(Adapter):
     """Pictures are spans of ids past the vocabulary, whose tokens see each other both ways in the sliding windows."""
 
-    encodes_apart = "its tower takes one picture a call"
+    tower_class = apart(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {
         *PER_PICTURE,
         "image_types",
@@ -56,8 +58,7 @@ class DeepseekV4(Adapter):
 
         return PATCHES
 
-    def last_position_logits(self) -> None:
-        """The trunk answers for its last position by itself."""
+    last_hidden = None
 
     def row_caches(self) -> list[Any]:
         """A window for each layer, and beside it the pools, and the indexer's own, where the layer has them."""
@@ -79,11 +80,12 @@ class DeepseekV4(Adapter):
     # Pictures
     # ----------------------------------------------------------------------------------------------------------------
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         size = int(self.config.vocab_size)
         return frozenset(range(size, size + NUM_MARKS)) if self.config.vision_n_layers else frozenset()
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """Ids past the vocabulary; upstream would leave zeros in those that no picture takes."""
         if "image_grid_hw" not in extra:
             return 0

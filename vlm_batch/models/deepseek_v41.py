@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from vlm_batch.adapters.attention import each_row
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition, evaluate_arrays, leave_on_disk
+from vlm_batch.adapters.modules import RememberingTower, apart, evaluate_arrays, leave_on_disk
 from vlm_batch.adapters.prompts import spans_of
 from vlm_batch.caches import RowsCache
 from vlm_batch.errors import InvalidPrompt, UnsupportedModel
@@ -57,7 +57,7 @@ class Rows:
 class DeepseekV41(Adapter):
     """Pictures are spans of one id, causal like text. Positions are counts, in one cache for all layers."""
 
-    encodes_apart = "its tower takes one picture a call"
+    tower_class = apart(RememberingTower, "its tower takes one picture a call")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -81,13 +81,8 @@ class DeepseekV41(Adapter):
 
         return PATCHES
 
-    def last_position_logits(self) -> None:
-        """The head answers for the last position only."""
-        self.language.norm = LastPosition(self.language.norm)
-
-    @property
-    def token_table(self) -> Any:
-        return self.language.embed_tokens
+    last_hidden = "norm"
+    embeddings = "embed_tokens"
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
@@ -102,7 +97,7 @@ class DeepseekV41(Adapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's features. Refuses pictures whose places are not this prompt's: upstream would overwrite its words."""
         spans = [(one.start, one.start + len(one.types)) for one in self.given(extra)]
-        marked = {at for span in spans_of(ids, self.image_token_ids()) for at in range(*span)}
+        marked = {at for span in spans_of(ids, self.image_token_ids) for at in range(*span)}
         if marked != {at for span in spans for at in range(*span)}:
             needed = sum(end - start for start, end in spans)
             raise InvalidPrompt(

@@ -34,7 +34,7 @@ class DeepseekVL2(MaskedPlaces):
 
     tower_class = RememberingBatchTower
     input_keys = MaskedPlaces.input_keys | {"images_seq_mask", "images_spatial_crop"}
-    ignored_inputs = frozenset({"labels", "sft_format", "seq_lens"})
+    ignored = frozenset({"labels", "sft_format", "seq_lens"})
 
     def __init__(self, model: nn.Module) -> None:
         from mlx_vlm.models.deepseek_vl_v2.language import DeepseekV2Attention

@@ -34,7 +34,7 @@ class SamOCR(MaskedPlaces):
     #: For the specs of these families.
     notes: ClassVar[tuple[str, ...]] = (_SAM_POSITIONS,)
     input_keys = frozenset({"pixel_values", "images_seq_mask", "images_spatial_crop"})
-    ignored_inputs = frozenset({"labels", "sft_format", "seq_lens", "num_image_tokens"})
+    ignored = frozenset({"labels", "sft_format", "seq_lens", "num_image_tokens"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

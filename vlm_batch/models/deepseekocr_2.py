@@ -38,7 +38,7 @@ class DeepseekOCR2(SamOCR):
         views = [*(crops[: high * wide] if has_crops else ()), whole[0]]
         rows = [self._view(view[None].transpose(0, 2, 3, 1)) for view in views]
         found = mx.concatenate([*rows, self.model.view_separator[None]])
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), found)}
+        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids, found)}
 
     def _view(self, pixels: mx.array) -> mx.array:
         """Features (N, D) of one view (1, H, W, 3)."""

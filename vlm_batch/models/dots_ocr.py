@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.grids import GridAdapter
-from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.registry import ModelSpec, register
 
@@ -20,6 +19,4 @@ class DotsOCR(GridAdapter):
 
         return {VisionAttention: attend_pictures(VisionAttention)}
 
-    def last_position_logits(self) -> None:
-        """The head is the trunk's own here, so the last position is cut out before it."""
-        self.language.model.norm = LastPosition(self.language.model.norm)
+    last_hidden = "model.norm"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -54,5 +54,8 @@ class Ernie45MoeVL(MRoPEAdapter):
         found, delta = self.language.get_rope_index(ids, extra.get("image_grid_thw"))  # (1, L, 3)
         return PositionState(prompt=mx.moveaxis(found.astype(mx.int32), -1, 0), delta=int(delta.item()))
 
-    def place_positions(self, positions: mx.array) -> mx.array:
-        return mx.moveaxis(positions, 0, -1)
+    def forward(
+        self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
+    ) -> mx.array:
+        positions = mx.moveaxis(extra["position_ids"], 0, -1)  # (B, L, 3)
+        return super().forward(ids, embeds, cache, {**extra, "position_ids": positions})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import DecodeStep, Encoded, PositionState
+from vlm_batch.records import DecodeStep, Encoded, Graphs, PositionState
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -30,13 +31,13 @@ from vlm_batch.registry import ModelSpec, register
 class FalconOCR(Adapter):
     """All tokens of a picture share one position; a second, two-dimensional rotation tells its patches apart."""
 
-    compiles = True
+    graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"image_grid_hw"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pos_hw": 1}
     #: Made again for each chunk from the picture's span, without an L x L array.
-    ignored_features = frozenset({"attention_mask_4d"})
+    ignored = frozenset({"attention_mask_4d"})
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         grids = extra.get("image_grid_hw")
         return None if grids is None else sum(high * wide for high, wide in np.array(grids).tolist())
 
@@ -66,6 +67,7 @@ class FalconOCR(Adapter):
                 first = None
         return tuple(spans) if first is None else (*spans, (first, ids.shape[1]))
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.img_id})
 
@@ -81,8 +83,8 @@ class FalconOCR(Adapter):
             "mask": bidirectional_mask(encoded.atomic, start, end),
         }
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        return {"position_ids": step.positions[:, None]}
+    def run_step(self, step: DecodeStep) -> mx.array:
+        return self.forward(step.tokens, None, step.caches, {"position_ids": step.positions[:, None]})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

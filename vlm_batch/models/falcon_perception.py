@@ -40,6 +40,7 @@ class Pointer:
     ModelSpec(
         family="falcon_perception",
         model_types=("falcon_perception",),
+        no_prefix_reuse="what a row has pointed at is not kept",
         multi_image=False,
         notes=(
             "points, sizes and detections belong to the row; mlx-vlm keeps those of the last request on the model",
@@ -55,7 +56,6 @@ class FalconPerception(FalconOCR):
     """A token for a coordinate or a size is embedded by what the state before it points at."""
 
     input_keys = FalconOCR.input_keys
-    no_prefix_reuse = "what a row has pointed at is not kept"
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's steps, without the attributes that it leaves on the model."""
@@ -66,7 +66,7 @@ class FalconPerception(FalconOCR):
             raise InvalidPrompt("falcon_perception takes one picture a request: its prompt has room for one")
         found = extra.get("cached_image_features")
         found = self.model._patchify_and_project(extra["pixel_values"]) if found is None else found  # (N, D)
-        if (given := self.count_image_tokens(ids, extra)) != len(found):
+        if (given := int(self.picture_places(ids, extra).sum())) != len(found):
             raise InvalidPrompt(f"the picture needs {len(found)} placeholder tokens; the prompt has {given}")
         positions, places, delta = self.model._precompute_positions(ids, extra["image_grid_hw"])
         embeds = self.model._merge_image_features(self.config.img_id, found, embeds, ids)
@@ -88,7 +88,7 @@ class FalconPerception(FalconOCR):
         for place, (row, token) in enumerate(zip(rows.places, step.tokens[:, 0].tolist(), strict=True)):
             if row is not None and (fed := self._take(row, token)) is not None:
                 embeds[place] = fed.astype(embeds.dtype)
-        return self.forward(step.tokens, embeds, step.caches, self.decode_extras(step))
+        return self.forward(step.tokens, embeds, step.caches, {"position_ids": step.positions[:, None]})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
@@ -98,7 +98,7 @@ class FalconPerception(FalconOCR):
         mask = extra.get("mask")
         mask = create_attention_mask(ids, layers[0]) if mask is None else mask
         hidden = self.language.model(ids, inputs_embeds=embeds, cache=layers, **{**extra, "mask": mask})  # (B, 1, D)
-        self.language.model.trunk._last_hidden_state = None
+        self.language.model._last_hidden_state = None
         rows = pointers.places if isinstance(pointers, RowsCache) else [pointers]
         points, sizes = self.model.decode_coords(hidden[:, -1]), self.model.decode_sizes(hidden[:, -1])
         for place, row in enumerate(rows):

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.registry import ModelSpec, register
 
@@ -24,7 +25,9 @@ FASTVIT_STRIDE = 64
 class FastVLM(OnePlaceholder):
     """The tower is mlx-vlm's as it is: its sizes are fixed, and the tests feed its features."""
 
-    encodes_apart = "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+    tower_class = apart(
+        RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+    )
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         """The stem halves a picture twice, and four patch embeddings once each, rounding up (fastvlm/vision.py)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="florence2",
         model_types=("florence2",),
+        no_prefix_reuse="its encoder sees the whole prompt",
         multi_image=False,
         chunked_prefill=False,
         notes=(
@@ -30,9 +32,8 @@ class Florence2(CrossingAdapter):
     """The encoder reads picture and prompt at once; the decoder begins with the answer, one token at a time."""
 
     tower_class = RememberingBatchTower
-    no_prefix_reuse = "its encoder sees the whole prompt"
     #: One row is not padded, and the decoder begins with its start token here.
-    ignored_features = frozenset({"attention_mask", "decoder_inputs_embeds"})
+    ignored = frozenset({"attention_mask", "decoder_inputs_embeds"})
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """The encoder reads everything at once."""
@@ -40,22 +41,12 @@ class Florence2(CrossingAdapter):
 
     def positions(self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]) -> PositionState:
         """The answer's positions begin after the start token's, wherever the prompt ends."""
-        return PositionState(delta=1 - int(features["length"]))
+        return PositionState(delta=1 - features["inputs_embeds"].shape[1])
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().features(ids, extra)
-        return {**found, "length": found["inputs_embeds"].shape[1]}
-
-    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return super().split({name: value for name, value in features.items() if name != "length"})
-
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         """No position of a prompt stands for a picture: the encoder reads it before the words."""
         return frozenset()
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        """Whatever the encoder reads besides the prompt's words is counted with the prompt, not here."""
-        return 0
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The encoder over the whole prompt, then the decoder's start token."""

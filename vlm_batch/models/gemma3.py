@@ -31,7 +31,7 @@ class Gemma3(PlacingAdapter):
     """A chunk holds a picture whole. A chunk without a picture takes upstream's own masks."""
 
     tower_class = RememberingBatchTower
-    ignored_inputs = frozenset({"num_crops"})
+    ignored = frozenset({"num_crops"})
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
@@ -59,7 +59,7 @@ class Gemma3(PlacingAdapter):
         return features / embedding_scale(features.shape[-1], dtype)
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        return spans_of(ids, self.image_token_ids()) if "pixel_values" in extra else ()
+        return spans_of(ids, self.image_token_ids) if "pixel_values" in extra else ()
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         full = bidirectional_mask(encoded.atomic, start, end)

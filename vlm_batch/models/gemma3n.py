@@ -11,7 +11,8 @@ import numpy as np
 
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.records import Picture
+from vlm_batch.adapters.modules import RememberingTower, apart
+from vlm_batch.records import Graphs, Picture
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -32,8 +33,10 @@ from vlm_batch.registry import ModelSpec, register
 class Gemma3n(Adapter):
     """Attention is causal for pictures too. Audio is not verified, and its inputs are refused."""
 
-    encodes_apart = "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
-    compiles = True
+    tower_class = apart(
+        RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+    )
+    graphs = Graphs.IF_ASKED
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
     @classmethod

@@ -43,7 +43,7 @@ class Gemma4(Adapter):
 
     tower_class = RememberingRowTower
     input_keys = Adapter.input_keys | {"image_position_ids", "pixel_values_videos", "video_position_ids"}
-    ignored_inputs = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
+    ignored = frozenset({"num_soft_tokens_per_image", "num_frames_per_video"})
     video_sampling = Sampling(num_frames=32, frame_factor=1, to_the_end=False)
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"per_layer_inputs": 1}
 
@@ -110,7 +110,7 @@ class Gemma4(Adapter):
         text = self.config.text_config
         if not {"pixel_values", "pixel_values_videos"} & extra.keys() or text.use_bidirectional_attention != "vision":
             return ()
-        return spans_of(ids, self.image_token_ids())
+        return spans_of(ids, self.image_token_ids)
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         features = super().chunk_features(encoded, start, end)

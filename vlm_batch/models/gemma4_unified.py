@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,7 +32,9 @@ class Gemma4Unified(Gemma4):
         sliding = bidirectional_mask(spans, start, end, window, cut_pictures=False)
         return {} if full is None or sliding is None else {"full_attention": full, "sliding_attention": sliding}
 
-    def forget(self) -> None:
-        """Drop upstream's note on the model, whether the last prompt could be chunked (gemma4_unified.py:133)."""
-        super().forget()
-        self.model.no_chunked_prefill = self.language.no_chunked_prefill = self.model._base_no_chunked_prefill
+    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Upstream's own, without its note on the model, whether this prompt could be chunked (gemma4_unified.py:133)."""
+        try:
+            return super().features(ids, extra)
+        finally:
+            self.model.no_chunked_prefill = self.language.no_chunked_prefill = self.model._base_no_chunked_prefill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -25,5 +26,6 @@ class GOT(Adapter):
             raise InvalidPrompt("got takes one picture a request: its prompt has room for one")
         return super().features(ids, extra)
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.im_patch_token})

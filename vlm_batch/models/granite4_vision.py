@@ -39,7 +39,7 @@ class Granite4Vision(Adapter):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)
-        self.language.model.trunk._deepstack_target_layers = [layer for _, layer in self._projections()]
+        self.language.model._deepstack_target_layers = [layer for _, layer in self._projections()]
 
     def _projections(self) -> list[tuple[tuple[int, Any], int]]:
         """((layer of the tower, projector), layer of the language model) of each set of features."""
@@ -67,7 +67,7 @@ class Granite4Vision(Adapter):
         if "image_sizes" not in extra:
             raise InvalidPrompt("granite4_vision takes its pictures with their image_sizes (pictures, 2)")
         packed = [self._encode(*picture) for picture in sized_pictures(extra)]
-        empty, markers = mx.zeros_like(embeds), self.image_token_ids()
+        empty, markers = mx.zeros_like(embeds), self.image_token_ids
         sets = [put_features(empty, ids, markers, mx.concatenate(list(one))) for one in zip(*packed, strict=True)]
         is_picture = ids == self.config.image_token_index
         return {

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter, trunk_logits
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -34,9 +35,9 @@ from vlm_batch.registry import ModelSpec, register
 class HunyuanVL(Adapter):
     """Positions are made here of the ids and grids: a processor's belong to its own ids, which a caller may replace."""
 
-    encodes_apart = "its tower takes one picture a call"
+    tower_class = apart(RememberingTower, "its tower takes one picture a call")
     input_keys = Adapter.input_keys | {"image_grid_thw"}
-    ignored_inputs = frozenset({"position_ids", "imgs_pos"})
+    ignored = frozenset({"position_ids", "imgs_pos"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -50,7 +51,7 @@ class HunyuanVL(Adapter):
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
         needed = sum(len(positions[0]) + 2 for positions in self._pictures(extra))
-        if (given := self.count_image_tokens(ids, extra)) != needed:
+        if (given := int(self.picture_places(ids, extra).sum())) != needed:
             raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
         found = extra.get("cached_image_features")
         found = self._encode(extra) if found is None else found  # (1, tokens, D)
@@ -68,18 +69,18 @@ class HunyuanVL(Adapter):
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
         return PositionState(prompt=mx.array(positions[4 - axes :, None].astype(np.int32)))
 
-    def place_positions(self, positions: mx.array) -> mx.array:
-        return positions.swapaxes(0, 1)
-
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+    def run_step(self, step: DecodeStep) -> mx.array:
         axes = len(self.config.text_config.rope_scaling["xdrope_section"])
-        return {"position_ids": mx.broadcast_to(step.positions[:, None, None], (step.positions.size, axes, 1))}
+        positions = mx.broadcast_to(step.positions[None, :, None], (axes, step.positions.size, 1))
+        return self.forward(step.tokens, None, step.caches, {"position_ids": positions})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
     ) -> mx.array:
-        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops later positions."""
-        return trunk_logits(self.language, ids, embeds, cache, extra)
+        """Trunk and head; upstream's ``LanguageModel.__call__`` reads offsets back and drops later positions. The axes come
+        after the rows here."""
+        positions = extra["position_ids"].swapaxes(0, 1)  # (B, axes, L)
+        return trunk_logits(self.language, ids, embeds, cache, {**extra, "position_ids": positions})
 
     def model_image_sizes(self, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         patch = int(self.config.vision_config.patch_size)

@@ -58,9 +58,7 @@ class Idefics2(PlacingAdapter, Idefics3):
 
         return {VisionEmbeddings: EvenPositions, nn.GELU: TanhGELU}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.embed_tokens
+    embeddings = "embed_tokens"
 
     def encode_pictures(self, extra: Mapping[str, Any], dtype: mx.Dtype) -> list[mx.array]:
         """The latents of each picture, one at a time; what is zero throughout is no picture."""

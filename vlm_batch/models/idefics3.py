@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower
+from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -16,9 +14,5 @@ class Idefics3(Adapter):
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"pixel_attention_mask"}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.embed_tokens
-
-    def last_position_logits(self) -> None:
-        self.language.norm = LastPosition(self.language.norm)
+    embeddings = "embed_tokens"
+    last_hidden = "norm"

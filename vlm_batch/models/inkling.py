@@ -38,6 +38,6 @@ class Inkling(Adapter):
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's features. Refuses a wrong number of placeholders, for which upstream repeats or drops patches."""
         needed = len(extra["pixel_values"]) if "pixel_values" in extra else 0
-        if (given := self.count_image_tokens(ids, extra)) != needed:
+        if (given := int(self.picture_places(ids, extra).sum())) != needed:
             raise InvalidPrompt(f"the pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)

@@ -34,7 +34,7 @@ class InternVL(Adapter):
 
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
-    ignored_inputs = frozenset({"image_token_index", "num_patches_list"})
+    ignored = frozenset({"image_token_index", "num_patches_list"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -24,8 +24,7 @@ class InternVLChat(InternVL):
     """The original format: the processor says which id stands for pictures."""
 
     input_keys = Adapter.input_keys | {"image_token_index"}
-    ignored_inputs = frozenset({"num_patches_list"})
+    ignored = frozenset({"num_patches_list"})
 
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        marker = extra.get("image_token_index", self.config.image_token_index)
-        return int((np.array(ids)[0] == int(marker)).sum())
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        return np.array(ids)[0] == int(extra.get("image_token_index", self.config.image_token_index))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition, two_tables
+from vlm_batch.adapters.modules import RememberingTower, apart, two_tables
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -24,7 +25,7 @@ from vlm_batch.registry import ModelSpec, register
 class JinaVLM(Adapter):
     """The language model is its own trunk."""
 
-    encodes_apart = "mlx-vlm's code calls the tower's parts, and not the tower"
+    tower_class = apart(RememberingTower, "mlx-vlm's code calls the tower's parts, and not the tower")
     input_keys = Adapter.input_keys | {"image_input_idx", "image_masks"}
 
     @classmethod
@@ -45,20 +46,15 @@ class JinaVLM(Adapter):
 
         return {RoPE: RowRoPE, ExtendedEmbedding: two_tables(ExtendedEmbedding)}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.embedding
+    embeddings = "embedding"
+    last_hidden = "ln_f"
 
-    def last_position_logits(self) -> None:
-        self.language.ln_f = LastPosition(self.language.ln_f)
-
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """Features are added where ``image_input_idx`` says, which may leave out some; each must be at a placeholder."""
-        super().check_placeholders(ids, extra)
         if "image_input_idx" not in extra:
-            return
+            return None
         index = np.array(extra["image_input_idx"]).reshape(-1)
-        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids()))
+        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids))
         used = index[index >= 0]
         places = int(is_picture.sum())
         if places > len(index) or (used.size and (used.max() >= len(is_picture) or not is_picture[used].all())):
@@ -66,6 +62,7 @@ class JinaVLM(Adapter):
                 f"image_input_idx has places for {len(used)} of {len(index)} features; the prompt has {places} placeholder "
                 "tokens, and not at all of these places"
             )
+        return None
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's embeddings, with all features added at once; it adds them one by one (jina_vlm/jina_vlm.py:231)."""
@@ -82,5 +79,6 @@ class JinaVLM(Adapter):
         added = found.reshape(len(index), -1)[mx.array(used)]
         return {"inputs_embeds": self.language.embedding(ids).at[0, mx.array(index[used])].add(added)}
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_token_id})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlm_batch.adapters.latent import latent_attention
-from vlm_batch.adapters.modules import LastPosition, RememberingPackedTower
+from vlm_batch.adapters.modules import RememberingPackedTower
 from vlm_batch.adapters.routing import dropped_groups
 from vlm_batch.adapters.towers import resized_positions
 from vlm_batch.models.kimi_vl import Kimi
@@ -42,5 +42,4 @@ class KimiK25(Kimi):
             Learnable2DInterpPosEmb: resized_positions(Learnable2DInterpPosEmb),
         }
 
-    def last_position_logits(self) -> None:
-        self.language.model.norm = LastPosition(self.language.model.norm)
+    last_hidden = "model.norm"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from vlm_batch.adapters.base import Adapter
@@ -31,6 +32,7 @@ class KimiK3(Adapter):
 
         return PATCHES
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_token_index, self.config.media_placeholder_token_id})
 

@@ -51,7 +51,7 @@ class KimiVL(Kimi):
     tower_class = RememberingPackedTower
     input_keys = Kimi.input_keys | {"_grid_shapes"}
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         if "image_grid_hws" not in extra:
             return None
         high, wide = self.config.vision_config.merge_kernel_size

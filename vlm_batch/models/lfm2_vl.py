@@ -13,4 +13,4 @@ class Lfm2VL(Adapter):
 
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"spatial_shapes", "pixel_attention_mask"}
-    ignored_inputs = frozenset({"image_rows", "image_cols"})
+    ignored = frozenset({"image_rows", "image_cols"})

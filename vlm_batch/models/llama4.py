@@ -79,7 +79,7 @@ class Llama4(Adapter):
             pixel_values=extra["pixel_values"], vision_feature_layer=-1, vision_feature_select_strategy="default"
         )
         features = self.model.multi_modal_projector(seen.flatten(0, -2))
-        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids(), features)}
+        return {"inputs_embeds": put_features(embeds, ids, self.image_token_ids, features)}
 
     def row_caches(self) -> list[Any]:
         made = super().row_caches()

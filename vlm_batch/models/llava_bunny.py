@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.modules import LastPosition
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.adapters.towers import use_tanh_gelu
 from vlm_batch.registry import ModelSpec, register
@@ -27,15 +27,15 @@ from vlm_batch.registry import ModelSpec, register
 class LlavaBunny(OnePlaceholder):
     """The tower's last layer without its norm, as upstream takes it."""
 
-    encodes_apart = "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+    tower_class = apart(
+        RememberingTower, "no tiny model has its tower: nothing shows that pictures of a batch are those alone"
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         use_tanh_gelu(self.model.vision_tower)
 
-    def last_position_logits(self) -> None:
-        """The head is a part of the trunk here, behind its norm."""
-        self.language.model.norm = LastPosition(self.language.model.norm)
+    last_hidden = "model.norm"
 
     def count_positions(self, extra: Mapping[str, Any]) -> list[int]:
         vision = self.config.vision_config

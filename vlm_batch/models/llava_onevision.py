@@ -26,4 +26,4 @@ class LlavaOnevision(Adapter):
     input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}
     #: The paper's (arXiv:2408.03326, section 3.2: at most 32 frames, 196 tokens each).
     video_sampling = Sampling(num_frames=32, frame_factor=1)
-    ignored_inputs = frozenset({"batch_num_images"})
+    ignored = frozenset({"batch_num_images"})

@@ -11,4 +11,4 @@ class LlmJpVL(Adapter):
     """The plain ``Adapter`` serves it."""
 
     input_keys = Adapter.input_keys | {"image_token_index"}
-    ignored_inputs = frozenset({"image_flags", "num_patches"})
+    ignored = frozenset({"image_flags", "num_patches"})

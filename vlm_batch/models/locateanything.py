@@ -30,7 +30,7 @@ class LocateAnything(Adapter):
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_hws", "image_token_id", "_grid_shapes"}
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         if "image_grid_hws" not in extra:
             return None
         high, wide = self.config.vision_config.merge_kernel_size

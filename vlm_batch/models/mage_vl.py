@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlm_batch.adapters.grids import GridAdapter
+from vlm_batch.adapters.modules import RememberingGridTower, apart
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.registry import ModelSpec, register
 
@@ -17,5 +18,5 @@ from vlm_batch.registry import ModelSpec, register
 class MageVL(GridAdapter):
     """The kind's adapter serves it as it is. Videos, whose patches come with positions, are refused: they are not verified."""
 
-    encodes_apart = PICTURES_MASKED_APART
+    tower_class = apart(RememberingGridTower, PICTURES_MASKED_APART)
     input_keys = frozenset({"pixel_values", "image_grid_thw"})

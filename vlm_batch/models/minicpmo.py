@@ -30,7 +30,7 @@ class MiniCPMO(SlicedAdapter):
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"tgt_sizes", "image_bound"}
     #: The processor's outputs for audio, empty without any.
-    ignored_inputs = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
+    ignored = frozenset({"audio_feature_lens", "audio_bounds", "spk_bounds"})
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         audio = inputs.get("audio_features")

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.frames import keep_every_frame
+from vlm_batch.adapters.modules import RememberingGridTower, apart
 from vlm_batch.adapters.slices import SlicedAdapter
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.models.qwen3_5 import Qwen35
@@ -47,10 +48,10 @@ class EachSecond(Sampling):
 class MiniCPMV46(SlicedAdapter, Qwen35):
     """All tokens count, pictures' too. A video's frames come as pictures with other placeholders."""
 
-    encodes_apart = "mlx-vlm's code calls the tower's parts, and not the tower"
+    tower_class = apart(RememberingGridTower, "mlx-vlm's code calls the tower's parts, and not the tower")
     video_sampling = EachSecond(fps=1.0, min_frames=1, max_frames=128, frame_factor=1)
     input_keys = frozenset({"pixel_values", "tgt_sizes", "image_bound", "downsample_mode", "cached_image_features"})
-    ignored_inputs = frozenset(
+    ignored = frozenset(
         {
             "grids",
             "grids_videos",

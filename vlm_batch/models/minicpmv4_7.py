@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.models.minicpmv4_6 import MiniCPMV46
@@ -24,7 +25,7 @@ from vlm_batch.registry import ModelSpec, register
 class MiniCPMV47(MiniCPMV46):
     """The slices of a picture share a canvas, which gives their tokens positions on three axes."""
 
-    ignored_inputs = MiniCPMV46.ignored_inputs | {"image_bound"}
+    ignored = MiniCPMV46.ignored | {"image_bound"}
     input_keys = MiniCPMV46.input_keys - {"image_bound"}
 
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
@@ -35,9 +36,9 @@ class MiniCPMV47(MiniCPMV46):
         prompt, delta = features["position_ids"], features["rope_deltas"]
         return PositionState(prompt=prompt.astype(mx.int32), delta=int(delta.item()))
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """The merge tells: each slice has a run of placeholders of its own, and other lengths are refused there."""
         return None
 
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        return Adapter.count_image_tokens(self, ids, extra)
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        return Adapter.picture_places(self, ids, extra)

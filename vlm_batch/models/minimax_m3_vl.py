@@ -32,7 +32,7 @@ class MiniMaxM3VL(Adapter):
     tower_class = RememberingPackedTower
     input_keys = Adapter.input_keys | {"image_grid_thw"}
     #: The pictures' places, which no layer reads.
-    ignored_features = frozenset({"visual_pos_masks"})
+    ignored = frozenset({"visual_pos_masks"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlm_batch.adapters.modules import LastPosition
 from vlm_batch.models.pixtral import Pixtral
 from vlm_batch.registry import ModelSpec, register
 
@@ -32,6 +31,4 @@ class MistralLarge3(Pixtral):
 
         return PATCHES
 
-    def last_position_logits(self) -> None:
-        """The language model runs the trunk's layers itself."""
-        self.language.model.norm = LastPosition(self.language.model.norm)
+    last_hidden = "model.norm"

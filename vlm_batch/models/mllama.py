@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -14,9 +13,8 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import DecodeStep, Encoded, Picture, PromptKey
+from vlm_batch.records import DecodeStep, Encoded, Picture
 from vlm_batch.registry import ModelSpec, register
-from vlm_batch.store.digest import as_words, digest
 
 
 @register(
@@ -46,7 +44,7 @@ class Mllama(Adapter):
 
         return PATCHES
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """One for each picture."""
         pixels = extra.get("pixel_values")  # (1, images, tiles, ...)
         return None if pixels is None else int(pixels.shape[1])
@@ -61,39 +59,28 @@ class Mllama(Adapter):
             found["cross_attention_states"] = found["cross_attention_states"].astype(found["inputs_embeds"].dtype)
             if seen is None:
                 raise InvalidPrompt("mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)")
-            found["seen"] = seen.flatten(2) > 0
+            found |= _sight(seen)
         return found
-
-    def split(self, features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """At decode a row needs to know whether its last prompt token, and so every later one, sees anything."""
-        prefill, _ = super().split(features)
-        return prefill, {"sees": bool(prefill["seen"][:, -1].any().item())} if "seen" in prefill else {}
 
     def features_after(self, ids: mx.array, extra: Mapping[str, Any], cached: int) -> dict[str, Any]:
         """The pictures' keys and values are in the caches; which of them a token sees is still to be told."""
         found = super().features_after(ids, extra, cached)
         seen = extra.get("cross_attention_mask")
-        return found if seen is None else {**found, "seen": seen.flatten(2) > 0}
+        return found if seen is None else {**found, **_sight(seen)}
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """One for each placeholder, which is a single token."""
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids()))).tolist()
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids))).tolist()
         per_picture = {name: value for name, value in extra.items() if name != "cross_attention_mask"}
         if not all(value.ndim > 1 and value.shape[1] == len(places) for value in per_picture.values()):
             return super().pictures(ids, extra)
         parts = [{name: value[:, index] for name, value in per_picture.items()} for index in range(len(places))]
-        return tuple(Picture(place, place + 1, part) for place, part in zip(places, parts, strict=True))
-
-    def prompt_key(self, inputs: Mapping[str, Any]) -> PromptKey:
-        """Beside ids and pictures, the tiles that each token sees; one that sees none attends to all pictures."""
-        key = super().prompt_key(inputs)
-        if (seen := inputs.get("cross_attention_mask")) is None:
-            return key
-        everything = digest([key.positions[start] for start, _ in key.pictures])
-        masks = np.array(seen)[0].reshape(key.length, -1)
-        contents = [as_words(digest(np.flatnonzero(mask)) if mask.any() else everything) for mask in masks]
-        key.positions[:, 1:] ^= np.stack(contents)
-        return replace(key, answer=contents[-1])
+        masks: Any = [None] * len(places)
+        if "cross_attention_mask" in extra:
+            masks = np.array(extra["cross_attention_mask"])[0].swapaxes(0, 1) > 0  # (images, L, tiles)
+        return tuple(
+            Picture(place, place + 1, part, seen) for place, part, seen in zip(places, parts, masks, strict=True)
+        )
 
     def row_caches(self) -> list[Any]:
         cross = set(self.config.text_config.cross_attention_layers)
@@ -121,10 +108,11 @@ class Mllama(Adapter):
                 if isinstance(entry, CrossCache):
                     entry.keep(kept)
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        """In a row without pictures attention finds no keys and adds zeros; this switches the MLP off, too."""
+    def run_step(self, step: DecodeStep) -> mx.array:
+        """In a row without pictures attention finds no keys and adds zeros; the mask switches the MLP off, too."""
         sees = mx.array([extras.get("sees", False) for extras in step.extras])
-        return {"full_text_row_masked_out_mask": sees[:, None, None, None]}
+        mask = {"full_text_row_masked_out_mask": sees[:, None, None, None]}
+        return self.forward(step.tokens, None, step.caches, mask)
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]
@@ -143,3 +131,9 @@ class Mllama(Adapter):
         tokens = (vision.image_size // vision.patch_size) ** 2 + 1
         sees = seen.any(axis=-1, keepdims=True)
         return mx.repeat(seen | ~sees, tokens, axis=-1)[:, None], sees[:, None]
+
+
+def _sight(mask: mx.array) -> dict[str, Any]:
+    """The tiles that each token sees, of (1, L, images, tiles); and whether the last one, and so every later one, sees any."""
+    seen = mask.flatten(2) > 0
+    return {"seen": seen, "decode": {"sees": bool(seen[:, -1].any().item())}}

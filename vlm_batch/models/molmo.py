@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition, RememberingBatchTower, two_tables
+from vlm_batch.adapters.modules import RememberingBatchTower, two_tables
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
@@ -28,13 +28,8 @@ class Molmo(Adapter):
 
         return {Embedding: two_tables(Embedding)}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.model.wte
-
-    def last_position_logits(self) -> None:
-        """Leave the trunk as it is: it contains the head."""
-        self.language.model.ln_f = LastPosition(self.language.model.ln_f)
+    embeddings = "model.wte"
+    last_hidden = "model.ln_f"
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's features of one picture. Refuses several: the processor makes a row of ids for each."""
@@ -42,8 +37,9 @@ class Molmo(Adapter):
             raise InvalidPrompt("molmo takes one picture a request: its processor places one in a prompt")
         return super().features(ids, extra)
 
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        return int((np.array(extra["image_input_idx"]) >= 0).sum()) if "image_input_idx" in extra else 0
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        return np.isin(np.arange(ids.shape[1]), places)
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """From the first token that a feature is added to, to the last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import two_tables
+from vlm_batch.adapters.modules import RememberingTower, apart, two_tables
 from vlm_batch.records import Encoded
 from vlm_batch.registry import ModelSpec, register
 
@@ -30,7 +31,7 @@ from vlm_batch.registry import ModelSpec, register
 class Molmo2(Adapter):
     """Markers and column ends belong to a picture, too (Molmo2Processor.image_token_ids)."""
 
-    encodes_apart = "its tower pools patches by their numbers among all of a request's"
+    tower_class = apart(RememberingTower, "its tower pools patches by their numbers among all of a request's")
     input_keys = Adapter.input_keys | {"image_token_pooling", "image_grids", "image_num_crops"}
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,10 +47,9 @@ class Molmo2(Adapter):
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.model.wte
+    embeddings = "model.wte"
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_id})
 

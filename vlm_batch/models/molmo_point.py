@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -172,6 +173,15 @@ class Pointer(CacheKind):
         return spans
 
 
+class PooledLayers(RememberingBatchTower):
+    """Keeps the layers whose patches are pooled."""
+
+    def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        count = self._config.vision_config.num_hidden_layers
+        kept = {layer % count for layer in self._config.adapter_config.vit_layers}
+        return [states if index in kept else None for index, states in enumerate(self.tower(*args, **kwargs))]
+
+
 @register(
     ModelSpec(
         family="molmo_point",
@@ -195,7 +205,7 @@ class Pointer(CacheKind):
 class MolmoPoint(Adapter):
     """A patch's logit is that of the token for patches in general, at the patch that the hidden state points at."""
 
-    tower_class = RememberingBatchTower
+    tower_class = PooledLayers
     input_keys = frozenset({"pixel_values", "image_token_pooling", "image_grids", "image_num_crops", "token_type_ids"})
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"pictures": None, "is_picture": None}
 
@@ -214,24 +224,11 @@ class MolmoPoint(Adapter):
 
         return {Molmo2Embedding: two_tables(Molmo2Embedding)}
 
-    def last_position_logits(self) -> None:
-        """Patches' keys are made of all hidden states; the head is given the last one."""
-
-    def forget(self) -> None:
-        """Drop the last picture and its points, which upstream keeps on the model."""
-        model = self.model
-        model._image_cache = model._token_bounds = model._last_predicted_patch_id = None
-        model._generated_ids_list = []
-
-    @classmethod
-    def read_features(cls, config: Any, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The tower's layers that the model reads."""
-        wanted = {layer % config.vision_config.num_hidden_layers for layer in config.adapter_config.vit_layers}
-        return [layer if index in wanted else None for index, layer in enumerate(result)]
-
+    last_hidden = None
     # Encode
     # -------------------------------------------------------------------------------------------------------------
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.image_patch_id, self.config.image_non_indexable_patch_id})
 
@@ -263,7 +260,7 @@ class MolmoPoint(Adapter):
         embeds = self.model.get_input_embeddings(ids, **extra).inputs_embeds  # float32, for float16 would overflow
         if (dtype := self.model.lm.model.wte.embedding.dtype) != mx.float16:
             embeds = embeds.astype(dtype)
-        found = self.model._image_cache
+        found = self._taken()
         tokens = self.tokens(extra)
         at = found["image_indices"]
         can_choose = found["is_indexable_flat"]  # (L,) of the prompt
@@ -280,6 +277,14 @@ class MolmoPoint(Adapter):
         )
         return {"inputs_embeds": embeds, "pictures": pictures, "is_picture": np.array(extra["token_type_ids"][0]) > 0}
 
+    def _taken(self) -> dict[str, Any]:
+        """What upstream keeps on the model of its last picture, which is left without."""
+        model = self.model
+        found: dict[str, Any] = model._image_cache
+        model._image_cache = model._token_bounds = model._last_predicted_patch_id = None
+        model._generated_ids_list = []
+        return found
+
     def _check(self, ids: mx.array, extra: Mapping[str, Any]) -> None:
         """Refuse inputs that upstream would misread."""
         if missing := self.input_keys - extra.keys():
@@ -287,7 +292,7 @@ class MolmoPoint(Adapter):
         has_patch: np.ndarray = np.array(extra["image_token_pooling"]).max(axis=1) >= 0
         if not has_patch.all():
             raise InvalidPrompt("a token of the picture pools no patch: image_token_pooling has a row below zero")
-        if (given := self.count_image_tokens(ids, extra)) != len(has_patch):
+        if (given := int(self.picture_places(ids, extra).sum())) != len(has_patch):
             raise InvalidPrompt(f"the pictures need {len(has_patch)} placeholder tokens; the prompt has {given}")
         ends = int((np.array(ids)[0] == self.config.image_end_token_id).sum())
         if ends != 2 * len(extra["image_grids"]):

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.adapters.prompts import bidirectional_mask
 from vlm_batch.adapters.vision import adaptive_average
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.records import Encoded, Picture
+from vlm_batch.records import Encoded, Graphs, Picture
 from vlm_batch.registry import ModelSpec, register
 
 _PREFIX = (
@@ -64,11 +66,11 @@ class AdaptivePooling:
 class Moondream2(Adapter):
     """The prefix is one span; what follows is causal, so only the chunk that holds the prefix needs a mask."""
 
-    encodes_apart = "its tower makes one picture of the crops that it is given"
-    compiles = True
+    tower_class = apart(RememberingTower, "its tower makes one picture of the crops that it is given")
+    graphs = Graphs.IF_ASKED
     input_keys = Adapter.input_keys | {"num_crops", "crop_layouts"}
     #: Made again for the chunk that holds the prefix, as bools (upstream's float32 does not fit bfloat16 attention).
-    ignored_features = frozenset({"attention_mask_4d"})
+    ignored = frozenset({"attention_mask_4d"})
 
     @classmethod
     def processor(cls, processor: Any) -> Any:
@@ -80,7 +82,7 @@ class Moondream2(Adapter):
         """Upstream's features of one picture, which replace the ids after BOS, whatever they are (moondream3.py:70)."""
         if len(extra.get("num_crops", ())) > 1:
             raise InvalidPrompt(f"{self.spec.family} takes one picture a request: its prompt has room for one")
-        if ids.shape[1] < 1 + (count := self.count_image_tokens(ids, extra)):
+        if ids.shape[1] < 1 + (count := self.num_features(extra)):
             raise InvalidPrompt(
                 f"a {self.spec.family} prompt with a picture begins with BOS and {count} placeholder ids"
             )
@@ -88,15 +90,20 @@ class Moondream2(Adapter):
 
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """BOS and the picture, if there is one."""
-        count = self.count_image_tokens(ids, extra)
+        count = self.num_features(extra)
         return ((0, 1 + count),) if count else ()
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """The one picture, after BOS."""
-        count = self.count_image_tokens(ids, extra)
+        count = self.num_features(extra)
         return (Picture(1, 1 + count, extra),) if count else ()
 
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
+    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        places = np.zeros(ids.shape[1], dtype=np.bool_)
+        places[1 : 1 + self.num_features(extra)] = True
+        return places
+
+    def num_features(self, extra: Mapping[str, Any]) -> int:
         """As many as patches in a crop, whatever the picture's size: crops are pooled (moondream3/vision.py:114)."""
         vision = self.config.vision_config
         return (vision.crop_size // vision.patch_size) ** 2 if "pixel_values" in extra else 0

@@ -55,7 +55,7 @@ class MultiModality(PlacingAdapter):
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0
-        if not pictures or self.count_image_tokens(ids, extra) != pictures:
+        if not pictures or self.picture_places(ids, extra).sum() != pictures:
             return ids
         return repeat_placeholders(ids, self.config.image_token_index, [self.config.num_image_tokens] * pictures)
 

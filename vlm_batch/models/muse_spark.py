@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import Hook, files_of, hook, put_hooks
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -36,7 +37,7 @@ from vlm_batch.registry import ModelSpec, register
 class MuseSpark(Adapter):
     """RoPE takes each row's own offset, and the caches keep the windows."""
 
-    encodes_apart = "its tower takes one picture a call"
+    tower_class = apart(RememberingTower, "its tower takes one picture a call")
 
     def hook_functions(self) -> None:
         """Hook attention, and without Metal also functions in the place of Metal's kernels."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
 
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.modules import LastPosition
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -21,17 +21,13 @@ from vlm_batch.registry import ModelSpec, register
 class NemotronHNanoOmni(Adapter):
     """Nothing takes positions: the recurrent layers know the order."""
 
-    encodes_apart = "its tower answers with an object of its own"
+    tower_class = apart(RememberingTower, "its tower answers with an object of its own")
     input_keys = frozenset({"pixel_values"})
-    ignored_inputs = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
+    ignored = frozenset({"num_patches", "num_tokens", "imgs_sizes"})
 
-    @property
-    def token_table(self) -> Any:
-        return self.language.backbone.embeddings
+    embeddings = "backbone.embeddings"
+    last_hidden = "backbone"
 
-    def last_position_logits(self) -> None:
-        """Let the trunk answer for its last position only; it has another name here."""
-        self.language.backbone = LastPosition(self.language.backbone)
-
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({self.config.img_context_token_id})

@@ -10,6 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.crossing import CrossingAdapter, attend_over, attend_own
+from vlm_batch.adapters.hooks import current
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Encoded
@@ -20,6 +21,7 @@ from vlm_batch.registry import ModelSpec, register
     ModelSpec(
         family="nemotron_parse",
         model_types=("nemotron_parse",),
+        no_prefix_reuse="its decoder has the whole picture before it from the first token on",
         multi_image=False,
         notes=(
             "reads one picture a request; a text without a picture is refused, since the decoder has nothing to read",
@@ -33,7 +35,6 @@ class NemotronParse(CrossingAdapter):
     """The decoder attends to its picture and has no positions: the order of its tokens is what each of them has seen."""
 
     tower_class = RememberingBatchTower
-    no_prefix_reuse = "its decoder has the whole picture before it from the first token on"
     input_keys = Adapter.input_keys | {"encoder_outputs"}
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"encoder_outputs": None}
 
@@ -47,22 +48,23 @@ class NemotronParse(CrossingAdapter):
             tokens = tokens[1:] if tokens[0] == text.bos_token_id else tokens
         return mx.array([tokens], dtype=mx.int32)
 
-    def probe(self, ids: mx.array) -> dict[str, Any]:
-        width = self.config.text_config.d_model
-        return {"input_ids": ids, "encoder_outputs": mx.zeros((1, 1, width))}
-
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings (1, L, D) of the prompt, and the picture's encoding (1, T, D). Raises InvalidPrompt."""
         states = extra.get("encoder_outputs")
         if states is None:
-            pixels = extra.get("pixel_values")
-            if pixels is None:
-                raise InvalidPrompt("nemotron_parse reads a picture: a request needs one")
-            if len(pixels) != 1:
-                raise InvalidPrompt(f"nemotron_parse takes one picture a request; given: {len(pixels)}")
-            states = self.model.vision_tower(pixels)
+            states = self._picture(extra.get("pixel_values"))
         model = self.language.model
         return {"inputs_embeds": model.shared(ids) * model.decoder.embed_scale, "encoder_outputs": states}
+
+    def _picture(self, pixels: mx.array | None) -> mx.array:
+        if pixels is None and current().is_made_up:
+            return mx.zeros((1, 1, self.config.text_config.d_model))
+        if pixels is None:
+            raise InvalidPrompt("nemotron_parse reads a picture: a request needs one")
+        if len(pixels) != 1:
+            raise InvalidPrompt(f"nemotron_parse takes one picture a request; given: {len(pixels)}")
+        states: mx.array = self.model.vision_tower(pixels)
+        return states
 
     def run_chunk(self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int) -> mx.array:
         """The picture's keys and values with the first chunk, and the decoder over each."""

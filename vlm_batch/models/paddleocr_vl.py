@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.nn as nn
 
 from vlm_batch.adapters.grids import GridAdapter, MRoPEAdapter
+from vlm_batch.adapters.modules import RememberingGridTower, apart
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.registry import ModelSpec, register
 
@@ -24,7 +25,7 @@ from vlm_batch.registry import ModelSpec, register
 class PaddleOCRVL(MRoPEAdapter):
     """Pictures only: mlx-vlm's model has no place for ``pixel_values_videos``."""
 
-    encodes_apart = PICTURES_MASKED_APART
+    tower_class = apart(RememberingGridTower, PICTURES_MASKED_APART)
     input_keys = GridAdapter.input_keys
 
     def __init__(self, model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,14 @@ from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.records import DecodeStep
 from vlm_batch.registry import ModelSpec, register
+
+
+class LastStates(RememberingBatchTower):
+    """Keeps the last layer's states alone: what else the tower answers is of the first picture."""
+
+    def fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        *_, states = self.tower(*args, **kwargs)
+        return None, None, [states[-1]]
 
 
 @register(
@@ -30,8 +38,8 @@ from vlm_batch.registry import ModelSpec, register
 class PaliGemma(PlacingAdapter):
     """A checkpoint may ask for a causal prompt (``use_bidirectional_attention: false``), which is chunked as usual."""
 
-    tower_class = RememberingBatchTower
-    ignored_inputs = frozenset({"labels"})
+    tower_class = LastStates
+    ignored = frozenset({"labels"})
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:
@@ -49,12 +57,6 @@ class PaliGemma(PlacingAdapter):
         *_, states = tower(extra["pixel_values"].astype(dtype).transpose(0, 2, 3, 1), output_hidden_states=True)
         return list(self.model.multi_modal_projector(tower.vision_model.post_layernorm(states[-1])))
 
-    @classmethod
-    def read_features(cls, config: Any, result: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The last layer's states alone: what else the tower answers is of the first picture."""
-        *_, states = result
-        return None, None, [states[-1]]
-
     def to_embeddings(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
         """Features divided by the factor with which the trunk multiplies all embeddings."""
         return features / mx.array(features.shape[-1] ** 0.5, dtype=dtype)
@@ -62,6 +64,7 @@ class PaliGemma(PlacingAdapter):
     def atomic_spans(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return ((0, ids.shape[1]),) if not self.is_causal else ()
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
+    def run_step(self, step: DecodeStep) -> mx.array:
         """Without a mask, upstream takes a decoded token for a prompt's: no row would end (paligemma/language.py:238)."""
-        return {"mask": step.caches[0].make_mask(1)} if not self.is_causal else {}  # type: ignore[attr-defined]
+        mask = {} if self.is_causal else {"mask": step.caches[0].make_mask(1)}
+        return self.forward(step.tokens, None, step.caches, mask)

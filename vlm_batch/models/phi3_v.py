@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
-from vlm_batch.adapters.longrope import LONG_ROPE_NOTE, LongRoPEAdapter
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -19,7 +21,7 @@ CROP = 336
 
 
 @register(ModelSpec(family="phi3_v", model_types=("phi3_v",), notes=(LONG_ROPE_NOTE,)))
-class Phi3V(LongRoPEAdapter):
+class Phi3V(Adapter):
     """The k-th picture's placeholders are the id -k; the model is its own language model."""
 
     input_keys = frozenset({"pixel_values", "image_sizes"})
@@ -29,17 +31,17 @@ class Phi3V(LongRoPEAdapter):
         from mlx_vlm.models.phi3_v.phi3_v import Attention
 
         # Upstream calls ``mx.fast`` itself (phi3_v.py:89).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), **super().patches()}
+        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
-    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         """The k-th picture needs so many ids -k as its crops have features, with those that end their rows."""
-        super().check_placeholders(ids, extra)
         tokens, each = np.array(ids)[0], int(self.config.vision_config.num_img_tokens)
         for index, (high, wide) in enumerate((np.array(extra.get("image_sizes", ())) // CROP).tolist()):
             needed = (high * wide + 1) * each + 1 + (high + 1) * math.isqrt(each)
             given = int((tokens == -1 - index).sum())
             if given != needed:
                 raise InvalidPrompt(f"picture {index + 1} needs {needed} placeholder tokens; the prompt has {given}")
+        return None
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, for as many pictures as the prompt has placeholders for."""
@@ -48,6 +50,7 @@ class Phi3V(LongRoPEAdapter):
             raise InvalidPrompt(f"the prompt has placeholders for {given} pictures, and {needed} are given")
         return super().features(ids, extra)
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         """Negative ids, as the processor makes them of ``<|image_k|>``."""
         return frozenset(range(-256, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +55,7 @@ class Phi4SigLip(OnePlaceholder):
         # Upstream calls ``mx.fast`` itself (phi4_siglip/language.py:66).
         return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), VisionEmbeddings: BilinearEmbeddings}
 
+    @cached_property
     def image_token_ids(self) -> frozenset[int]:
         return frozenset({NO_TOKEN})
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from vlm_batch.adapters.attention import fuse_rows
 from vlm_batch.adapters.base import Adapter
-from vlm_batch.adapters.longrope import LONG_ROPE_NOTE, LongRoPEAdapter
+from vlm_batch.adapters.longrope import LONG_ROPE_NOTE
 from vlm_batch.adapters.modules import RememberingListTower
 from vlm_batch.adapters.prompts import repeat_placeholders
 from vlm_batch.registry import ModelSpec, register
@@ -28,7 +28,7 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class Phi4MM(LongRoPEAdapter):
+class Phi4MM(Adapter):
     """One id stands for a whole picture; here it is repeated for each of its positions."""
 
     tower_class = RememberingListTower
@@ -39,19 +39,15 @@ class Phi4MM(LongRoPEAdapter):
         from mlx_vlm.models.phi4mm.language import Attention
 
         # Upstream calls ``mx.fast`` itself (phi4mm/language.py:62).
-        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj"), **super().patches()}
+        return {Attention: fuse_rows(Attention, "qkv_proj", "o_proj")}
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
-        (marker,) = self.image_token_ids()
+        (marker,) = self.image_token_ids
         return repeat_placeholders(ids, marker, self._num_patches(extra))
-
-    def count_image_tokens(self, ids: mx.array, extra: Mapping[str, Any]) -> int:
-        """As many as patches in all pictures."""
-        return sum(self._num_patches(extra))
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Upstream's own, which wants one id for a picture."""
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids())))
+        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
         firsts = np.cumsum([0, *self._num_patches(extra)])[:-1]
         kept = np.delete(np.arange(ids.shape[1]), np.delete(places, firsts))
         return super().features(ids[:, mx.array(kept)], extra)

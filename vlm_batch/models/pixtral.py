@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import RememberingTower, apart
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
@@ -17,7 +18,7 @@ from vlm_batch.registry import ModelSpec, register
 class Pixtral(Adapter):
     """Nothing is special: pictures are padded to one size and say which part of it is theirs."""
 
-    encodes_apart = PICTURES_MASKED_APART
+    tower_class = apart(RememberingTower, PICTURES_MASKED_APART)
     input_keys = Adapter.input_keys | {"image_sizes"}
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +26,7 @@ class Pixtral(Adapter):
         unit = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
         sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
         needed = sum((high // unit) * (wide // unit) for high, wide in sizes)
-        if (given := self.count_image_tokens(ids, extra)) != needed:
+        if (given := int(self.picture_places(ids, extra).sum())) != needed:
             raise InvalidPrompt(f"{len(sizes)} pictures need {needed} placeholder tokens; the prompt has {given}")
         return super().features(ids, extra)
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.grids import MRoPEAdapter
-from vlm_batch.adapters.towers import GATED
+from vlm_batch.adapters.towers import GATED, widen
 from vlm_batch.models.qwen2_vl import Qwen2VL
 from vlm_batch.records import PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -32,7 +33,10 @@ class Qwen25VL(Qwen2VL):
     """M-RoPE whose time axis goes by seconds; windowed attention in the vision tower."""
 
     input_keys = MRoPEAdapter.input_keys | {"second_per_grid_ts"}
-    inner_layers = (GATED,)  # 3,420 in the published 3B and 7B
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        widen(self.model, GATED)  # 3,420 in the published 3B and 7B
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         return super().features(ids, {name: extra[name] for name in extra.keys() - {"second_per_grid_ts"}})

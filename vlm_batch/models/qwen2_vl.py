@@ -15,7 +15,7 @@ from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
-from vlm_batch.records import PositionState
+from vlm_batch.records import Graphs, PositionState
 from vlm_batch.registry import ModelSpec, register
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
@@ -29,13 +29,11 @@ _FRAMES = (
 class Qwen2VL(MRoPEAdapter):
     """M-RoPE and nothing else."""
 
-    compiles = True
-
     @property
-    def graphs_pay(self) -> bool:
+    def graphs(self) -> Graphs:  # type: ignore[override]
         """A packed product adds its bias in an operation of its own, which a graph fuses with the broadcast before it."""
         is_packed = any(isinstance(module, nn.QuantizedLinear) for _, module in self.language.named_modules())
-        return kernels.counts_launches() and not is_packed
+        return Graphs.BY_DEFAULT if kernels.counts_launches() and not is_packed else Graphs.IF_ASKED
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Embeddings (1, L, D) with the pictures' features in the places of their placeholders, and nothing else.
@@ -51,7 +49,7 @@ class Qwen2VL(MRoPEAdapter):
             found = tower(pixels, extra["image_grid_thw"], output_hidden_states=False)
         if found is None:
             return {"inputs_embeds": embeds}
-        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids()))
+        is_picture = np.isin(np.array(ids)[0], list(self.image_token_ids))
         if is_picture.sum() != found.shape[0]:
             raise ValueError(f"{found.shape[0]} features for {is_picture.sum()} placeholder tokens")
         numbers = mx.array(np.where(is_picture, np.cumsum(is_picture) - 1, 0))

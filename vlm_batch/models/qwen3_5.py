@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
+from vlm_batch.adapters.modules import apart
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
 from vlm_batch.registry import ModelSpec, register
+
+#: Why pictures of several requests to a Hadamard pack do not share calls.
+PACKED = "features become float16 among a pack's embeddings: other last bits of the tower are seen in its answers"
 
 
 @register(
@@ -35,11 +40,10 @@ class Qwen35(MRoPEAdapter):
 
     video_sampling = Sampling(frame_factor=1)
 
-    @property
-    def encodes_apart(self) -> str | None:  # type: ignore[override]
-        is_pack = getattr(self.config, "model_type", None) == "prism_hadamard_qwen35"
-        seen = "a pack's features become float16 among its embeddings: other last bits of the tower are seen in its answers"
-        return seen if is_pack else None
+    def __init__(self, model: Any) -> None:
+        if getattr(model.config, "model_type", None) == "prism_hadamard_qwen35":
+            self.tower_class = apart(type(self).tower_class, PACKED)
+        super().__init__(model)
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

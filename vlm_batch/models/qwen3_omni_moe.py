@@ -33,7 +33,7 @@ class Qwen3OmniMoe(MRoPEAdapter):
     input_keys = GridAdapter.input_keys
     prefill_axes: ClassVar[Mapping[str, int | None]] = {"deepstack_visual_embeds": 1}
     #: Says where the features are not zero; the decoder adds them everywhere (qwen3_omni_moe/language.py, _deepstack_process).
-    ignored_features = frozenset({"visual_pos_masks"})
+    ignored = frozenset({"visual_pos_masks"})
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

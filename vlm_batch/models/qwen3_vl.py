@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import mlx.nn as nn
+
 from vlm_batch.adapters.attention import seal_masks
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.prompts import cut
-from vlm_batch.adapters.towers import Inner, embed_by_product
+from vlm_batch.adapters.towers import Inner, embed_by_product, widen
 from vlm_batch.adapters.windows import attend_pictures
 from vlm_batch.inputs.videos import Sampling
-from vlm_batch.records import Encoded
+from vlm_batch.records import Encoded, Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -22,10 +24,15 @@ class Qwen3VL(MRoPEAdapter):
     A video's time steps are pictures with their seconds in words before them.
     """
 
-    compiles = True
-    inner_layers = (Inner(("linear_fc1",), "linear_fc2"),)  # 3,420 where a configuration leaves it to mlx-vlm's default
+    graphs = Graphs.IF_ASKED
     video_sampling = Sampling(frame_factor=1)
     prefill_axes = {"visual_pos_masks": 1, "deepstack_visual_embeds": None}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        widen(
+            self.model, Inner(("linear_fc1",), "linear_fc2")
+        )  # 3,420 where a configuration leaves it to mlx-vlm's default
 
     @classmethod
     def patches(cls) -> Mapping[type, type]:

@@ -61,9 +61,9 @@ class Qwen4Exp(MRoPEAdapter):
 
         return [IndexedCache() if isinstance(one, QSAKVCache) else one for one in super().row_caches()]
 
-    def decode_extras(self, step: DecodeStep) -> dict[str, Any]:
-        """(B, 1): one position a row for all three axes, so that the rows lie along the first axis."""
-        return {"position_ids": step.positions[:, None]}
+    def run_step(self, step: DecodeStep) -> mx.array:
+        """One position (B, 1) a row for all three axes, so that the rows lie along the first axis."""
+        return self.forward(step.tokens, None, step.caches, {"position_ids": step.positions[:, None]})
 
     def forward(
         self, ids: mx.array, embeds: mx.array | None, cache: Sequence[Any], extra: Mapping[str, Any]

@@ -35,7 +35,7 @@ class UnlimitedOCR(DeepseekOCR):
         refused here."""
         found = super().features(ids, extra)
         if has_pictures(extra):
-            places = mx.array(np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids()))))
+            places = mx.array(np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids))))
             empty = self.token_table(ids[0, places])
             needed = int((found["inputs_embeds"][0, places] != empty).any(axis=-1).sum())
             if needed != places.size:

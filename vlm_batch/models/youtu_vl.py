@@ -33,9 +33,9 @@ class YoutuVL(Adapter):
 
     tower_class = RememberingPackedTower
     input_keys = frozenset({"pixel_values", "spatial_shapes"})
-    ignored_inputs = frozenset({"pixel_attention_mask"})
+    ignored = frozenset({"pixel_attention_mask"})
 
-    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+    def count_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> int | None:
         if "spatial_shapes" not in extra:
             return None
         sizes, merged = (

@@ -39,8 +39,8 @@ _ASK_SECONDS = 1.0
 
 #: The parent process, in a child that was forked after threads of this module had begun.
 _forked_from: int | None = None
-#: Threads that wait for work, by whether the exit awaits what they do: one that has been in MLX does nothing else again, or it
-#: could be woken while the interpreter ends.
+#: Threads that wait for work, by whether the exit awaits what they do. The kinds stay apart: one that has been in MLX is never
+#: woken by work that the exit does not stop first.
 _idle: dict[bool, list[_Tasks]] = {True: [], False: []}
 _running: set[Running] = set()
 

@@ -34,10 +34,9 @@ def hash_ahead(tree: Any) -> None:
 
 
 class Sourced(mx.array):
-    """An array of a request's that knows what it becomes in another type: model code calls its ``astype``.
+    """A request's array that notes itself as the source of what ``astype`` makes of it: model code gives pixels its own type.
 
-    The digest of that is made of this array's. To read what is yet to be computed would wait for the device, and for all that
-    was asked of it before.
+    What was made is not computed yet, and to read its bytes would wait for the device. So its digest is made of its source's.
     """
 
     def __init__(self, array: mx.array) -> None:

@@ -32,7 +32,7 @@ class _File:
 class RowFiles:
     """The rows of one model and its settings, as files in a directory that other processes may share.
 
-    All rows' files in the directory, those of other models and processes included, have ``max_bytes`` together, but for what
+    All files of rows in the directory, those of other models and processes too, have ``max_bytes`` together, but for one that
     is being written; the file used longest ago is removed first. A file is written whole or not at all. One that a full disk
     or another program has damaged is ignored and removed. No other file in the directory is touched or counted.
     """

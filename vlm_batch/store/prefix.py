@@ -76,8 +76,9 @@ class PrefixCache:
         """Everything that is kept, oldest first."""
         return tuple(self._rows.values())
 
-    def find(self, key: PromptKey) -> Match | None:
-        """The best match, and the furthest position that any row shares with the prompt; None if none shares any.
+    def find(self, key: PromptKey, least: int = 0) -> Match | None:
+        """The row from which a prompt can go on furthest; ``common`` is the most that any row shares with it. None if that is
+        less than ``least``, or nothing.
 
         A row of the second tier that shares more comes back into memory first.
         """
@@ -88,21 +89,19 @@ class PrefixCache:
             )
             if known < key.length and (row := self._second_find(keys, known)) is not None:
                 self.store(row)
-        best: tuple[int, Match] | None = None
-        furthest = 0
+        matches, longest = dict[int, Match](), 0
         for number, shared in self._index.alike(keys):
-            if best is not None and best[1].length >= shared + BLOCK:
-                break
-            found = match(self._rows[number], key)
-            furthest = max(furthest, found.common)
-            if best is None or found.length > best[1].length:
-                best = (number, found)
-        if best is None:
+            if matches and longest >= shared + BLOCK:
+                break  # those that come later share less
+            matches[number] = match(self._rows[number], key)
+            longest = max(longest, matches[number].length)
+        common = max((found.common for found in matches.values()), default=0)
+        if not matches or common < least:
             return None
-        number, found = best
-        if found.length:
-            self.budget.touch((id(self), number))
-        return replace(found, common=furthest)
+        best = max(matches, key=lambda number: matches[number].length)
+        if longest:
+            self.budget.touch((id(self), best))
+        return replace(matches[best], common=common)
 
     def store(self, row: SavedRow) -> None:
         """Keep a row. Rows that it continues go into it; if it is the beginning of a kept row, it goes into that one.

@@ -70,14 +70,12 @@ class SavedRow:
 
     def resumable(self, limit: int) -> int:
         """The largest length of at most ``limit`` from which a row can go on; 0 if there is none."""
-        if len(self.whole) == self.num_layers:
-            found = min(limit, self.length)
-        else:
-            lengths = [
-                min(limit, at) for at, snapshot in self.snapshots.items() if self._serves(snapshot, min(limit, at))
-            ]
-            found = max(lengths, default=0)
-        return found if found >= max((layer.floor for layer in self.whole.values()), default=0) else 0
+        ends = [min(limit, self.length)]
+        if len(self.whole) < self.num_layers:
+            cut = ((min(limit, at), snapshot) for at, snapshot in self.snapshots.items())
+            ends = [end for end, snapshot in cut if self._serves(snapshot, end)]
+        longest, least = max(ends, default=0), max((layer.floor for layer in self.whole.values()), default=0)
+        return longest if longest >= least else 0
 
     def logits_at(self, length: int) -> mx.array | None:
         """Logits (1, V) after the first ``length`` positions, if they were kept."""

@@ -1,0 +1,128 @@
+"""Settings of config.json: those that are applied answer as transformers does, alone and in company; others are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.models import rope_utils
+
+from tests.exact_cases import GRID, JOINED, Arrival, Way, engine_of
+from tests.exact_cases import play as play_exactly
+from tests.harness import TOLERANCE, Answer, Ask, inputs_of, run
+from tests.settings import APPLIED, NUM_TOKENS, SETTINGS, factors, write_case
+from tests.zoo import apart
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.longrope import ROW_ROPES
+from vlm_batch.adapters.modules import clone_modules
+from vlm_batch.arrays import as_mlx
+from vlm_batch.caches import Placement
+from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.loading import adapt
+from vlm_batch.loading.checkpoints import read_model
+from vlm_batch.loading.exactness import Joint, prove
+
+
+@cache
+def adapted(name: str) -> Adapter:
+    """The adapter of a case's folder, as it is loaded on a CPU."""
+    with TemporaryDirectory() as folder:
+        model = read_model(write_case(Path(folder), APPLIED[name]), in_float32=True)
+        mx.eval(model.parameters())
+    model.set_dtype(mx.float32)
+    return adapt(model)
+
+
+def check(name: str, answers: list[Answer]) -> None:
+    """Every answer has transformers' tokens and log-probabilities."""
+    with np.load(SETTINGS / f"{name}.npz") as recorded:
+        for answer in answers:
+            key, result = answer.ask.key, answer.result
+            assert result is not None and result.error is None, (key, result)
+            assert list(result.token_ids) == recorded[f"{key}/tokens"][: answer.ask.tokens].tolist(), key
+            distance = apart(np.stack(answer.logprobs), recorded[f"{key}/logprobs"][: answer.ask.tokens])
+            assert distance < TOLERANCE, key
+
+
+def play(name: str, asks: list[Ask], **how: Any) -> None:
+    check(name, run(adapted(name), lambda key: inputs_of(APPLIED[name].family, key), asks, **how))
+
+
+def all_at_once(name: str, **how: Any) -> list[Ask]:
+    return [Ask(key, tokens=NUM_TOKENS, **how) for key in APPLIED[name].keys]
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_a_setting_that_is_applied_answers_as_transformers(name: str) -> None:
+    for ask in all_at_once(name):
+        play(name, [ask])
+
+
+@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+@pytest.mark.parametrize("name", APPLIED)
+def test_a_setting_that_is_applied_is_each_rows_own(name: str, placement: Placement) -> None:
+    """Together, one after the other, and in chunks that end anywhere."""
+    asks = all_at_once(name)
+    play(name, asks, placement=placement)
+    play(name, asks[::-1], placement=placement, config={"max_rows": 4, "prefill_budget": 5, "idle_budget": 5})
+    play(name, [Ask(ask.key, at=2 * at, tokens=NUM_TOKENS) for at, ask in enumerate(asks)], placement=placement)
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["one by one", "joined"])
+@pytest.mark.parametrize("placement", list(Placement), ids=lambda placement: placement.value)
+def test_reproducible_answers_with_long_factors(placement: Placement, joins: bool) -> None:
+    """The bits of each answer alone, in company and from kept beginnings; prompts filled up to few lengths, too."""
+    adapter, family = adapted("longrope"), APPLIED["longrope"].family
+    proof = prove(adapter, None, placement)
+    exact = FixedShapes(proof.best(placement), placement, GRID, products=proof.products, widths=proof.widths)
+    if joins:
+        exact = replace(exact, **JOINED, joint=Joint(adapter.with_products(dict(exact.products)), None))
+    arrivals = [Arrival(key, at, NUM_TOKENS) for at, key in enumerate(APPLIED["longrope"].keys)]
+    right = [play_exactly(family, engine_of(adapter, exact, Way()), [replace(one, at=0)])[0] for one in arrivals]
+    with np.load(SETTINGS / "longrope.npz") as recorded:
+        for arrival, answer in zip(arrivals, right, strict=True):
+            assert list(answer.tokens) == recorded[f"{arrival.key}/tokens"].tolist(), arrival.key
+    engine = engine_of(adapter, exact, Way(keeps=True))
+    for _ in range(2):
+        for answer, alone in zip(play_exactly(family, engine, arrivals), right, strict=True):
+            assert (answer.tokens, answer.bits) == (alone.tokens, alone.bits)
+
+
+def test_a_prompt_goes_on_from_another_only_if_it_has_its_factors() -> None:
+    adapter = adapted("longrope")
+    long, short = (np.array(inputs_of("llava_onevision", "text:5:40")["input_ids"])[:, :end] for end in (40, 20))
+    keys = [adapter.prompt_key(as_mlx({"input_ids": ids})) for ids in (long, short)]
+    assert (keys[0].positions[:20] != keys[1].positions).any(axis=1).all()
+    assert tuple(keys[0].answer) != tuple(keys[1].answer)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 24}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
+LONG = {"rope_type": "longrope", "short_factor": factors(1.0, 4), "long_factor": factors(2.0, 4)}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, LINEAR, LLAMA3, YARN, LONG | {"original_max_position_embeddings": 24}, {"rope_type": "proportional"}],
+    ids=lambda scaling: (scaling or {}).get("rope_type", "default"),
+)
+def test_every_rotation_of_mlx_vlms_is_each_rows_own_in_an_adapter(scaling: dict[str, Any] | None) -> None:
+    rope = rope_utils.initialize_rope(8, 100.0, False, scaling, 512)
+    ours = clone_modules(rope, ROW_ROPES)
+    x = mx.array(np.random.RandomState(6).standard_normal((3, 2, 1, 8)).astype(np.float32))
+    together = ours(x, offset=mx.array([2, 23, 60]))
+    for row, offset in enumerate((2, 23, 60)):
+        np.testing.assert_allclose(together[row : row + 1], rope(x[row : row + 1], offset=offset), atol=1e-5)
+
+
+def test_no_other_kind_of_rotation_is_known() -> None:
+    """A class that a new mlx-vlm adds is to be looked at: does its answer for a row depend on other rows?"""
+    kinds = {name for name, kind in vars(rope_utils).items() if isinstance(kind, type) and "RoPE" in name}
+    assert kinds == {"EagerRoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE", "MRoPERotaryEmbedding"}

@@ -1,0 +1,40 @@
+"""A digest that tells one model from others, by its configuration and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from vlm_batch.adapters.base import Adapter
+from vlm_batch.adapters.modules import tables_on_disk
+from vlm_batch.store.digest import digest
+
+#: Values of each weight that go into it.
+SAMPLES = 16
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+def fingerprint(adapter: Adapter) -> str:
+    """The digest of an adapter's model: of its configuration, and of each weight's bit sum and some values."""
+    flat: Any = tree_flatten(adapter.model.parameters())
+    weights: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: str(item[0]))
+    samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES] for _, array in weights]
+    sums = [mx.sum(array.view(UNSIGNED[array.itemsize])) for _, array in weights]
+    mx.eval(samples, sums)
+    shapes = [[path, list(array.shape), str(array.dtype)] for path, array in weights]
+    rows = [table._read_rows(slice(0, SAMPLES)) for table in tables_on_disk(adapter.language)]
+    return digest([plain(adapter.config), shapes, samples, sums, *rows]).hex()
+
+
+def plain(value: Any) -> Any:
+    """A configuration as mappings, lists and texts."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return plain(vars(value)) if hasattr(value, "__dict__") else str(value)

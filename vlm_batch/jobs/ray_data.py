@@ -1,0 +1,112 @@
+"""An actor class for Ray Data: the rows of a Dataset, answered in ``map_batches``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vlm_batch.errors import describe, shown
+from vlm_batch.jobs.cells import Columns, row_of_cells
+from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
+from vlm_batch.jobs.ray import ended, open_here
+from vlm_batch.jobs.rows import InvalidJob, Row
+from vlm_batch.jobs.runner import submitted_row
+from vlm_batch.types import Result, SamplingParams, params_of
+
+#: What answers add to a row, named as by ``ray.data.llm``. The error is "" where there is an answer.
+OUTPUT_COLUMNS = (
+    "generated_text",
+    "generated_tokens",
+    "num_input_tokens",
+    "num_generated_tokens",
+    "finish_reason",
+    "time_taken_llm",
+    "__inference_error__",
+)
+
+
+class Answer:
+    """For ``Dataset.map_batches``: an engine that answers every row of a batch, and of several batches at once.
+
+    A row has ``messages`` (OpenAI's form), or a ``prompt`` column, or the class is given a ``prompt`` that may name columns.
+    Pictures and videos lie in columns of the usual names (``image``, ``video``) or in the messages. A row's ``sampling_params``
+    go before ``params``. Every row comes back, in its place and with its columns, and ``OUTPUT_COLUMNS``.
+
+    The engine is full when there are more rows under way than it has places: give ``max_concurrency`` so that an actor
+    works on several blocks, and ``batch_size`` of a few dozen. Raises InvalidJob for a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        *,
+        prompt: str | None = None,
+        system: str | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        image: str | None = None,
+        video: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._prompt = prompt
+        self._columns = Columns(image=image, video=video)
+        self._questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
+        self._batcher = open_here(model, options or {})
+
+    async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        if not isinstance(batch, dict):
+            raise InvalidJob(f"a batch is {type(batch).__name__}; leave batch_format as it is (numpy)")
+        rows = [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
+        answers = await asyncio.gather(*(self._answer(row, f"row {at}") for at, row in enumerate(rows)))
+        yield {**batch, **{name: _column([one[at] for one in answers]) for at, name in enumerate(OUTPUT_COLUMNS)}}
+
+    async def _answer(self, cells: dict[str, Any], place: str) -> tuple[Any, ...]:
+        """Answer one row, whatever is wrong with it: its cells of ``OUTPUT_COLUMNS``."""
+        began = time.perf_counter()
+        result: Result = await ended(submitted_row(self._batcher, self._questions, self._row(cells, place)))
+        seconds = time.perf_counter() - began if result.ok else -1.0
+        tokens, usage = np.asarray(result.token_ids, np.int64), result.usage
+        counts = (usage.prompt_tokens, usage.completion_tokens)
+        return (result.text, tokens, *counts, result.finish_reason, seconds, result.error or "")
+
+    def _row(self, cells: dict[str, Any], place: str) -> Row:
+        try:
+            cells = {name: _plain(value) for name, value in cells.items()}
+            columns = self._columns.among(list(cells), "the dataset")
+            if columns.image is not None and cells[columns.image] is None:  # a row of text
+                columns = replace(columns, image=None)
+            row = row_of_cells(cells, columns, place=place, folder="")
+            messages, params = cells.get("messages"), cells.get("sampling_params") or {}
+            if not isinstance(params, Mapping):
+                raise InvalidJob(f"sampling_params is {shown(params)}; it must be a mapping")
+            if self._prompt is not None:
+                return replace(row, params=params)
+            if not messages and not isinstance(cells.get("prompt"), str):
+                raise InvalidJob(f"a row needs messages, or a prompt; it has the columns {', '.join(cells)}")
+            asked = {"messages": messages} if messages else {"prompt": cells["prompt"]}
+            return replace(row, params=params, **asked)
+        except Exception as error:
+            return Row(id=place, error=describe(error))
+
+
+def _plain(value: Any) -> Any:
+    """Return a cell as Python has it. Arrow gives every mapping of a column the same keys, with None where there was none."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype == object):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items() if one is not None}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    """Return a column of a batch: texts, and arrays of different lengths, are cells of their own."""
+    if values and not isinstance(values[0], (np.ndarray, str)):
+        return np.array(values)
+    column = np.empty(len(values), object)
+    for place, value in enumerate(values):
+        column[place] = value
+    return column
