@@ -123,6 +123,7 @@ def test_every_way_to_ask_is_the_same_question(batcher: VLMBatcher) -> None:
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}
     chat = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, part]}]
     bare = [{"role": "user", "content": [{"type": "text", "text": DESCRIBE}, {"type": "image"}]}]
+    assert batcher.submit(CIRCLE, DESCRIBE).result(timeout=60).error is None  # all that follow find its state
     handles = [
         batcher.submit(CIRCLE, DESCRIBE),
         batcher.submit(str(CIRCLE), DESCRIBE),
@@ -413,6 +414,64 @@ def test_submitting_while_another_thread_closes_never_hangs() -> None:
         own.close()
         thread.join()
         assert all(handle.result(timeout=60).finish_reason == "cancelled" for handle in handles)
+
+
+def test_an_async_with_block_closes_the_batcher() -> None:
+    async def ask() -> tuple[VLMBatcher, Any, Result]:
+        async with VLMBatcher(CHECKPOINT) as own:
+            result = await own.submit(prompt="count to 3")
+            return own, own.submit(prompt="count to 3", params=LONG), result
+
+    own, left, result = asyncio.run(ask())
+    assert result.text == "1 2 3"
+    assert left.result(timeout=60).finish_reason == "cancelled"
+    with pytest.raises(BatcherClosed):
+        own.submit(prompt="a")
+
+
+def test_one_request_by_itself_and_prompts(batcher: VLMBatcher) -> None:
+    forms: list[Any] = ["count to 3", {"prompt": "count to 3"}, Request(prompt="count to 3")]
+    for asked in [*forms, forms[:1], iter(forms[:1])]:
+        (result,) = batcher.generate(asked)
+        assert result.text == "1 2 3", asked
+    (result,) = batcher.as_completed("count to 3")
+    assert result.text == "1 2 3"
+
+    async def ended() -> list[Result]:
+        return [result async for result in batcher.as_completed_async("count to 3")]
+
+    assert [result.text for result in asyncio.run(ended())] == ["1 2 3"]
+    unknown: Any = [3]
+    assert "a prompt" in str(batcher.generate(unknown)[0].error)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("What is this?", "cat.png"), "have they changed places"),
+        (("What is this?", "https://example.org/cat"), "have they changed places"),
+        (("What is this?", CIRCLE), "comes after the pictures"),
+        (("What is this?",), "text alone is prompt="),
+    ],
+)
+def test_a_prompt_in_the_pictures_place_is_noticed(batcher: VLMBatcher, asked: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        batcher.submit(*asked)
+
+
+def test_a_prompt_may_name_a_picture(batcher: VLMBatcher, tmp_path: Path) -> None:
+    shutil.copy(CIRCLE, tmp_path / "no suffix")
+    for given in (CIRCLE, str(CIRCLE), str(tmp_path / "no suffix")):
+        assert batcher.submit(given, "describe a.png").result(timeout=60).error is None
+    assert "places" not in str(batcher.submit("missing.png", "describe a.png").result(timeout=60).error)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.mp4"])
+def test_an_empty_file_is_said_to_be_empty(batcher: VLMBatcher, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    asked: dict[str, Any] = {"videos" if name == "a.mp4" else "images": tmp_path / name}
+    assert "is empty (0 bytes)" in str(batcher.submit(prompt=DESCRIBE, **asked).result(timeout=60).error)
+    assert "is empty (0 bytes)" in str(batcher.submit(b"", DESCRIBE).result(timeout=60).error)
 
 
 class Passes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from mlx_vlm.tools import load_tool_module
 from transformers import AutoTokenizer
 
 from tests.serving import Running, serving
@@ -16,7 +17,7 @@ from vlm_batch.assets import default_checkpoint
 from vlm_batch.handle import Handle
 from vlm_batch.models import families
 from vlm_batch.registry import ModelSpec
-from vlm_batch.server.answers import AnswerReader, Dialect
+from vlm_batch.server.answers import AnswerReader, Dialect, UnreadableCall
 from vlm_batch.types import Event, Request, Result, Stats, Usage
 
 TEMPLATE = (
@@ -236,3 +237,15 @@ def test_mlx_vlm_has_what_is_used_of_it() -> None:
     assert list(inspect.signature(responses_state.ToolCallStreamState.feed).parameters) == ["self", "text", "last"]
     assert list(inspect.signature(streaming.ToolCallDeltaState).parameters) == ["module", "tools"]
     assert len(registry.SPECS) >= 14
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "gemma4"])
+@pytest.mark.parametrize("piece", [100, 10**6])
+def test_a_call_that_python_has_no_room_for_is_said_to_be_unreadable(parser: str, piece: int) -> None:
+    module, value = load_tool_module(parser), "[" * 5000 + "]" * 5000
+    call = f"call:f{{x:{value}}}" if parser == "gemma4" else f'{{"name": "f", "arguments": {{"x": {value}}}}}'
+    text = module.tool_call_start + call + module.tool_call_end
+    reader = AnswerReader(None, module, [{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    events = [Event("a", 1, text[at : at + piece]) for at in range(0, len(text), piece)]
+    with pytest.raises(UnreadableCall):
+        [*map(reader.feed, events), reader.finish()]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
+import mlx.core as mx
 import numpy as np
+import pydantic
 import pytest
 
 from tests.harness import inputs_of, settings_for, shared_adapter
@@ -26,6 +30,7 @@ from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs import grammar
+from vlm_batch.types import LogitsProcessor
 
 CIRCLE = str(sample_images()[3])
 DESCRIBE = "describe the image"
@@ -213,6 +218,107 @@ def test_a_form_that_costs_too_much_is_the_requests_fault(batcher: VLMBatcher, f
     assert isinstance(error, InvalidParameters)
     assert said in str(error)
     assert "<state>" not in str(error)
+
+
+class Receipt(pydantic.BaseModel, extra="forbid"):
+    """The form of an answer, as users of pydantic write it."""
+
+    colour: Literal["red", "blue"]
+    sides: int = pydantic.Field(ge=0, le=9)
+
+
+def test_a_pydantic_models_class_is_a_schema(batcher: VLMBatcher) -> None:
+    """The same answer as by its schema; ``parsed`` is what the JSON says, and the class validates it."""
+    by_class, by_schema = (
+        batcher.submit(CIRCLE, DESCRIBE, params={"json_schema": schema}).result(timeout=60)
+        for schema in (Receipt, Receipt.model_json_schema())
+    )
+    assert by_class.error is None and by_class.token_ids == by_schema.token_ids
+    assert Receipt.model_validate(by_class.parsed).model_dump() == by_class.parsed
+    with pytest.raises(InvalidParameters, match=r"json_schema is .*a class that gives no schema"):
+        SamplingParams(json_schema=dict)
+
+
+def forced(batcher: VLMBatcher, text: str) -> LogitsProcessor:
+    """A logits processor that has the answer say a text, as far as the form goes along."""
+    tokens = batcher.processing.tokenizer.encode(text)
+    steps = iter([*tokens, *batcher.processing.eos_token_ids[:1] * 100])
+    return lambda _, logits: mx.where(mx.arange(logits.shape[-1]) == next(steps), 0.0, -100.0)[None]
+
+
+def test_a_finished_answer_that_python_cannot_read_is_finished(batcher: VLMBatcher) -> None:
+    """Integers have 4,300 digits at most there (640 here), and values a thousand levels, of which writers need several each."""
+    whole = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    inner = {
+        "anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "maxItems": 1}, {"type": "null"}]
+    }
+    deep = {"$ref": "#/$defs/a", "$defs": {"a": inner}}
+    texts: dict[str, Any] = {
+        '{"x": ' + "1" * 700 + "}": whole,
+        "[" * 500 + "null" + "]" * 500: deep,
+        "[" * 99 + "null" + "]" * 99: deep,
+    }
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        asked = [
+            SamplingParams(json_schema=schema, max_tokens=1500, logits_processors=[forced(batcher, text)])
+            for text, schema in texts.items()
+        ]
+        results = batcher.generate([Request(prompt="a", params=params) for params in asked])
+    finally:
+        sys.set_int_max_str_digits(most)
+    assert [(result.finish_reason, result.error, result.text) for result in results] == [
+        ("stop", None, text) for text in texts
+    ]
+    assert [result.parsed is None for result in results] == [True, True, False]
+    assert json.dumps(asdict(results[2]))
+    assert grammar.read_json("[" * 5000 + "]" * 5000) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"choice": ["yes", "no"], "min_tokens": 10}, "min_tokens is 10, and the answer has its choice after "),
+        (
+            {"choice": ["yes", "no"], "allowed_token_ids": [5, 6]},
+            "choice and allowed_token_ids leave no token to choose",
+        ),
+        ({"regex": "a+", "bad_words": ["a", "aa", "aaa", "aaaa"]}, "regex and bad_words leave no token to choose"),
+        ({"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids and bad_words leave no token to choose"),
+        (
+            {"json_schema": {"$ref": "#"}},
+            "json_schema: no text has this form: it refers to itself, or contradicts itself",
+        ),
+        (
+            {"grammar": "start: a\na: start"},
+            "grammar: no text has this form: it refers to itself, or contradicts itself",
+        ),
+    ],
+    ids=["min_tokens", "allowed_token_ids", "bad_words", "no form", "a schema of itself", "a grammar of itself"],
+)
+def test_what_contradicts_a_form_is_named_and_fails_alone(
+    batcher: VLMBatcher, params: dict[str, Any], said: str
+) -> None:
+    other = batcher.submit(prompt="count to 7")
+    error = batcher.submit(prompt="a", params=params).result(timeout=60).exception
+    assert isinstance(error, InvalidParameters)
+    assert said in str(error)
+    assert other.result(timeout=60).text == "1 2 3 4 5 6 7"
+
+
+def test_min_tokens_hold_for_a_form_that_can_go_on(batcher: VLMBatcher) -> None:
+    plain, longer = (
+        batcher.submit(prompt="a", params={"regex": "a*", "min_tokens": least, "max_tokens": 40}).result(timeout=60)
+        for least in (0, 9)
+    )
+    assert len(plain.token_ids) < 9 <= len(longer.token_ids) < 40
+    assert longer.finish_reason == "stop" and longer.parsed == longer.text
 
 
 def test_a_large_form_is_compiled_beside_the_others(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import weakref
@@ -21,6 +22,7 @@ from vlm_batch.handle import Handle
 from vlm_batch.inputs.prepare import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
+from vlm_batch.many import Asked
 from vlm_batch.policy import check_policy, described, policy_of
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -48,7 +50,8 @@ class VLMBatcher:
     """Answer requests about pictures and videos with one model, batched: each answer is what the request would get alone.
 
     One thread owns MLX; every method is safe from any thread and inside a running event loop, in the process that made
-    the batcher. Leaving the ``with`` block, or ``close``, ends what is still running with ``finish_reason="cancelled"``.
+    the batcher. Leaving the ``with`` or ``async with`` block, or ``close``, ends what is still running with
+    ``finish_reason="cancelled"``.
 
     Args:
         model: a path, a hub id, or a loaded mlx-vlm model.
@@ -189,16 +192,17 @@ class VLMBatcher:
         return handle
 
     def generate(
-        self, requests: Iterable[Request | Mapping[str, Any]], *, progress: bool = False, raise_on_error: bool = False
+        self, requests: Asked | Iterable[Asked], *, progress: bool = False, raise_on_error: bool = False
     ) -> list[Result]:
-        """Answer many requests; results in their order. ``requests`` may be a generator: it is read the
-        policy's ``look_ahead`` ahead of those in the batch.
+        """Answer many requests, or one: each a ``Request``, a mapping of its fields, or a prompt. Results in their order.
+        ``requests`` may be a generator: it is read the policy's ``look_ahead`` ahead of those in the batch.
 
         A request that fails, at submit or later, gives a result with ``error`` set, and so does an item that is no
         request. If ``requests`` itself raises, those before are answered and the last result says so. ``raise_on_error``
         raises RequestFailed for the first one once all are done. ``progress`` shows a bar on stderr.
         """
         results: dict[int, Result] = {}
+        requests = many.several(requests)
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
             for index, result in many.in_turn(self.submit_request, requests, self._most_in_flight):
@@ -209,16 +213,16 @@ class VLMBatcher:
             result.raise_for_error()
         return ordered
 
-    def as_completed(self, requests: Iterable[Request | Mapping[str, Any]]) -> Iterator[Result]:
+    def as_completed(self, requests: Asked | Iterable[Asked]) -> Iterator[Result]:
         """The same requests' results as they end; match them by ``request_id``. Leaving the loop cancels the rest."""
-        for _, result in many.in_turn(self.submit_request, requests, self._most_in_flight):
+        for _, result in many.in_turn(self.submit_request, many.several(requests), self._most_in_flight):
             yield result
 
     async def as_completed_async(
-        self, requests: Iterable[Request | Mapping[str, Any]] | AsyncIterable[Request | Mapping[str, Any]]
+        self, requests: Asked | Iterable[Asked] | AsyncIterable[Asked]
     ) -> AsyncIterator[Result]:
         """``as_completed`` for ``async for``; ``requests`` may be an asynchronous iterator, too."""
-        async for _, result in many.in_turn_async(self.submit_request, requests, self._most_in_flight):
+        async for _, result in many.in_turn_async(self.submit_request, many.several(requests), self._most_in_flight):
             yield result
 
     def _most_in_flight(self) -> int:
@@ -277,3 +281,9 @@ class VLMBatcher:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> VLMBatcher:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.close)

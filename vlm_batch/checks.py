@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from vlm_batch.errors import InvalidImage, InvalidParameters, shown
+from vlm_batch.errors import InvalidImage, InvalidParameters, describe, shown
 
 #: The largest number that MLX's 32-bit integers hold.
 MOST = 2**31 - 1
@@ -59,13 +59,22 @@ def check_unicode(name: str, texts: Iterable[str]) -> None:
 
 
 def json_schema_of(given: Any) -> Any:
-    """A copy of a JSON schema as a mapping, from a mapping or from JSON text. Raises InvalidParameters."""
+    """A copy of a JSON schema as a mapping, from a mapping, from JSON text, or from a pydantic model's class. Raises
+    InvalidParameters."""
+    if isinstance(given, type):
+        try:
+            given = given.model_json_schema()  # type: ignore[attr-defined]
+        except Exception as error:
+            said = f"json_schema is {shown(given)}, a class that gives no schema (pydantic's BaseModel does)"
+            raise InvalidParameters(f"{said}: {describe(error)}") from error
     try:
         schema = json.loads(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidParameters(f"json_schema is no JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise InvalidParameters(f"json_schema is {shown(given)}; it must be a mapping, or JSON text of one")
+        raise InvalidParameters(
+            f"json_schema is {shown(given)}; it must be a mapping, JSON text of one, or a pydantic model's class"
+        )
     return schema
 
 

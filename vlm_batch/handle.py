@@ -37,8 +37,9 @@ class Handle:
         self._changed = threading.Condition()
         self._events: list[Event] = []
         self._result: Result | None = None
-        self._listeners: list[Callable[[], None]] = []  # told of the next change
-        self._at_end: list[Callable[[], None]] = []
+        self._listeners: list[
+            tuple[bool, Callable[[], None]]
+        ] = []  # called once: at the end (True), or at the next event
 
     def __repr__(self) -> str:
         state = "running" if self._result is None else self._result.finish_reason
@@ -112,12 +113,12 @@ class Handle:
         def forget(given_up: asyncio.Future[None]) -> None:
             if given_up.cancelled():  # a timeout: many may come before anything is told
                 with self._changed, contextlib.suppress(ValueError):
-                    self._listeners.remove(tell)
+                    self._listeners.remove((False, tell))
 
         future.add_done_callback(forget)
         with self._changed:
             if self._result is None:
-                self._listeners.append(tell)
+                self._listeners.append((False, tell))
             else:
                 future.set_result(None)
         return future
@@ -127,7 +128,7 @@ class Handle:
         ``call`` on the engine's thread is logged."""
         with self._changed:
             if self._result is None:
-                self._at_end.append(call)
+                self._listeners.append((True, call))
                 return
         call()
 
@@ -138,10 +139,11 @@ class Handle:
                 return
             self._events.append(event)
             self._result = event.result
-            listeners, self._listeners = self._listeners, []
-            if event.result is not None:
+            is_end = event.result is not None
+            listeners = [call for only_end, call in self._listeners if is_end or not only_end]
+            self._listeners = [] if is_end else [one for one in self._listeners if one[0]]
+            if is_end:
                 self._cancel, self._is_on_engine = None, lambda: False
-                listeners, self._at_end = listeners + self._at_end, []
             self._changed.notify_all()
         for tell in listeners:
             try:
@@ -152,7 +154,7 @@ class Handle:
     def renew_lock(self) -> None:
         """Make a new lock in a child process, where the thread that holds the old one may not exist."""
         self._changed = threading.Condition()
-        self._listeners, self._at_end = [], []
+        self._listeners = []
 
 
 class EventStream:

@@ -6,7 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from vlm_batch.errors import BatcherClosed, InvalidRequest
 from vlm_batch.handle import Handle
@@ -14,7 +14,16 @@ from vlm_batch.runtime import threads
 from vlm_batch.types import Request, Result, failed_result
 
 Submit: TypeAlias = Callable[[Request], Handle]
-Asked: TypeAlias = "Request | Mapping[str, Any]"
+#: A request, a mapping of its fields, or a prompt.
+Asked: TypeAlias = "Request | Mapping[str, Any] | str"
+
+Many = TypeVar("Many")
+
+
+def several(given: Asked | Many) -> tuple[Asked, ...] | Many:
+    """Requests as they are; one by itself in a tuple."""
+    return (given,) if isinstance(given, (Request, Mapping, str)) else given
+
 
 _END: Any = object()  # marks the end of the requests: None could be an item
 
@@ -121,11 +130,11 @@ async def _as_async(requests: Iterable[Asked] | AsyncIterable[Asked]) -> AsyncIt
 def submitted(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
     """A handle, or the result of what could not be submitted. Raises BatcherClosed if that was the first of many."""
     try:
-        if isinstance(given, Mapping):
-            return submit(Request(**given))
+        if isinstance(given, (Mapping, str)):
+            return submit(Request(prompt=given) if isinstance(given, str) else Request(**given))
         if not isinstance(given, Request):
             raise InvalidRequest(
-                f"item {index} is a {type(given).__name__}; it must be a Request or a mapping of its fields"
+                f"item {index} is a {type(given).__name__}; it must be a Request, a mapping of its fields, or a prompt"
             )
         return submit(given)
     except Exception as error:

@@ -76,28 +76,41 @@ _REAL_PARAMETERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters for choosing the tokens of one request.
+    """Parameters for choosing the tokens of one request. Numbers of numpy are taken as Python's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` 1 is off; it
-    divides positive and multiplies negative logits of tokens among the last ``repetition_context_size`` (Keskar et
-    al. 2019). ``seed`` makes a sampled request reproducible whatever shares its batch; without one, a fresh seed is
-    drawn. ``stop`` strings end the answer and are not part of it; ``stop_token_ids`` end it beside the model's own
-    end tokens, which ``ignore_eos`` switches off. ``logprobs=k`` reports, at each step, the chosen token's and the k
-    most likely tokens' log-probabilities, taken after the processors and before the temperature. ``prompt_logprobs=k``
-    reports the same of each of the prompt's own tokens, as the model has them; it takes nothing from earlier requests.
-    ``logits_processors`` follow mlx-lm: ``(tokens, logits) -> logits`` with all tokens so far (prompt and answer,
-    shape (T,)) and logits of shape (1, V). Numbers of numpy are taken as Python's.
+    Args:
+        max_tokens: tokens of the answer at most.
+        temperature: 0 is greedy; the logits are divided by it.
+        top_p: keep the most likely tokens until their probabilities reach this; 1 is off.
+        top_k: keep so many of the most likely tokens; 0 is off.
+        min_p: drop tokens less likely than this times the most likely one; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of recent tokens (Keskar et al. 2019); 1 is off.
+        repetition_context_size: how many tokens count as recent.
+        seed: makes a sampled request reproducible whatever shares its batch. None draws a fresh seed.
+        stop: strings that end the answer and are not part of it.
+        stop_token_ids: tokens that end it, beside the model's own end tokens.
+        ignore_eos: do not end at the model's own end tokens.
+        logprobs: report at each step the log-probabilities of the chosen token and of so many most likely tokens, taken after
+            the processors and before the temperature.
+        prompt_logprobs: report the same of each of the prompt's own tokens, as the model has them. Such a request takes
+            nothing from earlier ones.
+        logits_processors: functions ``(tokens, logits) -> logits``, mlx-lm's convention, with all tokens so far (prompt and
+            answer, shape (T,)) and logits of shape (1, V).
+        presence_penalty: subtracted from the logits of tokens that the answer has (OpenAI's definition).
+        frequency_penalty: subtracted as often as the answer has the token (OpenAI's definition).
+        logit_bias: numbers in -100..100 that are added to tokens' logits.
+        allowed_token_ids: exclude all other tokens; None allows all.
+        bad_words: texts that do not come in the answer, spelled as the tokenizer spells them, with or without a space before.
+        min_tokens: how many tokens come before any end: end tokens do not, and stop strings do not count.
+        n: how many answers are sampled from one prompt, with the seeds ``seed``, ``seed + 1``, ...
+        thinking_budget: tokens after which the model's thinking is ended.
+        json_schema: a form of the answer: a schema as a mapping, as JSON text, or as a pydantic model's class.
+        regex: a form: a regular expression of the whole answer.
+        grammar: a form: a grammar in Lark's notation, as llguidance reads it.
+        choice: a form: texts to choose from.
 
-    ``presence_penalty`` is subtracted from the logits of tokens that the answer has, ``frequency_penalty`` as often as it
-    has them (OpenAI's definitions). ``logit_bias`` adds numbers in -100..100 to tokens' logits. ``allowed_token_ids`` excludes
-    all other tokens. ``bad_words`` do not come in the answer, spelled as the tokenizer spells them, with or without a
-    space before. ``min_tokens`` is how many tokens come before any end: end tokens do not, and stop strings do not count.
-    ``n`` answers are sampled from one prompt, with seeds ``seed``, ``seed + 1``, ... ``thinking_budget`` ends the
-    model's thinking after so many tokens.
-
-    At most one of ``json_schema`` (a schema, or JSON text), ``regex``, ``grammar`` (Lark, as llguidance reads it) and
-    ``choice`` (texts) holds the answer to a form; after thinking, if the model thinks. The answer then has that form,
-    or ends with "length".
+    An answer has one form at most. It begins after thinking, if the model thinks. The answer then has that form, or ends with
+    "length".
 
     Raises InvalidParameters for a value out of range.
     """
@@ -124,7 +137,7 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     thinking_budget: int | None = None
-    json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    json_schema: Mapping[str, Any] | type | str | None = field(default=None, hash=False)
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None
@@ -228,11 +241,6 @@ class SamplingParams:
     def form(self) -> str | None:
         """The name of the parameter that holds the answer to a form; None if nothing does."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken (no randomness)."""
-        return self.temperature == 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ nobody sees.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
 from vlm_batch.engine.work import Failed, Kind, Part, Work, attempt
+from vlm_batch.errors import InvalidParameters
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams, TokenLogprobs
@@ -251,14 +253,14 @@ class BatchGenerator:
                     self._take(flight, *found)
 
     def _take(
-        self, flight: Flight, tokens: Sequence[int], are_finite: Sequence[bool], logprobs: Mapping[int, TokenLogprobs]
+        self, flight: Flight, tokens: Sequence[int], highest: Sequence[float], logprobs: Mapping[int, TokenLogprobs]
     ) -> None:
         """Append tokens to their rows; rows that are complete end, and those whose numbers are none."""
         for index, row in enumerate(flight.rows):
             if not flight.is_for(index):  # it ended meanwhile and has no use for it
                 continue
-            if not are_finite[index]:
-                self.rows.end(row, "error", _not_finite(row))
+            if not math.isfinite(highest[index]):
+                self.rows.end(row, "error", _no_token(row, highest[index]))
                 continue
             if row.reuse is not None and row.reuse.pending is not None:  # what its prompt left is sound
                 self.reuse.store(row.reuse.pending)
@@ -439,8 +441,21 @@ class BatchGenerator:
         ]
 
 
-def _not_finite(row: Row) -> FloatingPointError:
-    at = len(row.answer.token_ids) + 1
+def _no_token(row: Row, highest: float) -> Exception:
+    """The end of a row whose highest logit is not finite: its own parameters leave it no token, or the model overflows."""
+    at, params = len(row.answer.token_ids) + 1, row.params
+    said = {
+        params.form: row.answer.guide is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": at <= params.min_tokens,
+        "logits_processors": bool(params.logits_processors),
+    }
+    names = [name for name, is_said in said.items() if name is not None and is_said]
+    if highest == -math.inf and names not in ([], ["logits_processors"]):
+        return InvalidParameters(
+            f"{' and '.join(names)} leave no token to choose for token {at}: they contradict each other"
+        )
     return FloatingPointError(
         f"the logits of token {at} are not finite (NaN or infinity): the model overflows on this prompt, or a logits "
         "processor leaves no token to choose"

@@ -18,7 +18,7 @@ from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.port import NO_TEXT, AnswerText, Loading
 from vlm_batch.engine.sampling import NO_RULES, RowRules
 from vlm_batch.engine.text import Detokenizer, StopStrings
-from vlm_batch.errors import describe
+from vlm_batch.errors import InvalidParameters, describe
 from vlm_batch.records import Encoded, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
@@ -260,6 +260,11 @@ class Row:
         if guide is not None:
             guide.settle()
             answer.is_whole = guide.is_whole
+            if guide.is_whole and len(answer.token_ids) < answer.min_tokens:
+                raise InvalidParameters(
+                    f"min_tokens is {answer.min_tokens}, and the answer has its {self.params.form} after "
+                    f"{len(answer.token_ids)}, where nothing may follow: they contradict each other"
+                )
             if guide.is_whole or is_stop:
                 answer.parsed = guide.parsed(decode)
             if guide.is_over:

@@ -8,7 +8,6 @@ depends on its own logits, parameters, seed and step only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -111,12 +110,12 @@ class Sampled:
         found = [self.tokens] if self.highest is None else [self.tokens, self.highest]
         return found if self.logprobs is None else [*found, *self.logprobs.arrays()]
 
-    def read(self) -> tuple[list[int], list[bool], dict[int, TokenLogprobs]]:
-        """Wait for it: (tokens, whether each row's logits are finite, log-probabilities by row)."""
+    def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
+        """Wait for it: (tokens, each row's highest logit, log-probabilities by row)."""
         tokens: Any = self.tokens.tolist()
         highest: Any = [0.0] * len(tokens) if self.highest is None else self.highest.tolist()
         told = [] if self.logprobs is None else self.logprobs.read([tokens[row] for row in self.logprob_rows])
-        return tokens, list(map(math.isfinite, highest)), dict(zip(self.logprob_rows, told, strict=True))
+        return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
 # One row at a time, where it asks for it ------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ MOST_SECONDS = 2.0
 FUEL, FUEL_A_CHARACTER, MOST_FUEL = 60_000, 16, 1_000_000
 #: Its limits of one step, and of states, of which each takes a kilobyte or two.
 _STEP: Any = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000}
+#: Levels of a parsed answer at most: ``dataclasses.asdict``, copies and writers of JSON need several calls of Python for each.
+MOST_LEVELS = 128
 #: How JSON is written, as ``json.dumps`` does it: whitespace that is left to the model can go on for ever.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -101,9 +103,34 @@ class Form:
         if not self._matcher.is_stopped():  # as it is where it has an error
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
-            raise InvalidParameters(f"{self._name} cannot be followed further: {_said(self._matcher.get_error())}")
+            raise InvalidParameters(_cannot_follow(self._name, self._matcher.get_error()))
         if time.perf_counter() - begin > MOST_SECONDS:
             raise InvalidParameters(f"{self._name} cannot be followed further: a token took over {MOST_SECONDS:g} s")
+
+
+def _cannot_follow(name: str, error: str) -> str:
+    said = _said(error)
+    if said.startswith("NoExtension"):  # NoExtension, NoExtensionBias
+        return f"{name}: no text has this form: it refers to itself, or contradicts itself"
+    return f"{name} cannot be followed further: {said}"
+
+
+def read_json(text: str) -> Any:
+    """An answer's JSON as a value; None for what Python's ``json``, or who works with the value, has no room for."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, a thousand levels
+        return None
+    values, levels = [found], 0
+    while values:
+        values = [
+            inner
+            for value in values
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        levels += 1
+    return found if levels <= MOST_LEVELS else None
 
 
 def check_form(params: SamplingParams) -> None:
@@ -172,12 +199,13 @@ class Forms:
     def _compile(self, name: str, text: str) -> Form:
         vocabulary = self._words()
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits(text))
-        bits = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
             raise InvalidParameters(f"{name}: {_said(matcher.get_error())}")
-        return Form(matcher, bits, name, json.loads if name == "json_schema" else str, self._following)
+        bits = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if matcher.is_error():
+            raise InvalidParameters(_cannot_follow(name, matcher.get_error()))
+        return Form(matcher, bits, name, read_json if name == "json_schema" else str, self._following)
 
     def _words(self) -> LLTokenizer:
         """The tokenizer as llguidance reads it, made once."""

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
 from vlm_batch.errors import InvalidImage, InvalidVideo
-from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, shown
+from vlm_batch.inputs.fetch import Cancelled, Fetched, Unreadable, fetch, is_data_uri, is_url, shown
 from vlm_batch.types import FetchPolicy, ImageInput
 
 #: Pillow's own limit against decompression bombs (a quarter of a gigabyte of RGB).
@@ -115,6 +115,11 @@ def size_of_file(path: str) -> tuple[int, int] | None:
                 return image.size
     except Exception:  # as reading it will say
         return None
+
+
+def names_picture(text: str) -> bool:
+    """Whether a text is a URL or a data URI, or ends as the names of picture files do."""
+    return is_url(text) or is_data_uri(text) or text.lower().endswith(tuple(picture_suffixes()))
 
 
 def describe_source(source: ImageInput) -> str:
@@ -235,7 +240,10 @@ def _open(source: Any, max_pixels: int | None, policy: FetchPolicy, cancelled: C
     if isinstance(source, Fetched):
         source = source.data
     file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
-    if (data := file.getvalue()).startswith(ICON):
+    data = file.getvalue()
+    if not data:
+        raise InvalidImage(f"{name} is empty (0 bytes)")
+    if data.startswith(ICON):
         for width, height in _icon_sizes(data):
             check_size(name, width, height, max_pixels)
     try:

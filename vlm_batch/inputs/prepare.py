@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from vlm_batch.inputs.images import (
     describe_source,
     fetch_image,
     load_image,
+    names_picture,
     own_image,
 )
 from vlm_batch.inputs.processing import ESCAPE, Copies, PixelBounds, Processing
@@ -505,9 +507,18 @@ def _check_types(request: Request) -> None:
     given = [name for name, value in ways.items() if value is not None]
     if len(given) != 1:
         said = ", ".join(given) or "none"
-        raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}")
+        hint = ""
+        if not given and len(request.images) == 1 and isinstance(request.images[0], str):
+            hint = f" (images is {shown(request.images[0])}; text alone is prompt=...)"
+        raise InvalidPrompt(f"exactly one of prompt, messages, token_ids and inputs is needed; given: {said}{hint}")
     rules: tuple[tuple[str, Any, type, str, type[InvalidRequest]], ...] = (
-        ("prompt", request.prompt, str, "text (str)", InvalidPrompt),
+        (
+            "prompt",
+            request.prompt,
+            str,
+            "text (str), and comes after the pictures: submit(images, prompt)",
+            InvalidPrompt,
+        ),
         ("inputs", request.inputs, Mapping, "a mapping of names to arrays", InvalidPrompt),
         ("request_id", request.request_id, str, "text (str)", InvalidRequest),
         ("cache", request.cache, PromptCache, "a PromptCache: Result.cache, or PromptCache.load(path)", InvalidCache),
@@ -515,6 +526,18 @@ def _check_types(request: Request) -> None:
     for name, value, kind, right, error in rules:
         if value is not None and not isinstance(value, kind):
             raise error(f"{name} is {shown(value)}; it must be {right}")
+    if request.prompt is not None and len(request.images) == 1:
+        _check_places(request.images[0], request.prompt)
+
+
+def _check_places(image: ImageInput, prompt: str) -> None:
+    """Refuse a picture that is none beside a prompt that names one. Raises InvalidImage."""
+    if not isinstance(image, str) or names_picture(image) or not names_picture(prompt) or os.path.exists(image):
+        return
+    raise InvalidImage(
+        f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
+        "It is submit(images, prompt)"
+    )
 
 
 def _checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:

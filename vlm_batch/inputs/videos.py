@@ -304,6 +304,8 @@ def _decode(
     ``limits`` are on the pixels of all frames together, and of one before it is scaled.
     """
     name, (max_pixels, max_frame_pixels) = describe_video(video), limits
+    if path.is_file() and not path.stat().st_size:
+        raise InvalidVideo(f"{name} is empty (0 bytes)")
     if _is_text(path):
         raise InvalidVideo(f"{name} is not a video that FFmpeg can read: it is text (playlists are not followed)")
     with _opened(path, name) as capture:

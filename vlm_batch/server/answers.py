@@ -207,7 +207,7 @@ class AnswerReader:
         self._content.append(content)
         try:
             calls = tuple(self._calls.feed(content))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnreadableCall(str(error)) from error
         self.has_calls = self.has_calls or bool(calls)
         return Delta(self._shown.feed(content, last=last) or "", reasoning, calls, logprobs)
