@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -380,7 +379,7 @@ class BatchGenerator:
         waiting.placed = rows.placed
         others = [
             *rows.prefilling.values(),
-            *(row for row in waiting.prepared.values() if (row.prompt.encoded is not None)),
+            *(row for row in waiting.prepared.values() if row.prompt.encoded is not None),
         ]
         late = {row for row, _, _ in self._untold}
         forks = {row for row, _ in rows.forks if row not in late}
@@ -399,26 +398,19 @@ class BatchGenerator:
             held = [*rows.live(), *(one for one, _ in rows.forks if one is not row)]
             if (
                 not mine
-                or not ((row.prompt.encoded is not None) or row in dict(rows.forks))
+                or not (row.prompt.encoded is not None or row in dict(rows.forks))
                 or not memory.fits(row, held)
             ):
                 break
             last = rows.waiting.line(mine)[-1]
-            decoded = [kept for part in decoded for kept in self._parked(part, last)]
+            for part in decoded:
+                if last in part.rows and part.logits is not None:
+                    at = part.rows.index(last)
+                    self._try(last, rows.park, last, part.logits[at : at + 1])
+            decoded = [kept for part in decoded for kept in part.without(last)]
             placed[last.client] -= 1
             placed[row.client] += 1
         return decoded
-
-    def _parked(self, part: Part, last: Row) -> list[Part]:
-        """Split off the row of a part that gives up its place; return what is left."""
-        if last not in part.rows or part.logits is None:
-            return [part]
-        at = part.rows.index(last)
-        self._try(last, self.rows.park, last, part.logits[at : at + 1])
-        others = [index for index in range(len(part.rows)) if index != at]
-        if not others:
-            return []
-        return [replace(part, rows=[part.rows[index] for index in others], logits=part.logits[mx.array(others)])]
 
     def _prefill(self, plan: Sequence[Work]) -> list[Part]:
         """Launch chunks; those that ended their rows' prompts."""

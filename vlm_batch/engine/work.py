@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +45,14 @@ class Part:
     logits: mx.array | None = None
     arrays: list[mx.array] = field(default_factory=list)
     is_held: bool = False
+
+    def without(self, row: Row) -> list[Part]:
+        """The part without one of its rows: none, if it was the only one."""
+        places = [place for place, one in enumerate(self.rows) if one is not row]
+        if len(places) == len(self.rows) or self.logits is None:
+            return [self]
+        rows = [self.rows[place] for place in places]
+        return [replace(self, rows=rows, logits=self.logits[mx.array(places)])] if rows else []
 
 
 @dataclass(frozen=True)
