@@ -1363,9 +1363,9 @@ def test_a_handle_has_one_end() -> None:
 
 def test_a_bad_item_is_a_bad_result(batcher: VLMBatcher) -> None:
     good = Request(prompt="count to 2")
-    results = batcher.generate([good, "a.png", 5, {"promt": "x"}, {"prompt": "x", "priority": "high"}, good])  # type: ignore[list-item]
+    results = batcher.generate([good, 0.5, 5, {"promt": "x"}, {"prompt": "x", "priority": "high"}, good])  # type: ignore[list-item]
     assert [result.ok for result in results] == [True, False, False, False, False, True]
-    assert "item 1 is a str; it must be a Request" in str(results[1].error)
+    assert "item 1 is a float; it must be a Request" in str(results[1].error)
     assert "promt" in str(results[3].error)
 
 
@@ -1386,7 +1386,7 @@ def test_as_completed_for_asyncio(batcher: VLMBatcher) -> None:
         for index in range(5):
             await asyncio.sleep(0)
             yield {"prompt": f"count to {index + 1}", "request_id": f"async-{index}"}
-        yield "no request"
+        yield 5
         yield None  # an item like any other, and no end
         yield {"prompt": "count to 9", "request_id": "async-last"}
 

@@ -132,7 +132,7 @@ def test_an_animation_gives_its_first_frame() -> None:
         (AWKWARD, "is not a file"),
         (AWKWARD / "not_a_picture.jpg", "not a picture that Pillow can read"),
         (AWKWARD / "truncated.jpg", "truncated.jpg cannot be decoded: image file is truncated"),
-        (b"", "not a picture"),
+        (b"", r"is empty \(0 bytes\)"),
         ("data:image/png;base64", "malformed"),
         ("data:image/png;base64,???", "not base64"),
         (np.zeros((2, 2, 2), np.uint8), r"shape \(2, 2, 2\)"),

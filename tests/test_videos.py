@@ -212,7 +212,7 @@ def damaged(folder: Path, kind: str) -> Any:
     [
         ("cut in half", "is damaged: its header says 30 frames, and it ends after"),
         ("header cut off", "cut.mp4 is not a video that FFmpeg can read"),
-        ("empty", "film.mp4 is not a video that FFmpeg can read"),
+        ("empty", r"film.mp4 is empty \(0 bytes\)"),
         ("text", "film.mp4 is not a video that FFmpeg can read"),
         ("noise", "film.mp4 is not a video that FFmpeg can read"),
     ],
@@ -228,7 +228,7 @@ def test_a_damaged_file(tmp_path: Path, kind: str, message: str) -> None:
         ("nowhere.mp4", "nowhere.mp4 does not exist"),
         (PICTURES, "is not a file"),
         ([], "the video has no frames"),
-        (b"", "the video given as bytes is not a video"),
+        (b"", r"the video given as bytes is empty \(0 bytes\)"),
         ("data:video/mp4,abc", "the data URI is malformed"),
         (Image.new("RGB", (8, 8)), "the video given as Image is no video: a file, an array"),
         (np.zeros((8, 8, 3), np.uint8), "the video given as ndarray is no video"),

@@ -44,6 +44,8 @@ NOT_SHOWN = {
     "processing_llava_onevision.py:79": "llava_onevision refuses several videos of unequally many frames in one prompt: a "
     "limit, and nothing is answered wrongly",
     "idefics2.py:66": "idefics2's resampler attends to padding as its tower does, which is shown",
+    "idefics2.py:243": "idefics2 counts a patch of which a part is padding: tests/references holds transformers' answers to "
+    "pictures of unequal size",
     "inkling/language.py:476": "inkling scales long contexts by the batch's common length: read, and held against in the "
     "matrix; too little at this size to move a token of mlx-vlm's batch",
     "mlx_vlm/models/kernels.py:165": "kimi_k25's positions are resized with zeros beyond an edge where there is no Metal "

@@ -189,12 +189,27 @@ class Forms:
         key = (name, _grammar(params))
         with self._lock:
             found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
         if found is None or (found.done() and isinstance(found.exception(), OperationCancelled)):
             pool = self._compiling_large if len(key[1]) >= LARGE else self._compiling
             found = pool.submit(partial(self._compile, *key), cancelled, client=client)
-        with self._lock:
-            _keep(self._compiled, key, found)
+            with self._lock:
+                _keep(self._compiled, key, found)
+            found.add_done_callback(partial(self._without_callbacks, key))
         return found
+
+    def _without_callbacks(self, key: tuple[str, str], found: Future[Form]) -> None:
+        """Keep a compiled form without those who waited for it: a future holds its callbacks after it has called them."""
+        kept: Future[Form] = Future()
+        error = found.exception()
+        if error is None:
+            kept.set_result(found.result())
+        else:
+            kept.set_exception(error)
+        with self._lock:
+            if self._compiled.get(key) is found:
+                self._compiled[key] = kept
 
     def _compile(self, name: str, text: str) -> Form:
         vocabulary = self._words()
