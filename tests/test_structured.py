@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Literal
@@ -342,6 +342,25 @@ def test_a_large_form_is_compiled_beside_the_others(batcher: VLMBatcher, monkeyp
     finally:
         is_done.set()
     assert {handle.result(timeout=60).error for handle in large} == {None}
+
+
+def test_kept_forms_are_bounded_by_what_they_took_and_hold_nobody(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seconds of compiling stand for llguidance's memory; the last form is kept whatever it took."""
+    forms = batcher._preparer._forms
+
+    def ask(words: Sequence[str]) -> None:
+        for word in words:
+            batcher.submit(prompt="count to 3", params={"choice": [word]}).result(timeout=60)
+
+    ask(["kept", "kept too"])
+    assert sum("kept" in text for _, text in forms._compiled) == 2
+    monkeypatch.setattr(grammar, "MOST_SECONDS_KEPT", 0.0)
+    ask(["first", "second", "third"])
+    done = [text for (_, text), form in forms._compiled.items() if form.done() and not form.exception()]
+    assert len(done) == 1 and "third" in done[0]
+    assert not any(vars(form)["_done_callbacks"] for form in forms._compiled.values())
 
 
 def test_forms_are_compiled_beside_everything_else(batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch) -> None:

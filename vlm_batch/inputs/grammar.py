@@ -30,8 +30,9 @@ from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.runtime import threads
 from vlm_batch.types import SamplingParams
 
-#: Compiled forms that are kept.
-MOST_KEPT = 64
+#: Compiled forms that are kept, and seconds that they took together: what llguidance has of a form goes with these, some 300 MB
+#: a second, and it does not say how much that is.
+MOST_KEPT, MOST_SECONDS_KEPT = 64, 0.5
 #: Characters of a form at most, as llguidance reads it, and those from which on it counts as large: some kinds (an object
 #: with thousands of properties that may lack) take tenths of a second to compile.
 MOST_CHARACTERS, LARGE = 2**17, 2**13
@@ -64,6 +65,7 @@ class Form:
         self._read = read
         self._pool = pool
         self._client = 0
+        self.seconds = 0.0  # that compiling it took
 
     def copy(self, client: int | None = None) -> Form:
         """A copy for another answer, at its beginning; ``client`` is whose turn its steps take."""
@@ -208,19 +210,30 @@ class Forms:
         else:
             kept.set_exception(error)
         with self._lock:
-            if self._compiled.get(key) is found:
-                self._compiled[key] = kept
+            if self._compiled.get(key) is not found:
+                return
+            self._compiled[key] = kept
+            made = {name: one.result() for name, one in self._compiled.items() if one.done() and not one.exception()}
+            seconds = sum(form.seconds for form in made.values())
+            for name, form in made.items():
+                if seconds > MOST_SECONDS_KEPT and name != key:
+                    seconds -= form.seconds
+                    del self._compiled[name]
 
     def _compile(self, name: str, text: str) -> Form:
-        vocabulary = self._words()
+        vocabulary, begin = self._words(), time.thread_time()
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits(text))
-        if matcher.is_error():
-            raise InvalidParameters(f"{name}: {_said(matcher.get_error())}")
+        wrong = f"{name}: {_said(matcher.get_error())}" if matcher.is_error() else None
         bits = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if matcher.is_error():
-            raise InvalidParameters(_cannot_follow(name, matcher.get_error()))
-        return Form(matcher, bits, name, read_json if name == "json_schema" else str, self._following)
+        if wrong is None:
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            wrong = _cannot_follow(name, matcher.get_error()) if matcher.is_error() else None
+        if wrong is not None:
+            del matcher  # megabytes, which the error's traceback would keep with it
+            raise InvalidParameters(wrong)
+        made = Form(matcher, bits, name, read_json if name == "json_schema" else str, self._following)
+        made.seconds = time.thread_time() - begin
+        return made
 
     def _words(self) -> LLTokenizer:
         """The tokenizer as llguidance reads it, made once."""
