@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -173,3 +175,17 @@ def test_no_other_kind_of_rotation_is_known() -> None:
     """A class that a new mlx-vlm adds is to be looked at: does its answer for a row depend on other rows?"""
     kinds = {name for name, kind in vars(rope_utils).items() if isinstance(kind, type) and "RoPE" in name}
     assert kinds == {"EagerRoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE", "MRoPERotaryEmbedding"}
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_settings_of_the_text_that_are_written_twice_are_one(tmp_path: Path, name: str) -> None:
+    """transformers 4.52 to 4.56 wrote them at the root and in text_config, of which mlx-vlm's classes read one."""
+    folder = tmp_path / name
+    shutil.copytree(Path(__file__).parent.parent / "fixtures/checkpoints" / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    root = {
+        key: value for key, value in config.items() if not key.endswith(("_config", "token_id")) and key != "model_type"
+    }
+    text = {**root, "model_type": f"{name}_text", **config.get("text_config", {})}
+    (folder / "config.json").write_text(json.dumps({**text, **config, "text_config": text}))
+    read_model(folder, in_float32=True)

@@ -163,9 +163,9 @@ def slide(model: Any, text: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def activate(model: Any, path: tuple[str, ...], name: str) -> bool:
+def activate(model: Any, path: tuple[str, ...], name: Any) -> bool:
     """Give the tower or the projector another activation. False for one that is not known, or where it is none of its own."""
-    if name not in ACTIVATIONS or path[-1] not in ("hidden_act", "projector_hidden_act"):
+    if not isinstance(name, str) or name not in ACTIVATIONS or path[-1] not in ("hidden_act", "projector_hidden_act"):
         return False
     parts = [getattr(model, "multi_modal_projector", None)] if path == ("projector_hidden_act",) else []
     if path[0] == "vision_config":

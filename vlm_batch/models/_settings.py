@@ -328,6 +328,9 @@ def serve_settings(model: Any, config: Config, watch: Watch, adapter: type) -> N
     found |= {tuple(name.split(".")): said[name] for kind, name in FIXED if kind == model_type and name in said}
     for path, value in found.items():
         name = ".".join(path)
+        twin = name.removeprefix("text_config.") if len(path) > 1 else f"text_config.{name}"
+        if twin != name and twin in said and said[twin] == value and tuple(twin.split(".")) not in found:
+            continue  # transformers 4.52 to 4.56 write the text's settings twice, of which one is read
         fixed = FIXED.get((model_type, name), ())
         if value not in fixed and not activate(model, path, value):
             served = f"; it computes {' or '.join(map(repr, fixed))}" if fixed else ""
