@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlm_batch import Request, SamplingParams, VLMBatcher
-from vlm_batch.arrays import settled
+from vlm_batch.arrays import evaluated
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.loaders import Loaders, Loading
@@ -111,7 +111,7 @@ def stages(preparer: Preparer, path: Path) -> dict[str, float]:
         "resize, normalise, patches": milliseconds(partial(part, [image])),
         "tokens": milliseconds(partial(processing.tokenizer, [tokens])),
         "the whole processor": milliseconds(
-            lambda: settled(processing.inputs(question.prompt or "", [image])),
+            lambda: evaluated(processing.inputs(question.prompt or "", [image])),
         ),
         "digest (engine's thread)": milliseconds(partial(digest, inputs["pixel_values"])),
     }

@@ -1,4 +1,4 @@
-"""Memory and time of a long job: python -m benchmarks.long_job [--rows 50000]
+"""Memory and time of a long job: python -m benchmarks.long_job [--rows 50000] [--different 64 --side 28]
 
 Rows of JSON lines, each with a tiny picture, are answered by the embedded checkpoint, two tokens each, into a file of JSON
 lines. After every tenth of the rows: the most resident memory so far, what MLX holds, and processor time of a row since the
@@ -58,14 +58,14 @@ class Sampling(Watch):
         self._console.print(", ".join(f"{name} {value:.5g}" for name, value in self.found[-1].items()))
 
 
-def write_rows(folder: Path, count: int) -> Path:
-    """A table of rows, and the pictures that they name: a few different ones, in turn."""
+def write_rows(folder: Path, count: int, different: int, side: int) -> Path:
+    """A table of rows, and the pictures that they name: so many different ones, in turn."""
     random = np.random.default_rng(0)
-    for number in range(DIFFERENT):
-        Image.fromarray(random.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    for number in range(different):
+        Image.fromarray(random.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(folder / f"{number}.png")
     with open(folder / "rows.jsonl", "w") as file:
         for number in range(count):
-            file.write(json.dumps({"id": f"row-{number}", "image": f"{number % DIFFERENT}.png"}) + "\n")
+            file.write(json.dumps({"id": f"row-{number}", "image": f"{number % different}.png"}) + "\n")
     return folder / "rows.jsonl"
 
 
@@ -74,11 +74,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=32, help="rows in the batch (default: 32)")
     parser.add_argument("--cache-bytes", type=int, default=50_000_000, help="kept for later rows (default: 50 MB)")
+    parser.add_argument("--different", type=int, default=DIFFERENT, help="pictures (default: 64)")
+    parser.add_argument("--side", type=int, default=SIDE, help="pixels of a picture's side (default: 28)")
     args = parser.parse_args()
     watch = Sampling(max(1, args.rows // 10), Console(width=120))
     questions = jobs.Questions(("describe the picture",), params=SamplingParams(max_tokens=2, ignore_eos=True))
     with tempfile.TemporaryDirectory() as folder:
-        sources, _ = jobs.open_sources([str(write_rows(Path(folder), args.rows))])
+        sources, _ = jobs.open_sources([str(write_rows(Path(folder), args.rows, args.different, args.side))])
         sink = jobs.open_sink(str(Path(folder) / "answers.jsonl"))
         with VLMBatcher(default_checkpoint(), max_rows=args.batch, caches=Caches(args.cache_bytes)) as batcher:
             summary = jobs.run(sources, sink, batcher, questions=questions, watch=watch)

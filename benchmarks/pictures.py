@@ -1,9 +1,12 @@
-"""Where the time of many large pictures goes: python -m benchmarks.pictures [--shape 3b]
+"""Where the time of many large pictures goes: python -m benchmarks.pictures [--shape 3b | --turns 10]
 
 JPEG files of 1 to 2 megapixels are answered through ``VLMBatcher``, those of a camera (one size) and those of a folder (all
 sizes), and the time of the engine's thread is split by what it called. A second table takes single pictures apart, stage by
 stage, and waits for the device after each: how long the call took, and how long until the device was done, for a size that the
 process has not seen yet and again for the same size. Weights are random. The last line is JSON.
+
+With ``--turns`` a chat is prepared, which sends its old pictures (2 megapixels, as data URIs) with every turn and one new one:
+the last turn against its new picture alone, in processor time of the thread that prepares, and then without a cache.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ launches.prefer_single_launches()  # before anything imports mlx.core
 blas.preload_openblas()
 
 import argparse  # noqa: E402
+import base64  # noqa: E402
 import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
@@ -32,9 +36,9 @@ import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from benchmarks.compare.shapes import SHAPES, build  # noqa: E402
-from vlm_batch import Request, SamplingParams, VLMBatcher  # noqa: E402
+from vlm_batch import Caches, Request, SamplingParams, VLMBatcher  # noqa: E402
 from vlm_batch.adapters import modules  # noqa: E402
-from vlm_batch.arrays import on_host, settled  # noqa: E402
+from vlm_batch.arrays import evaluated, on_host  # noqa: E402
 from vlm_batch.assets import default_checkpoint  # noqa: E402
 from vlm_batch.inputs.images import load_image  # noqa: E402
 from vlm_batch.loading import EngineOptions, load_model, make_engine  # noqa: E402
@@ -177,7 +181,7 @@ def stages(engine: Any, path: Path) -> dict[str, tuple[float, float]]:
     question = preparer.check(Request(prompt=PROMPT, images=data))
     given = stage("the whole of a loader's work", lambda: preparer.prepare(question).inputs)
     stage("a copy on the host", lambda: on_host(given))
-    stage("arrays again", lambda: settled(on_host(given)))
+    stage("arrays again", lambda: evaluated(on_host(given)))
     stage("digest of the picture", lambda: digest(given["pixel_values"]))
     tower = adapter.model.vision_tower
     tower = getattr(tower, "tower", tower)
@@ -198,6 +202,43 @@ def stages(engine: Any, path: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
+def turns(count: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds (medians) of a chat's last turn and of its new picture alone: JSON and base64 read, pictures and prompt
+    processed, and the prompt's key made, with a cache and without."""
+    model, processor = model_and_processor("small", 16384 * 28 * 28)
+    model.config.text_config.max_position_embeddings = 10**6
+    found: dict[str, Any] = {}
+    for name, nbytes in (("kept", 2**30), ("nothing kept", 0)):
+        engine = make_engine(model, processor, EngineOptions(caches=Caches(nbytes)))
+        adapter, reuse = engine.loop.generator.adapter, engine.loop.generator.reuse
+
+        def turn(pictures: Sequence[bytes], engine: Any = engine, adapter: Any = adapter, reuse: Any = reuse) -> float:
+            uris = ["data:image/jpeg;base64," + base64.b64encode(picture).decode() for picture in pictures]
+            parts: list[Any] = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+            body = json.dumps([{"role": "user", "content": [*parts, {"type": "text", "text": PROMPT}]}])
+            begin = time.thread_time()
+            question = engine.preparer.check(Request(messages=json.loads(body)))
+            adapter.prompt_key(engine.preparer.prepare(question).inputs)
+            seconds = time.thread_time() - begin
+            reuse.settle_ended()
+            return 1e3 * seconds
+
+        last, alone = [], []
+        turn([photo(0, is_camera=True)])
+        for number in range(rounds):
+            pictures = [photo(1 + (2 * count) * number + index, is_camera=True) for index in range(count + 1)]
+            alone.append(turn(pictures[count:]))
+            turn(pictures[: count - 1])
+            last.append(turn(pictures[:count]))
+        ratios = [one / other for one, other in zip(last, alone, strict=True)]
+        found[name] = {
+            "last turn": statistics.median(last),
+            "alone": statistics.median(alone),
+            "ratio": statistics.median(ratios),
+        }
+    return found
+
+
 def say(name: str, facts: dict[str, Any]) -> None:
     """A run as lines of text."""
     figures = ", ".join(f"{key} {value:.3g}" for key, value in facts.items() if key != "thread")
@@ -215,7 +256,11 @@ def main() -> None:
     parser.add_argument("--max-pixels", type=int, default=1235 * 28 * 28, help="of a picture as the model sees it")
     parser.add_argument("--apart", type=int, default=4, help="pictures that are taken apart (default: 4)")
     parser.add_argument("--rounds", type=int, default=2, help="of each kind of pictures; the first meets new shapes")
+    parser.add_argument("--turns", type=int, default=None, help="of a chat, in the place of all else")
     args = parser.parse_args()
+    if args.turns is not None:
+        print(json.dumps(turns(args.turns, args.rounds)))
+        return
     found: dict[str, Any] = {"runs": [], "stages": {}}
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:

@@ -7,6 +7,7 @@ line, JSON.
 
     python -m benchmarks.compare                                   a CPU, 47 M parameters, float32
     python -m benchmarks.compare --shape 3b                        a GPU, the sizes of Qwen2.5-VL-3B, bfloat16
+    python -m benchmarks.compare --shape gemma3-4b --seconds 540   of another family; begins nothing that would end later
     python -m benchmarks.compare --rounds 5 --draws 5              other arrivals, lengths and pictures each round
     python -m benchmarks.compare --vllm-python PATH/bin/python     with vllm-mlx, from an environment of its own
 """
@@ -31,7 +32,7 @@ from rich.console import Console
 
 from benchmarks.compare import measure, report
 from benchmarks.compare.engines import ENGINES, WANTED
-from benchmarks.compare.shapes import SHAPES
+from benchmarks.compare.shapes import OTHERS_WORKLOADS, SHAPES
 from benchmarks.compare.workloads import WORKLOADS, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,20 +148,21 @@ class Comparison:
             name: {engine: [] for engine in [*engines, REFERENCE]} for name, engines in self.wanted.items()
         }
         self.began = time.perf_counter()
+        self.ready: dict[str, Any] = {}  # of the first engine
         self._console = console
         self._folder = folder
         self._answers: dict[tuple[str, int], Path] = {}  # of a workload in a draw
         self._roundings: dict[tuple[str, int, str, int], float] = {}
 
-    def start(self) -> dict[str, Any]:
-        """What the reference's process says of the device and the model. Raises SystemExit if it cannot run."""
+    def start(self) -> None:
+        """Hear from the first process of the device and the model. Raises SystemExit if it cannot run."""
         engine = next(iter(self._engines())) if self.args.unchecked else REFERENCE
         ready = self.remotes.start(engine).ready
         if "error" in ready:
             raise SystemExit(f"{engine} cannot run: {ready['error']}")
         apart = self.args.apart
         self.remotes.apart = "gpu" in ready["device"] if apart is None else apart
-        return ready
+        self.ready = ready
 
     def run(self) -> None:
         """All rounds, for as long as there is time. A round takes the next draw of its workload."""
@@ -183,17 +185,19 @@ class Comparison:
 
     def _run_unchecked(self) -> None:
         """All rounds of one engine after another: where they run apart, each engine's process is started once."""
-        for engine in self._engines():
-            for name in self.wanted:
-                if engine in self.wanted[name]:
-                    self._unchecked_rounds(engine, name)
+        pairs = [(engine, name) for engine in self._engines() for name in self.wanted if engine in self.wanted[name]]
+        for place, (engine, name) in enumerate(pairs, start=1):
+            share = None if self.args.seconds is None else self.args.seconds * place / len(pairs)
+            self._unchecked_rounds(engine, name, share)
 
-    def _unchecked_rounds(self, engine: str, name: str) -> None:
+    def _unchecked_rounds(self, engine: str, name: str, until: float | None) -> None:
+        """The rounds of one engine; those after the first are begun only ``until`` its share of the time is up."""
         remote = self.remotes.start(engine)
         if self.remotes.apart or self.args.warm_up:
             self._warm(remote, name)
         for number in range(self.args.rounds):
-            if self.args.seconds is not None and time.perf_counter() - self.began > self.args.seconds:
+            now = time.perf_counter() - self.began
+            if until is not None and now > (until if number else self.args.seconds):
                 self._say(name, f"round {number + 1}, {engine}: left out, time is up")
                 continue
             draw = self.args.seed + number % self.args.draws
@@ -202,6 +206,7 @@ class Comparison:
                 result |= {"answers": "not compared", "rows_that_differ": None, "worst_gap": None}
             self.found[name][engine].append(result)
             self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
+            self._keep()
 
     def _warm(self, remote: Any, name: str) -> None:
         """Kernels are built and chosen with their first use."""
@@ -234,6 +239,7 @@ class Comparison:
             self._judge(result, name, draw)
             self.found[name][engine].append(result)
             self._say(name, f"round {number + 1}, {engine}: {_outcome(result)}")
+        self._keep()
 
     def _answer_alone(self, source: str, draw: int) -> dict[str, Any]:
         """Have the answers one after another stored for the engines' processes; that run's figures are a row in the tables."""
@@ -276,6 +282,43 @@ class Comparison:
             self._roundings |= {(source, draw, ask, missing[ask]): value for ask, value in said.items()}
         return {ask: 2 * self._roundings[source, draw, ask, step] for ask, step in steps.items()}
 
+    @property
+    def is_gpu(self) -> bool:
+        return "gpu" in self.ready["device"]
+
+    def result(self, probes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the JSON line says, of all that is known by now."""
+        args, ready, found = self.args, self.ready, self.found
+        titles = {name: make_workload(name, self.shape, args.seed).title for name in found}
+        ours = [one for one in (OURS, report.OURS_DEFAULTS) if one in args.engines]
+        return {
+            "shape": args.shape,
+            "parameters": ready["parameters"],
+            "device": ready["device"],
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+            "versions": {"mlx": ready["mlx"], "mlx_vlm": version("mlx-vlm"), "python": platform.python_version()},
+            "clock": args.clock,
+            "launches": args.launches,
+            "warm_up": args.warm_up,
+            "rounds": args.rounds,
+            "draws": [args.seed + number for number in range(args.draws)],
+            "apart": self.remotes.apart,
+            "seconds": round(time.perf_counter() - self.began, 1),
+            "workloads": {name: {"title": titles[name], "engines": engines} for name, engines in found.items()},
+            "ratios": [
+                {"workload": w, "ours": one, "against": e, "figure": f, "target": t, **report.spread(ratios)}
+                for w, e, f, t in report.targets(self.is_gpu, args.shape)
+                for one in ours
+                if (ratios := report.ratios(found, w, e, f, ours=one))
+            ],
+            "probes": dict(probes or {}),
+        }
+
+    def _keep(self) -> None:
+        """Write down what is known by now: the process may be ended before the last round."""
+        if self.args.out is not None:
+            keep(self.args.out, self.result())
+
     def _say(self, workload: str, words: str) -> None:
         seconds = time.perf_counter() - self.began
         self._console.print(f"[{seconds:4.0f} s] {workload}, {words}", highlight=False, markup=False)
@@ -286,38 +329,25 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(args, console, Path(folder))
         try:
-            ready = comparison.start()
+            comparison.start()
             comparison.run()
             probes = comparison.probes() if args.probes else {}
         finally:
             comparison.remotes.close()
-    is_gpu, found = "gpu" in ready["device"], comparison.found
-    workloads = {name: make_workload(name, comparison.shape, args.seed) for name in args.workloads}
-    titles = {name: workload.title for name, workload in workloads.items()}
-    report.show(console, titles, found, is_gpu)
+    result = comparison.result(probes)
+    titles = {name: entry["title"] for name, entry in result["workloads"].items()}
+    report.show(console, titles, comparison.found, report.targets(comparison.is_gpu, args.shape))
     if probes:
         report.show_probes(console, probes)
-    return {
-        "shape": args.shape,
-        "parameters": ready["parameters"],
-        "device": ready["device"],
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "versions": {"mlx": ready["mlx"], "mlx_vlm": version("mlx-vlm"), "python": platform.python_version()},
-        "clock": args.clock,
-        "launches": args.launches,
-        "warm_up": args.warm_up,
-        "rounds": args.rounds,
-        "draws": [args.seed + number for number in range(args.draws)],
-        "apart": comparison.remotes.apart,
-        "seconds": round(time.perf_counter() - comparison.began, 1),
-        "workloads": {name: {"title": titles[name], "engines": found[name]} for name in found},
-        "ratios": [
-            {"workload": w, "against": e, "figure": f, "target": t, **report.spread(ratios)}
-            for w, e, f, t in report.targets(is_gpu)
-            if (ratios := report.ratios(found, w, e, f))
-        ],
-        "probes": probes,
-    }
+    return result
+
+
+def keep(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write compare.json, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / "compare.json.part"
+    written.write_text(json.dumps(result), encoding="utf-8")
+    written.replace(folder / "compare.json")
 
 
 def _probe(remote: Remote, workloads: Sequence[str]) -> dict[str, Any]:
@@ -337,7 +367,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     names = [name for name in WANTED if name in WORKLOADS]
     parser.add_argument("--shape", choices=list(SHAPES), default="small", help="the model (default: small)")
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
         "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES)
     )
@@ -354,7 +384,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=None,
         help="one engine's process at a time (default: on a GPU, where a process keeps memory that it has freed)",
     )
-    parser.add_argument("--seconds", type=float, help="begin no workload's round that would end after this")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="begin no workload's round that would end after this; --out has what is known by then",
+    )
     parser.add_argument("--vllm-python", help="the interpreter of an environment with vllm-mlx; without it, left out")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="of the BLAS on a CPU")
     parser.add_argument(
@@ -381,7 +415,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--probes", action=argparse.BooleanOptionalAction, default=True, help="own work, copied bytes")
     parser.add_argument("--out", type=Path, help="a folder for compare.json and compare.png")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as docs/benchmarks.md has them, too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown, too")
     parser.add_argument(
         "--reproducible",
         action="store_true",
@@ -389,6 +423,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or max(2, args.draws)
+    shape = SHAPES[args.shape]
+    args.workloads = args.workloads or (names if shape.family == "qwen2_5_vl" else list(OTHERS_WORKLOADS))
+    args.unchecked = args.unchecked or bool(shape.unchecked)
     if args.reproducible:
         args.engines = [OURS, report.REPRODUCIBLE]
         args.workloads = [name for name in args.workloads if report.REPRODUCIBLE in WANTED[name]]
@@ -400,8 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     console = Console(width=None if sys.stdout.isatty() else 170)
     result = run(args, console)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare.json").write_text(json.dumps(result), encoding="utf-8")
+        keep(args.out, result)
         found = {name: entry["engines"] for name, entry in result["workloads"].items()}
         titles = {name: entry["title"] for name, entry in result["workloads"].items()}
         if not report.draw(args.out / "compare.png", titles, found):

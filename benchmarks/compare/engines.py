@@ -6,6 +6,7 @@ an answer but its last, so that all do the same work.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -76,8 +77,8 @@ def alone(model: Any, ask: Ask) -> Iterator[tuple[int, Any]]:
     from mlx_vlm.generate.ar import generate_step
 
     inputs = to_mlx(ask)
-    ids, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
-    steps = generate_step(ids, model, pixels, None, max_tokens=ask.max_tokens, temperature=0.0, **inputs)
+    ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+    steps = generate_step(ids, model, pixels, mask, max_tokens=ask.max_tokens, temperature=0.0, **inputs)
     for count, (token, logprobs) in enumerate(steps, start=1):
         yield int(token), logprobs
         if count == ask.max_tokens:  # it would run one step more
@@ -179,8 +180,8 @@ class MlxVlm:
 
     def add(self, ask: Ask) -> None:
         inputs = to_mlx(ask)
-        ids, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
-        features = self.model.get_input_embeddings(ids, pixels, mask=None, **inputs)
+        ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+        features = self.model.get_input_embeddings(ids, pixels, mask=mask, **inputs)
         keywords = {**inputs, **{name: value for name, value in features.to_dict().items() if value is not None}}
         (uid,) = self.generator.insert([ids[0].tolist()], max_tokens=ask.max_tokens, prompt_kwargs=[keywords])
         self.names[uid] = ask.name
@@ -230,8 +231,7 @@ class BatchGenerate:
             return []
         asks, self.asks = self.asks, []
         processor = Processor({ask.name: ask for ask in asks})
-        sizes = [tuple(int(n) for n in ask.inputs["image_grid_thw"][0, 1:]) for ask in asks]
-        pictures = [Image.new("RGB", (wide, high)) for high, wide in sizes]  # grouped by size, never read
+        pictures = [Image.new("RGB", (wide, high)) for high, wide in map(_size, asks)]  # grouped by size, never read
         batch_generate(
             self.model,
             processor,
@@ -294,9 +294,15 @@ class Processor:
         if text is None:
             return False
         rendered = [text] if isinstance(text, str) else list(text)
-        names = [prompt.split()[-1] for prompt in rendered]  # after the picture marker of the template
+        names = [re.sub("<[^>]*>", " ", prompt).split()[-1] for prompt in rendered]  # beside markers of pictures
         self.groups.append(names)
         return _stack([self.asks[name] for name in names])
+
+
+def _size(ask: Ask) -> tuple[int, ...]:
+    """A picture's (high, wide): patches of a grid, or pixels."""
+    grid = ask.inputs.get("image_grid_thw")
+    return ask.inputs["pixel_values"].shape[-2:] if grid is None else tuple(int(n) for n in grid[0, 1:])
 
 
 def _stack(asks: Sequence[Ask]) -> dict[str, Any]:
@@ -308,7 +314,9 @@ def _stack(asks: Sequence[Ask]) -> dict[str, Any]:
     for row, ask in enumerate(asks):
         ids[row, width - ask.length :] = ask.inputs["input_ids"][0]
         mask[row, width - ask.length :] = 1
-    pictures = {name: np.concatenate([ask.inputs[name] for ask in asks]) for name in ("pixel_values", "image_grid_thw")}
+    pictures = {
+        name: np.concatenate([ask.inputs[name] for ask in asks]) for name in asks[0].inputs if name != "input_ids"
+    }
     return {"input_ids": ids, "attention_mask": mask, **pictures}
 
 

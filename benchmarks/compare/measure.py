@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.compare.engines import Engine, OneAfterAnother
+from benchmarks.compare.shapes import parameters
 from benchmarks.compare.workloads import Ask, Workload
 
 #: Seconds without any token after which a run counts as hung.
@@ -198,9 +199,9 @@ def rounding(model: Any, ask: Ask, answers: Mapping[str, np.ndarray], step: int)
     is in float32 already.
     """
     import mlx.core as mx
-    from mlx.utils import tree_flatten, tree_unflatten
+    from mlx.utils import tree_unflatten
 
-    kept = dict(tree_flatten(model.parameters()))
+    kept = {path: array for path, array in parameters(model) if mx.issubdtype(array.dtype, mx.floating)}
     if all(array.dtype == mx.float32 for array in kept.values()):
         raise ValueError("the model is in float32: nothing here is more exact")
     ids = np.concatenate([ask.inputs["input_ids"], answers[f"{ask.source}/tokens"][None, :step]], axis=1)

@@ -16,6 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.compare.shapes import SHAPES
+
 Runs = list[dict[str, Any]]  # of one engine over one workload, a round each
 Found = dict[str, dict[str, Runs]]  # workload -> engine -> its runs
 
@@ -63,8 +65,24 @@ TARGETS = (
 CHURN_TARGETS = {"cpu": 0.45, "gpu": 0.85}
 
 
-def targets(is_gpu: bool) -> list[tuple[str, str, str, float]]:
-    """The targets of the kind of device."""
+Targets = Sequence[tuple[str, str, str, float]]
+
+#: The same for the shapes of other families, with our defaults against theirs.
+OTHERS_TARGETS: Targets = (
+    *((name, "mlx-vlm defaults", "seconds", 0.5) for name in ("chat-8", "chat-32")),
+    *((name, "mlx-vlm defaults", "ttft_p95", 0.3) for name in ("chat-8", "chat-32")),
+    *((name, "mlx-vlm defaults", "itl_max", 1.0) for name in ("chat-8", "chat-32", "captions")),
+    ("captions", "mlx-vlm defaults", "seconds", 0.7),
+    # where their defaults end in an exception
+    *((name, "mlx-vlm best", "seconds", 0.8) for name in ("chat-8", "chat-32")),
+    *((name, "mlx-vlm best", "ttft_p95", 0.5) for name in ("chat-8", "chat-32")),
+)
+
+
+def targets(is_gpu: bool, shape: str) -> Targets:
+    """The targets of the kind of device, and of shape."""
+    if SHAPES[shape].family != "qwen2_5_vl":
+        return OTHERS_TARGETS
     churn = CHURN_TARGETS["gpu" if is_gpu else "cpu"]
     return [*TARGETS, *((name, "mlx-vlm best", "step_ms", churn) for name in ("churn-2", "churn-8"))]
 
@@ -91,7 +109,7 @@ def _counts(run: Mapping[str, Any]) -> bool:
     return "error" not in run and run.get("right", True)
 
 
-def show(console: Console, titles: Mapping[str, str], found: Found, is_gpu: bool) -> None:
+def show(console: Console, titles: Mapping[str, str], found: Found, targets: Targets) -> None:
     """A table for each workload, then the ratios."""
     for workload, engines in found.items():
         columns = [column for column in COLUMNS if column[1] != "step_ms" or workload.startswith("churn")]
@@ -117,8 +135,9 @@ def show(console: Console, titles: Mapping[str, str], found: Found, is_gpu: bool
     table = Table(title="vlm_batch over the other: median of the rounds' ratios", title_justify="left")
     for heading in ("workload", "against", "figure", "ratio", "least to most", "target", ""):
         table.add_column(heading)
-    for workload, engine, figure, target in targets(is_gpu):
-        values = ratios(found, workload, engine, figure)
+    for workload, engine, figure, target in targets:
+        ours = OURS if found.get(workload, {}).get(OURS) else OURS_DEFAULTS
+        values = ratios(found, workload, engine, figure, ours=ours)
         if values:
             value = spread(values)
             met = "[green]met[/green]" if value["ratio"] <= target else "[yellow]missed[/yellow]"
@@ -127,7 +146,7 @@ def show(console: Console, titles: Mapping[str, str], found: Found, is_gpu: bool
     console.print(table)
 
 
-def markdown(found: Found, is_gpu: bool) -> str:
+def markdown(found: Found, targets: Targets) -> str:
     """The figures as tables in Markdown: medians over the rounds, with the least and the most where there are several."""
     lines = [
         "| workload | engine | total s | TTFT p50 / p95 s | gap p50 / max ms | step ms | peak MB | answers |",
@@ -149,7 +168,7 @@ def markdown(found: Found, is_gpu: bool) -> str:
             )
             lines.append(f"| {workload} | {engine} | " + " | ".join(cells) + " |")
     lines += ["", "| workload | figure | over | ratio | least to most | target |", "|---|---|---|---|---|---|"]
-    for workload, engine, figure, target in targets(is_gpu):
+    for workload, engine, figure, target in targets:
         for ours in (OURS, OURS_DEFAULTS):
             values = ratios(found, workload, engine, figure, ours=ours)
             if not values:
@@ -183,8 +202,8 @@ def _pair(runs: Runs, figures: tuple[str, str], factor: float, digits: int) -> s
     return " / ".join(_cell(value, factor, digits) for value in values) if None not in values else ""
 
 
-def merged(results: Sequence[Mapping[str, Any]]) -> tuple[Found, bool]:
-    """The rounds of several runs' JSON, one after another, and whether they were on a GPU. Raises ValueError if they differ."""
+def merged(results: Sequence[Mapping[str, Any]]) -> tuple[Found, Targets]:
+    """The rounds of several runs' JSON, one after another, and what was wanted of them. Raises ValueError if they differ."""
     kinds = {(one["shape"], one["device"], one["clock"], one["launches"]) for one in results}
     if len(kinds) != 1:
         raise ValueError(f"the runs are of several kinds: {sorted(kinds)}")
@@ -193,7 +212,7 @@ def merged(results: Sequence[Mapping[str, Any]]) -> tuple[Found, bool]:
         for workload, entry in one["workloads"].items():
             for engine, runs in entry["engines"].items():
                 found.setdefault(workload, {}).setdefault(engine, []).extend(runs)
-    return found, "gpu" in results[0]["device"]
+    return found, targets("gpu" in results[0]["device"], results[0]["shape"])
 
 
 def show_probes(console: Console, probes: Mapping[str, Mapping[str, Any]]) -> None:

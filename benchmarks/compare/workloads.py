@@ -10,7 +10,6 @@ import numpy as np
 from benchmarks.compare.shapes import IMAGE, VISION_END, VISION_START, Shape
 
 SEED = 4
-MERGE = 2  # patches that become one token, per side
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _captions(shape: Shape, draw: int) -> Workload:
     ]
     return Workload(
         "captions",
-        f"(a) captioning: {len(asks)} pictures of {side * 14} x {side * 14}, one prompt, {scale.caption_tokens} tokens each",
+        f"(a) captioning: {len(asks)} pictures of {_pixels(shape, side)}, one prompt, {scale.caption_tokens} tokens each",
         asks,
         rows=scale.captions,  # as many as batch_generate takes at once
     )
@@ -79,12 +78,12 @@ def _captions(shape: Shape, draw: int) -> Workload:
 def _documents(shape: Shape, draw: int) -> Workload:
     scale, random = shape.scale, _random(shape, 2, draw)
     sides = scale.image_patches
-    sizes = [(high, wide) for high in sides for wide in sides if abs(high - wide) <= 4][:10]
+    sizes = list(dict.fromkeys((high, wide) for high in sides for wide in sides if abs(high - wide) <= 4))[:10]
     asks = []
     for i in range(scale.documents):
         size = sizes[i % len(sizes)]
         length = int(random.randint(*scale.document_prompts))
-        text = _words(random, shape, max(8, length - size[0] * size[1] // MERGE**2 - 2))
+        text = _words(random, shape, max(8, length - shape.count_tokens(size) - 2))
         asks.append(Ask(f"document-{i}", _prompt(random, shape, text[:4], size, text[4:]), scale.document_tokens))
     return Workload(
         "documents",
@@ -103,10 +102,10 @@ def _chat(rows: int) -> Callable[[Shape, int], Workload]:
         for i in range(scale.chat_requests):
             length = _between(random, scale.chat_prompts)
             tokens = _between(random, scale.chat_tokens)
-            fitting = [side for side in scale.image_patches if side * side // MERGE**2 + 12 <= length]
+            fitting = [side for side in scale.image_patches if shape.count_tokens((side, side)) + 12 <= length]
             if fitting and random.random_sample() < 0.6:
                 side = fitting[random.randint(len(fitting))]
-                text = _words(random, shape, length - side * side // MERGE**2 - 2)
+                text = _words(random, shape, length - shape.count_tokens((side, side)) - 2)
                 inputs = _prompt(random, shape, text[:4], (side, side), text[4:])
             else:
                 inputs = {"input_ids": _ids(_words(random, shape, length))}
@@ -159,9 +158,7 @@ def _single(shape: Shape, draw: int) -> Workload:
     text = _words(random, shape, shape.scale.document_prompts[0])
     ask = Ask("single", _prompt(random, shape, text[:4], (side, side), text[4:]), shape.scale.caption_tokens * 2)
     asks = [replace(ask, name=f"single-{i}", same_as="single") for i in range(4)]
-    title = (
-        f"one request at a time: a picture of {side * 14} x {side * 14}, prompt {ask.length}, {ask.max_tokens} tokens"
-    )
+    title = f"one request at a time: a picture of {_pixels(shape, side)}, prompt {ask.length}, {ask.max_tokens} tokens"
     return Workload("single", title, asks, rows=1, in_flight=1)
 
 
@@ -208,12 +205,12 @@ def _prompt(
     random: np.random.RandomState, shape: Shape, before: Sequence[int], size: tuple[int, int], after: Sequence[int]
 ) -> dict[str, np.ndarray]:
     """Text, a picture of ``size`` patches (high, wide), text."""
-    high, wide = size
     last = shape.vocabulary
-    picture = [last + VISION_START, *[last + IMAGE] * (high * wide // MERGE**2), last + VISION_END]
-    pixels = random.standard_normal((high * wide, shape.patch_length)) + 0.5 * random.standard_normal()
-    return {
-        "input_ids": _ids([*before, *picture, *after]),
-        "pixel_values": pixels.astype(np.float32),
-        "image_grid_thw": np.array([[1, high, wide]], dtype=np.int32),
-    }
+    picture = [last + VISION_START, *[last + IMAGE] * shape.count_tokens(size), last + VISION_END]
+    ids = _ids([*before, *picture, *after])
+    mask = {"attention_mask": np.ones_like(ids)} if shape.has_mask else {}
+    return {"input_ids": ids, **mask, **shape.picture(random, size)}
+
+
+def _pixels(shape: Shape, side: int) -> str:
+    return " x ".join([str(side * int(shape.vision["patch_size"]))] * 2)
