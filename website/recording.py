@@ -15,7 +15,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 160
 #: What is typed. Two of the pictures are broken on purpose.
-TYPED = "vlm-batch run fixtures/images/*.png fixtures/images/awkward/{cmyk.jpg,truncated.jpg,empty.png,exif_turned.jpg}"
+TYPED = "vlm-batch run fixtures/images/*.{jpg,png} fixtures/images/awkward/{cmyk.jpg,truncated.jpg,empty.png,exif_turned.jpg}"
 #: The last line that is shown; the histogram, the phases and the failures again come after it.
 LAST = re.compile(r"\d+ requests, ")
 

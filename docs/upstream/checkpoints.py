@@ -1,4 +1,4 @@
-"""What is read wrongly from a checkpoint's files.
+"""Files of checkpoints are read wrongly.
 
 Right is what transformers reads from the same files: folders that transformers 5 saved, in half precision or not.
 """
@@ -39,7 +39,7 @@ def norm_from_one(sanitize, name):
 
 @case("qwen3_5", at="models/qwen3_5/qwen3_5.py:171")
 def qwen3_5_norms():
-    """One is added in the file's type: of a norm that counts from one, bfloat16 keeps two digits. Right: in float32."""
+    """Norms that count from one get one added in the file's type, of which bfloat16 keeps two digits. Right: in float32."""
     return norm_from_one(tiny("qwen3_5").sanitize, "model.language_model.norm.weight")
 
 
@@ -79,7 +79,7 @@ def step3p7_norms():
 
 @case("muse_spark", at="models/muse_spark/sanitize.py:11")
 def muse_spark_norms():
-    """One is added in float32, and the sum rounded to bfloat16."""
+    """Norms that count from one get one added in float32, and the sum is rounded to bfloat16. Right: it stays in float32."""
     from mlx_vlm.models.muse_spark.sanitize import norm_gain
 
     weight = mx.array([0.0037], mx.bfloat16)
@@ -117,7 +117,7 @@ def rope_parameters():
 
 @case("mllama", at="models/mllama/config.py:42")
 def mllama_heads():
-    """The tower's number of heads is called ``attention_heads`` in every checkpoint; the class's default is taken."""
+    """The tower's number of heads is the class's default. Right: ``attention_heads``, as every checkpoint calls it."""
     from mlx_vlm.models.mllama.config import VisionConfig
 
     return [VisionConfig.from_dict({"attention_heads": 2}).num_attention_heads], [2]
@@ -136,7 +136,9 @@ def gemma3_head():
 
 @case("llama4", at="models/llama4/llama4.py:99")
 def llama4_placeholders():
-    """With a placeholder more than a picture has features, it answers: an index past the features' end. Right: an error."""
+    """With a placeholder more than a picture has features, an index reads past the features' end, and the request is
+    answered. Right: an error.
+    """
     request = {"input_ids": prompt(1, [128] * 5), "pixel_values": noise(2, 1, 3, 16, 16)}
     return attempt(lambda: f"{len(alone(tiny('llama4'), request, 1))} token"), "an error that names both numbers"
 

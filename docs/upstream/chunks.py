@@ -1,7 +1,7 @@
-"""An answer depends on how the prompt is cut into chunks.
+"""An answer depends on how its prompt is cut into chunks.
 
-``generate`` takes a prompt ``prefill_step_size`` tokens at a time. The answer may not depend on that number: a
-token's position, and what it may attend to, are those of the whole prompt.
+``generate`` takes a prompt ``prefill_step_size`` tokens at a time. Right: a token's position, and what it may attend to, are
+those of the whole prompt, whatever the size.
 """
 
 import mlx.core as mx

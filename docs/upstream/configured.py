@@ -1,4 +1,4 @@
-"""Constants of a configuration that the code fixes otherwise: activations, epsilons, scales.
+"""The code fixes constants that a configuration names: activations, epsilons, scales.
 
 Right is what the published ``config.json`` and transformers' class of the family say.
 """
@@ -25,7 +25,7 @@ def tower_of(name):
 
 @case("llava", at="models/llava/vision.py:8")
 def llava_siglip():
-    """SigLIP's ``gelu_pytorch_tanh`` is CLIP's sigmoid form."""
+    """For SigLIP's ``gelu_pytorch_tanh`` the tower takes CLIP's activation, a sigmoid."""
     return activations(tower_of("llava")), nn.gelu_approx(X)
 
 
@@ -49,13 +49,13 @@ def granite4_vision_siglip():
 
 @case("idefics2", at="models/idefics2/vision.py:8")
 def idefics2_tower():
-    """``gelu_pytorch_tanh`` is the sigmoid form."""
+    """For ``gelu_pytorch_tanh`` the tower takes the sigmoid form."""
     return activations(tower_of("idefics2")), nn.gelu_approx(X)
 
 
 @case("molmo2", at="models/molmo2/vision.py:13")
 def molmo2_tower():
-    """``gelu_pytorch_tanh`` is the sigmoid form: both branches of _gelu_from_name return it."""
+    """For ``gelu_pytorch_tanh`` the tower takes the sigmoid form: both branches of ``_gelu_from_name`` return it."""
     from mlx_vlm.models.molmo2.vision import _gelu_from_name
 
     return _gelu_from_name("gelu_pytorch_tanh")(X), nn.gelu_approx(X)
@@ -63,25 +63,25 @@ def molmo2_tower():
 
 @case("llama4", at="models/llama4/vision.py:155")
 def llama4_tower():
-    """``gelu`` is the sigmoid form."""
+    """For ``gelu`` the tower takes the sigmoid form."""
     return activations(tower_of("llama4")), nn.gelu(X)
 
 
 @case("internvl_chat", at="models/internvl_chat/vision.py:70")
 def internvl_chat_tower():
-    """``gelu`` is the tanh form."""
+    """For ``gelu`` the vision side takes the tanh form."""
     return activations(tower_of("internvl_chat")), nn.gelu(X)
 
 
 @case("internvl", at="models/internvl/internvl.py:21")
 def internvl_projector():
-    """``gelu`` is the tanh form."""
+    """For ``gelu`` the vision side takes the tanh form."""
     return activations(tiny("internvl").multi_modal_projector), nn.gelu(X)
 
 
 @case("minicpmv4_6", "minicpmv4_7", at="models/minicpmv4_6/minicpmv4_6.py:154")
 def minicpmv_merger():
-    """The merger's exact GELU (MiniCPMV4_6DownsampleMLP) is the tanh form."""
+    """The merger takes the tanh form of GELU. Right (MiniCPMV4_6DownsampleMLP): the exact one."""
     from mlx_vlm.models.minicpmv4_6.minicpmv4_6 import MergerBlock
 
     return activations(MergerBlock(8, 8)), nn.gelu(X)
@@ -89,13 +89,13 @@ def minicpmv_merger():
 
 @case("qwen3_vl_moe", at="models/qwen3_vl_moe/vision.py:109")
 def qwen3_vl_moe_merger():
-    """The merger's exact GELU is the tanh form."""
+    """The merger takes the tanh form of GELU. Right: the exact one."""
     return activations(tower_of("qwen3_vl_moe").merger), nn.gelu(X)
 
 
 @case("qwen3_vl_moe", at="models/qwen3_vl_moe/vision.py:164")
 def qwen3_vl_moe_blocks():
-    """The blocks' ``gelu_pytorch_tanh`` is the exact one."""
+    """For ``gelu_pytorch_tanh`` the blocks take the exact form."""
     from mlx_vlm.models.qwen3_vl_moe.vision import MLP
 
     return activations(MLP(8, 8)), nn.gelu_approx(X)
@@ -103,7 +103,7 @@ def qwen3_vl_moe_blocks():
 
 @case("qwen3_omni_moe", at="models/qwen3_omni_moe/vision.py:163")
 def qwen3_omni_moe_blocks():
-    """The blocks' ``gelu_pytorch_tanh`` is the exact one."""
+    """For ``gelu_pytorch_tanh`` the blocks take the exact form."""
     from mlx_vlm.models.qwen3_omni_moe.vision import MLP
 
     return activations(MLP(8, 8)), nn.gelu_approx(X)
@@ -111,7 +111,7 @@ def qwen3_omni_moe_blocks():
 
 @case("kimi_vl", at="models/kimi_vl/vision.py:228")
 def kimi_vl_blocks():
-    """MoonViT's tanh form is the exact one."""
+    """MoonViT takes the exact GELU. Right: its tanh form."""
     from mlx_vlm.models.kimi_vl.vision import MLP
 
     return activations(MLP(8, 8)), nn.gelu_approx(X)
@@ -127,7 +127,7 @@ def kimi_k25_blocks():
 
 @case("paddleocr_vl", at="models/paddleocr_vl/vision.py:149")
 def paddleocr_vl_epsilon():
-    """The projector's norm has an epsilon of 1e-6; the published model's is 1e-5."""
+    """The projector's norm has an epsilon of 1e-6. Right: 1e-5."""
     from mlx_vlm.models.paddleocr_vl.vision import PaddleOCRProjector
 
     return f"{PaddleOCRProjector(8, 8, 2).pre_norm.eps:g}", "1e-05"
@@ -135,13 +135,13 @@ def paddleocr_vl_epsilon():
 
 @case("paddleocr_vl", at="models/paddleocr_vl/vision.py:332")
 def paddleocr_vl_width():
-    """The projector's width is 1,024 whatever the text model's is (64 here)."""
+    """The projector's width is 1,024. Right: the text model's (64 here)."""
     return tiny("paddleocr_vl").visual.projector.linear_2.weight.shape[0], 64
 
 
 @case("glm4v", at="models/glm4v/vision.py:233")
 def glm4v_epsilon():
-    """The vision blocks' norms take 1e-6 for a configured 1e-3."""
+    """The vision blocks' norms have an epsilon of 1e-6. Right: the configured one, 1e-3 here."""
     return _norm1_epsilon("glm4v")
 
 

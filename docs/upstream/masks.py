@@ -1,7 +1,8 @@
-"""The mask that lets a picture's tokens attend to each other both ways does not reach the attention.
+"""The masks of pictures do not reach the attention.
 
-``get_input_embeddings`` returns it as ``attention_mask_4d``, ``generate`` hands that on as a keyword, and the
-language model swallows it in ``**kwargs``: pictures are causal. Right: the same language model given that mask.
+``get_input_embeddings`` returns the mask by which a picture's tokens attend to each other both ways as ``attention_mask_4d``.
+``generate`` hands it on as a keyword, and the language model swallows it in ``**kwargs``: pictures are causal. Right: the same
+language model given that mask.
 """
 
 import mlx.core as mx
@@ -24,9 +25,8 @@ def two_way(ids, marker):
 
 @case("gemma3", at="models/gemma3/gemma3.py:123")
 def gemma3():
-    """Right (transformers, create_masks_for_vision_model).
-
-    Both ways within a picture. The window here is longer than the prompt.
+    """Pictures are causal. Right (transformers, create_masks_for_vision_model): both ways within a picture. The window here
+    is longer than the prompt.
     """
     model = tiny("gemma3")
     for layer_window in (model.language_model.config, model.language_model.model):
@@ -52,9 +52,8 @@ def moondream(name):
 
 @case("moondream3", at="models/moondream3/language.py:282")
 def moondream3():
-    """Right.
-
-    ``Model.__call__``, which hands the mask on, and Moondream's own code: BOS and picture see each other.
+    """BOS and picture are causal. Right (``Model.__call__``, which hands the mask on, and Moondream's own code): they see
+    each other.
     """
     return moondream("moondream3")
 

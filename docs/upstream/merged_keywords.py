@@ -1,8 +1,7 @@
-"""What goes with the requests' prompts is merged by rules that hold for some keywords only.
+"""Several requests' keywords are merged by rules that hold for some of them only.
 
-``BatchGenerator`` merges the keywords of a joint prefill (``_merge_prefill_prompt_kwargs``): known names are padded,
-other arrays concatenated, the rest taken from the first row. A request together with another has the answer that it
-has alone.
+``BatchGenerator`` merges the keywords of a joint prefill (``_merge_prefill_prompt_kwargs``): it pads the names that it knows,
+concatenates other arrays, and takes the rest from the first row.
 """
 
 import mlx.core as mx
@@ -21,30 +20,28 @@ def merged(name, *shapes):
 
 @case("gemma3", "moondream2", "moondream3", "paligemma", "falcon_ocr", at="generate/ar.py:799")
 def square_masks():
-    """(1, 1, L, L) masks of two prompts: concatenated as they are. Right: padded as the prompts are."""
+    """Masks (1, 1, L, L) of two prompts are concatenated as they are. Right: padded as the prompts are."""
     return merged("attention_mask_4d", (1, 1, 5, 5), (1, 1, 7, 7)), [2, 1, 7, 7]
 
 
 @case("mllama", at="generate/ar.py:799")
 def cross_attention_masks():
-    """(1, L, pictures, tiles). Right: padded along the prompt."""
+    """Masks of cross-attention (1, L, pictures, tiles) are concatenated as they are. Right: padded along the prompt."""
     return merged("cross_attention_mask", (1, 5, 1, 4), (1, 7, 1, 4)), [2, 7, 1, 4]
 
 
 @case("molmo", "jina_vlm", "deepseek_vl_v2", "deepseekocr", at="generate/ar.py:799")
 def masks_along_the_prompt():
-    """``images_seq_mask`` (1, L), as ``image_input_idx`` of pictures with different crops.
-
-    Concatenated unpadded. Right: padded.
+    """``images_seq_mask`` (1, L), and ``image_input_idx`` of pictures with different crops, are concatenated unpadded.
+    Right: padded.
     """
     return merged("images_seq_mask", (1, 5), (1, 7)), [2, 7]
 
 
 @case("idefics2", "idefics3", "smolvlm", "phi4_siglip", at="generate/ar.py:799")
 def masks_of_pictures():
-    """``pixel_attention_mask`` (1, pictures, H, W).
-
-    No language model reads it, and merging it ends all requests. Right: left out.
+    """No language model reads ``pixel_attention_mask`` (1, pictures, H, W), and merging it ends all requests. Right: left
+    out.
     """
     found = merged("pixel_attention_mask", (1, 1, 8, 8), (1, 2, 8, 8))
     return found, "left out"
@@ -82,9 +79,8 @@ def qwen3_vl_text_and_picture():
 
 @case("qwen3_vl", at="models/qwen3_vl/language.py:523")
 def qwen3_vl_chunks():
-    """One request in chunks of 5.
-
-    The mask is cut for the chunk, the list of features is not, and each chunk takes the first ones.
+    """One request in chunks of 5: the mask is cut for the chunk and the list of features is not, so each chunk takes the
+    first ones.
     """
     return batched(tiny("qwen3_vl"), LARGE, prefill_step_size=5), [alone(tiny("qwen3_vl"), LARGE)]
 

@@ -23,9 +23,8 @@ def picture(num_tiles):
 
 @case("mllama", at="generate/ar.py:1190 models/mllama/language.py:78")
 def picture_lost_in_a_batch():
-    """One request in a BatchGenerator.
-
-    The picture's states are not handed on after the first token, nor kept in a cache. Right: alone.
+    """One request in a BatchGenerator: the picture's states are neither handed on after the first token nor kept in a
+    cache. Right: as alone.
     """
     return batched(tiny("mllama"), picture(4)), [alone(tiny("mllama"), picture(4))]
 
@@ -49,10 +48,8 @@ def text_only():
 
 @case("mllama", at="generate/ar.py:411")
 def mask_forgotten_at_decode():
-    """A picture of one tile.
-
-    From the second token on, the mask is gone, and padding tiles are attended to. Right: as when the first token
-    were the prompt's.
+    """A picture of one tile: from the second token on the mask is gone, and padding tiles are attended to. Right: as if
+    the first token belonged to the prompt.
     """
     request = picture(1)
     ids, pixels = request.pop("input_ids"), request.pop("pixel_values")
@@ -66,10 +63,7 @@ def mask_forgotten_at_decode():
 
 @case("mllama", at="models/mllama/language.py:150")
 def shared_column():
-    """RoPE takes the batch's column for all rows.
-
-    A shorter text is turned too far as soon as a longer one has joined.
-    """
+    """RoPE takes the batch's column for all rows: a shorter text is turned too far as soon as a longer one has joined."""
     return together_and_alone("mllama", text(1, 9), text(2, 26), at=(0, 2), num_tokens=8)
 
 

@@ -1,8 +1,8 @@
-"""In a batch ``cache.offset`` is an array, one offset for each row; these models take one number of it for all rows.
+"""Rows at different positions get one row's offset.
 
-The rows of a ``BatchGenerator`` are at different positions as soon as their prompts differ in length. What is counted
-from one row's offset (RoPE, llama-4 attention temperature, blocks of chunked attention, slices of a mask) is wrong
-for the others, or raises. A request together with another has the answer that it has alone.
+In a batch ``cache.offset`` is an array, one offset for each row. These models take one number of it for all rows. What is
+counted from it (RoPE, llama-4 attention temperature, blocks of chunked attention, slices of a mask) is wrong for the other
+rows, or raises.
 """
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ def ministral3():
 
 @case("mistral3", at="models/mistral4/language.py:267 models/mistral4/language.py:15")
 def mistral4():
-    """Mistral 4 as Ministral 3."""
+    """Queries of Mistral 4 grow with the first row's position, as those of Ministral 3."""
     return together_and_alone("mistral3_mistral4", SHORT, LONG)
 
 
@@ -55,9 +55,8 @@ def moondream3():
 
 @case("phi3_v", "phi4mm", at="models/rope_utils.py:172")
 def phi_long_rope():
-    """Long or short RoPE factors are chosen by the farthest row.
-
-    The row at 2 of 64 gets the long ones. Right: each row's own.
+    """Long or short RoPE factors are chosen by the farthest row: a row at 2 beside one at 64 gets the long ones. Right:
+    each row's own.
     """
     from mlx_vlm.models.rope_utils import SuScaledRoPE
 

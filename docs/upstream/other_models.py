@@ -1,4 +1,4 @@
-"""Causes that are one family's own."""
+"""Causes of one family alone."""
 
 import importlib
 from types import SimpleNamespace
@@ -48,9 +48,8 @@ def deepseek_vl_v2_experts():
 
 @case("minimax_m3_vl", at="models/minimax_m3_vl/language.py:238")
 def minimax_m3_vl_groups():
-    """Two heads of the index, each of which wants another of the earlier blocks: one set is picked for both.
-
-    Right (arXiv 2606.13392 and transformers): blocks of its own for each group of attention heads.
+    """One set of blocks is picked for all heads of the index. Right (arXiv 2606.13392 and transformers): blocks of its own
+    for each group of attention heads.
     """
     indexer = tiny("minimax_m3_vl").language_model.model.layers[1].self_attn.indexer
     size, top = indexer.block_size, indexer.topk_blocks
@@ -110,9 +109,8 @@ def granite4_vision_in_a_batch():
 
 @case("florence2", at="generate/ar.py:1190")
 def florence2_in_a_batch():
-    """An encoder-decoder in BatchGenerator decodes without what its encoder saw.
-
-    (Its tower is left out: features are given.)
+    """A batch has no encoder output after the first token: the decoder goes on without it. (The tower is left out here:
+    features are given.)
     """
 
     def build():
@@ -129,7 +127,9 @@ def florence2_in_a_batch():
 
 @case("nemotron_parse", at="generate/ar.py:1190")
 def nemotron_parse_in_a_batch():
-    """The same loss of an encoder's output, where the decoder cannot go on without it: any request ends in an exception."""
+    """A batch has no encoder output after the first token, and the decoder cannot go on without it: any request ends in an
+    exception.
+    """
     request = {"input_ids": mx.array([[5, 6, 7, 8, 9]]), "pixel_values": noise(1, 1, 3, 8, 16)}
     return attempt(lambda: batched(tiny("nemotron_parse"), request)), [alone(tiny("nemotron_parse"), request)]
 

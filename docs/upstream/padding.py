@@ -1,8 +1,7 @@
-"""Prompts of different lengths are padded on the left, and the padding reaches the rows' answers.
+"""Padding reaches the answers.
 
-``BatchGenerator`` pads the shorter prompts of a joint prefill with zeros. Where a model makes its own mask, or
-divides by a magnitude, the padding is attended to or becomes NaN. A request together with another has the answer that
-it has alone.
+``BatchGenerator`` pads the shorter prompts of a joint prefill with zeros on the left. Where a model makes its own mask, or
+divides by a magnitude, the padding is attended to or becomes NaN.
 """
 
 from tiny import alone, batched, case, report, text, tiny, together_and_alone

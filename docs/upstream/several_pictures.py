@@ -1,7 +1,7 @@
-"""A request with several pictures: only the first is seen, or they are put in the wrong places, or they see each other.
+"""Of several pictures only the first is seen, or they get wrong places, or they see each other.
 
-Every picture's features go to its own placeholders, and a picture's patches attend to that picture only
-(transformers' classes of these families; for multi_modality and fastvlm, the publishers' own code).
+Right: every picture's features go to its own placeholders, and a picture's patches attend to that picture only (transformers'
+classes of these families; for multi_modality and fastvlm, the publishers' own code).
 """
 
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def paligemma():
 
 @case("llava_bunny", at="models/llava_bunny/llava_bunny.py:137")
 def llava_bunny():
-    """``argmax`` of the ids that are placeholders: the first one only."""
+    """Features go to the first placeholder only: the ``argmax`` of the ids that are placeholders."""
     first = noise(3, 1, 7, 64)
     return second_picture(
         "llava_bunny",

@@ -1,10 +1,9 @@
-"""A request's positions are kept on the language model, where the next request's replace them.
+"""Positions are kept on the language model, where the next request's replace them.
 
 ``get_input_embeddings`` leaves ``_position_ids`` and ``_rope_deltas`` on the language model. In a ``BatchGenerator``
-every row then gets those of the request that was embedded last, or positions that begin at the padding. The position
-of a token is the number of tokens before it in its own request (and what its own pictures take): a request together
-with another has the answer that it has alone. Mended by returning ``position_ids`` and ``rope_deltas`` in
-``InputEmbeddingsFeatures``, so that they travel with the request.
+every row then gets those of the request that was embedded last, or positions that begin at the padding. Right: a
+token's position counts the tokens before it in its own request, and what its own pictures take. The adapters return
+``position_ids`` and ``rope_deltas`` in ``InputEmbeddingsFeatures``, so that they travel with the request.
 """
 
 from tiny import case, report, text, together_and_alone
@@ -14,7 +13,7 @@ SHORT, LONG = text(1, 9), text(2, 26)
 
 @case("glm4v", at="models/glm4v/glm4v.py:31 models/glm4v/glm4v.py:76 models/glm4v/language.py:518")
 def glm4v():
-    """A short text beside a long one."""
+    """A short text beside a long one gets wrong positions."""
     return together_and_alone("glm4v", SHORT, LONG)
 
 
@@ -22,13 +21,13 @@ def glm4v():
     "glm4v_moe", at="models/glm4v_moe/glm4v_moe.py:32 models/glm4v_moe/glm4v_moe.py:66 models/glm4v_moe/language.py:577"
 )
 def glm4v_moe():
-    """A short text beside a long one."""
+    """A short text beside a long one gets wrong positions."""
     return together_and_alone("glm4v_moe", SHORT, LONG)
 
 
 @case("glm_ocr", at="models/glm_ocr/glm_ocr.py:31 models/glm_ocr/glm_ocr.py:77 models/glm_ocr/language.py:482")
 def glm_ocr():
-    """A short text beside a long one."""
+    """A short text beside a long one gets wrong positions."""
     return together_and_alone("glm_ocr", SHORT, LONG)
 
 
@@ -37,13 +36,13 @@ def glm_ocr():
     at="models/paddleocr_vl/paddleocr_vl.py:34 models/paddleocr_vl/paddleocr_vl.py:67 models/paddleocr_vl/language.py:424",
 )
 def paddleocr_vl():
-    """A short text beside a long one."""
+    """A short text beside a long one gets wrong positions."""
     return together_and_alone("paddleocr_vl", SHORT, LONG)
 
 
 @case("minicpmv4_6", at="models/minicpmv4_6/minicpmv4_6.py:258")
 def minicpmv4_6():
-    """A short text beside a long one."""
+    """A short text beside a long one gets wrong positions."""
     return together_and_alone("minicpmv4_6", SHORT, LONG)
 
 

@@ -1,4 +1,4 @@
-"""What the vision side makes of a picture: positions, windows, pooling, packing."""
+"""Pictures become other features: positions, windows, pooling, packing."""
 
 import math
 
@@ -69,8 +69,7 @@ def deepseekocr_clip_positions():
 
 @case("deepseekocr", "deepseekocr_2", "unlimited_ocr", at="models/deepseekocr/sam.py:431")
 def deepseekocr_sam_positions():
-    """Such crops have 79 relative positions of SAM's 127, which are read from the first on in steps of 127 / 79.
-
+    """Crops of 640 pixels have 79 of SAM's 127 relative positions, which are read from the first on in steps of 127 / 79.
     Right (torch, mode linear): half a step later, so that no distance stays no distance.
     """
     from mlx_vlm.models.deepseekocr.sam import get_rel_pos
@@ -136,7 +135,7 @@ def phi4_siglip_positions():
 
 @case("phi4_siglip", at="models/phi4_siglip/vision.py:133")
 def phi4_siglip_padding():
-    """A picture of 4 patches in an array of 9: they attend to the padding. Right: as without padding."""
+    """A picture of 4 patches in an array of 9 attends to the padding. Right: as without padding."""
     from mlx_vlm.models.phi4_siglip.config import VisionConfig
     from mlx_vlm.models.phi4_siglip.vision import VisionModel
 
@@ -149,7 +148,9 @@ def phi4_siglip_padding():
 
 @case("idefics2", at="models/idefics2/vision.py:135")
 def idefics2_positions():
-    """A picture of 4 x 4 patches in a table of 4 x 4. Right (transformers): each patch its own position, in order."""
+    """A picture of 4 x 4 patches gets other positions of a table of 4 x 4. Right (transformers): each patch its own, in
+    order.
+    """
     from mlx_vlm.models.idefics2.vision import VisionEmbeddings
 
     embeddings = VisionEmbeddings(config_of("idefics2").vision_config)
@@ -167,9 +168,8 @@ def idefics2_positions():
 
 @case("idefics2", at="models/idefics2/vision.py:196")
 def idefics2_padding():
-    """A picture beside a larger one, to whose size it is padded.
-
-    Its own patches attend to the padding. Right: as without padding.
+    """A picture beside a larger one is padded to its size, and its patches attend to the padding. Right: as without
+    padding.
     """
     tower = tiny("idefics2").vision_model
     patch, side = tower.config.patch_size, tower.embeddings.num_patches
@@ -183,9 +183,8 @@ def idefics2_padding():
 
 @case("moondream2", "moondream3", at="models/moondream3/vision.py:135")
 def moondream_pooling():
-    """Crops of 3 x 4 features pooled to 3 x 3 over rounded windows.
-
-    Right (torch's adaptive average, which Moondream calls): overlapping ones.
+    """Crops of 3 x 4 features are pooled to 3 x 3 over rounded windows. Right (torch's adaptive average, which Moondream
+    calls): over overlapping ones.
     """
     tower = tiny("moondream3").vision
     side, margin = tower.config.crop_size // tower.config.patch_size, tower.config.overlap_margin
@@ -208,9 +207,8 @@ def packed(name):
 
 @case("llava_next", at="models/llava_next/llava_next.py:87 models/llava_next/llava_next.py:117")
 def llava_next_packing():
-    """A tile for each placeholder and a tile of newlines.
-
-    Right (transformers, pack_image_features): a feature for each placeholder, 16 and 4 rows of 8 and a newline.
+    """Each placeholder gets a tile, and a tile of newlines follows. Right (transformers, pack_image_features): a feature
+    for each placeholder, here 16 and 4 rows of 8 and a newline.
     """
     return packed("llava_next")
 
@@ -223,7 +221,7 @@ def granite_vision_packing():
 
 @case("gemma4", at="models/gemma4/gemma4.py:21")
 def gemma4_scatter():
-    """More placeholders than features: the first feature again. Right: an error, as transformers raises."""
+    """Where there are more placeholders than features, the first feature comes again. Right (transformers): an error."""
     from mlx_vlm.models.gemma4.gemma4 import masked_scatter
 
     found = attempt(lambda: masked_scatter(mx.zeros((3, 1)), mx.ones((3, 1), dtype=mx.bool_), mx.array([[7.0], [8.0]])))
@@ -232,10 +230,7 @@ def gemma4_scatter():
 
 @case("gemma4", at="models/gemma4/language.py:514")
 def gemma4_two_way_in_full_layers():
-    """Where pictures attend both ways, mlx-vlm lets them in full layers, too.
-
-    Right (transformers): in sliding layers only; full ones are causal.
-    """
+    """Where pictures attend both ways, they do so in full layers, too. Right (transformers): in sliding layers only."""
     trunk = tiny("gemma4_experts").language_model.model
     types = mx.array([[0, 0, 1, 1, 1, 0]])
     masks = trunk._make_masks(mx.zeros((1, 6, 64)), [None] * len(trunk.layers), types)
